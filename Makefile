@@ -1,0 +1,36 @@
+# On a fresh machine with Python 3.11 or newer, `make train` and `make test` are all there is to type.
+VENV := .venv
+PYTHON ?= python3
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ALGO ?= grpo
+TASK ?= sums
+SEED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@echo "Settings: ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
+	@echo "PYTHON makes a new $(VENV); to change the Python of an old one, remove $(VENV) first."
+
+install: ## Make .venv and install all of it for CPU; does nothing if that is done
+	@command -v "$(PYTHON)" >/dev/null || { echo "install: no $(PYTHON); install Python 3.11 or newer (Debian:" \
+		"apt-get install python3 python3-venv) or name one: make install PYTHON=python3.11" >&2; exit 1; }
+	@"$(PYTHON)" tools/install.py --venv "$(VENV)" --torch-index "$(TORCH_CPU_INDEX)"
+
+train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
+	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
+
+test: install ## Run all tests
+	"$(VENV)/bin/python" -m pytest tests
+
+check: install ## Lint, format check, types, import rules
+	"$(VENV)/bin/ruff" check .
+	"$(VENV)/bin/ruff" format --check .
+	"$(VENV)/bin/mypy" megarl tools
+	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
+
+clean: ## Remove caches, nothing else
+	find . -path "./$(VENV)" -prune -o -path ./.git -prune -o -type d \( -name __pycache__ -o -name .pytest_cache \
+		-o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +

@@ -1,0 +1,80 @@
+"""From a loss per token to the objective: Σ local sums / one global denominator.
+
+Every micro-batch on every data-parallel rank contributes a local sum; the denominator counts the whole
+optimizer mini-batch and is known before the first backward. The objective therefore does not depend on how
+rows are split. Rows without loss tokens add nothing to a sum and are not counted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algos.masked import masked_sum, row_means
+from megarl.algos.registry import Registry
+from megarl.types import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Global counts of an optimizer mini-batch: rows with loss tokens, and loss tokens."""
+
+    num_rows: int
+    num_tokens: int
+
+
+def count_rows(rows: Sequence[Row]) -> RowCounts:
+    """Counts of the rows that have loss tokens."""
+    num_tokens = [row.num_loss_tokens for row in rows]
+    return RowCounts(num_rows=sum(n > 0 for n in num_tokens), num_tokens=sum(num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float.
+
+    The denominator of an empty mini-batch may be 0; see `global_denominator`.
+    """
+
+    local_sum: Callable[[Tensor, Tensor], Tensor]
+    denominator: Callable[[RowCounts, int], float]
+
+
+def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
+    """Σ over loss tokens."""
+    return masked_sum(loss, mask)
+
+
+def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
+    """Σ over rows of the row's mean over its loss tokens."""
+    return row_means(loss, mask).sum()
+
+
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", key="algo.aggregation")
+
+# Σ tokens / number of tokens (DAPO, arXiv:2503.14476): long rows weigh more.
+AGGREGATIONS.register("token-mean")(
+    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_tokens)
+)
+# Mean over rows of the row's sum.
+AGGREGATIONS.register("seq-mean-token-sum")(
+    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
+)
+# Mean over rows of the row's mean (GRPO, arXiv:2402.03300): tokens of long rows weigh less.
+AGGREGATIONS.register("seq-mean-token-mean")(
+    Aggregation(local_sum=row_mean_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
+)
+# Σ tokens / horizon, as verl defines this name: the scale grows with the number of rows.
+AGGREGATIONS.register("seq-mean-token-sum-norm")(
+    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: horizon_tokens)
+)
+# Σ tokens / (number of rows × horizon) (Dr. GRPO, arXiv:2503.20783): no length bias, and a scale that does
+# not depend on the batch size.
+AGGREGATIONS.register("dr_grpo")(
+    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_rows * horizon_tokens)
+)
+
+
+def global_denominator(aggregation: Aggregation, counts: RowCounts, *, horizon_tokens: int) -> float:
+    """What local sums are divided by; at least 1, so that an empty mini-batch is 0/1 and not 0/0."""
+    return float(max(aggregation.denominator(counts, horizon_tokens), 1))

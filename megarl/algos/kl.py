@@ -1,0 +1,113 @@
+"""KL to the reference: estimators per token, the penalty in the reward, and the coefficient's controller.
+
+With Δ = logprobs − ref_logprobs, k1 = Δ, k2 = Δ²/2 and k3 = e^−Δ + Δ − 1 estimate KL(policy ‖ reference) on
+tokens that the policy sampled (J. Schulman, "Approximating KL divergence", 2020). As *losses* they differ: in
+expectation the gradient of k2 is that of the reverse KL, the gradient of k3 is not, and that of k1 is zero.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from megarl.algos.masked import row_means
+from megarl.algos.registry import Registry
+from megarl.config.schema import KLConfig
+from megarl.errors import NonFiniteError
+from megarl.types import AlgoState
+
+KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+KL_ESTIMATORS: Registry[KLEstimator] = Registry("KL estimator", key="algo.kl.estimator")
+
+# Bounds exp() in k3, and k3 itself: one token far from the reference must not decide the whole batch.
+_MAX_EXPONENT = 20.0
+_MAX_K3 = 10.0
+
+
+@KL_ESTIMATORS.register("k1", "kl")
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Δ: unbiased, of either sign."""
+    return logprobs - ref_logprobs
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|Δ|: an upper bound in expectation, not an estimate of the KL."""
+    return (logprobs - ref_logprobs).abs()
+
+
+@KL_ESTIMATORS.register("k2", "mse")
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Δ²/2: biased, low variance; its gradient is that of the reverse KL in expectation."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+@KL_ESTIMATORS.register("k3", "low_var_kl")
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """e^−Δ + Δ − 1, clamped to ±10: unbiased but for the clamp, beyond which the gradient is 0."""
+    exponent = (ref_logprobs - logprobs).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    return (exponent.exp() - exponent - 1).clamp(-_MAX_K3, _MAX_K3)
+
+
+@KL_ESTIMATORS.register("k3_straight_through")
+def k3_straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2."""
+    surrogate = k2(logprobs, ref_logprobs)
+    return k3(logprobs, ref_logprobs).detach() + (surrogate - surrogate.detach())
+
+
+# Why an estimator is refused as a loss.
+LOSS_REFUSALS: Mapping[KLEstimator, str] = {
+    k1: "its gradient has zero expectation on-policy, so it does not regularise",
+    absolute: "its gradient, sign(Δ) at any distance, is not that of a KL",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenalisedRewards:
+    """token_level_rewards: [B, T]. current_kl: nats, mean over rows with loss tokens of their token mean."""
+
+    token_level_rewards: Tensor
+    current_kl: float
+
+
+def apply_kl_penalty(token_level_scores: Tensor, kl: Tensor, loss_mask: Tensor, *, coef: float) -> PenalisedRewards:
+    """KL in the reward: scores − coef·kl on the loss mask, all [B, T]."""
+    has_tokens = loss_mask.any(dim=-1)
+    current_kl = row_means(kl, loss_mask).sum() / has_tokens.sum().clamp(min=1)
+    penalty = (coef * kl).masked_fill(~loss_mask, 0.0)
+    return PenalisedRewards(token_level_rewards=token_level_scores - penalty, current_kl=float(current_kl.item()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLObservation:
+    """What a controller sees of a step: the KL in nats and the number of rows it was measured on."""
+
+    kl_nats: float
+    num_rows: int
+
+
+KLController: TypeAlias = Callable[[AlgoState, KLObservation, KLConfig], AlgoState]
+
+KL_CONTROLLERS: Registry[KLController] = Registry("KL controller", key="algo.kl.controller")
+
+# Largest relative error that one update of the adaptive controller acts on.
+_MAX_KL_ERROR = 0.2
+
+
+@KL_CONTROLLERS.register("fixed")
+def fixed(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
+    """The coefficient never changes."""
+    return state
+
+
+@KL_CONTROLLERS.register("adaptive")
+def adaptive(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
+    """β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2) (arXiv:1909.08593)."""
+    if not math.isfinite(seen.kl_nats):
+        raise NonFiniteError(f"KL to the reference: got {seen.kl_nats}, expected a finite number of nats")
+    error = min(max(seen.kl_nats / cfg.target_nats - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+    return AlgoState(kl_coef=state.kl_coef * (1 + error * seen.num_rows / cfg.horizon))

@@ -1,0 +1,80 @@
+"""How far the rollout engine's log-probs are from the trainer's, for the same tokens and the same weights.
+
+The two run different kernels, so the policy that sampled is not exactly the policy that is trained.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algos.kl import k3
+from megarl.algos.masked import masked_sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchSums:
+    """Sums over loss tokens (and rows that have some) that `merged` reduces over micro-batches and ranks.
+
+    Δ = rollout_logprobs − logprobs, in nats.
+    """
+
+    num_tokens: int = 0
+    num_rows: int = 0
+    abs_sum: float = 0.0
+    k1_sum: float = 0.0
+    k3_sum: float = 0.0
+    abs_max: float = 0.0
+    num_above_2x: int = 0
+    seq_abs_sum: float = 0.0
+
+    def merged(self, other: "MismatchSums") -> "MismatchSums":
+        """The sums over both."""
+        return MismatchSums(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_rows=self.num_rows + other.num_rows,
+            abs_sum=self.abs_sum + other.abs_sum,
+            k1_sum=self.k1_sum + other.k1_sum,
+            k3_sum=self.k3_sum + other.k3_sum,
+            # np.maximum, unlike max(), keeps a NaN.
+            abs_max=float(np.maximum(self.abs_max, other.abs_max)),
+            num_above_2x=self.num_above_2x + other.num_above_2x,
+            seq_abs_sum=self.seq_abs_sum + other.seq_abs_sum,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Token means of |Δ|, Δ (k1) and k3 of KL(rollout ‖ trainer); max |Δ|; share of tokens whose
+        probabilities differ by more than 2×; mean over rows of |Σ Δ|. All 0 if nothing was compared."""
+        tokens, rows = max(self.num_tokens, 1), max(self.num_rows, 1)
+        return {
+            "mismatch/abs_mean": self.abs_sum / tokens,
+            "mismatch/k1": self.k1_sum / tokens,
+            "mismatch/k3": self.k3_sum / tokens,
+            "mismatch/abs_max": self.abs_max,
+            "mismatch/frac_above_2x": self.num_above_2x / tokens,
+            "mismatch/seq_abs_mean": self.seq_abs_sum / rows,
+        }
+
+
+def mismatch_sums(rollout_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> MismatchSums:
+    """Compare two scorings [B, T] of the same tokens under a bool mask [B, T], in float64."""
+    if not rollout_logprobs.shape == logprobs.shape == loss_mask.shape:
+        raise ValueError(
+            f"mismatch: got rollout_logprobs {tuple(rollout_logprobs.shape)}, logprobs "
+            f"{tuple(logprobs.shape)} and loss_mask {tuple(loss_mask.shape)}, expected one shape"
+        )
+    rollout, trainer = rollout_logprobs.double(), logprobs.double()
+    delta = torch.where(loss_mask, rollout - trainer, 0.0)
+    magnitude = delta.abs()
+    return MismatchSums(
+        num_tokens=int(loss_mask.sum()),
+        num_rows=int(loss_mask.any(dim=-1).sum()),
+        abs_sum=float(magnitude.sum()),
+        k1_sum=float(delta.sum()),
+        k3_sum=float(masked_sum(k3(rollout, trainer), loss_mask)),
+        abs_max=float(magnitude.max()) if magnitude.numel() else 0.0,
+        num_above_2x=int((magnitude > math.log(2)).sum()),
+        seq_abs_sum=float(delta.sum(dim=-1).abs().sum()),
+    )

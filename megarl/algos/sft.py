@@ -1,0 +1,38 @@
+"""Supervised fine-tuning as an algorithm: the same trainer seam, without rewards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megarl.algos.aggregation import count_rows
+from megarl.algos.masked import masked_sum
+from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, Score, ScoredBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftAlgorithm:
+    """loss = − mean over loss tokens of logprobs, i.e. the cross-entropy with the demonstration, in nats."""
+
+    @property
+    def entropy_needs_grad(self) -> bool:
+        return False
+
+    def requires(self) -> frozenset[Score]:
+        return frozenset()
+
+    def initial_state(self) -> AlgoState:
+        return AlgoState()
+
+    def advantages(self, batch: ScoredBatch, state: AlgoState) -> NoReturn:
+        raise TypeError("supervised fine-tuning has no advantages; update on the rows directly")
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        num_tokens = float(max(count_rows(rows).num_tokens, 1))
+        return Denominators(loss=num_tokens, tokens=num_tokens)
+
+    def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
+        nll = masked_sum(-out.logprobs, rows.loss_mask)
+        return LossSums(loss=nll, token_sums={"sft/nll": nll.detach()})
+
+    def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
+        return state

@@ -1,0 +1,113 @@
+"""The `megarl` command: train, sft, report, quickstart."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megarl.errors import (
+    ConfigError,
+    DataError,
+    MismatchError,
+    NonFiniteError,
+    WeightSyncError,
+    WorkerError,
+)
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. Exit code 2: bad input, nothing was started; 1: the run failed; 128 + n: ended by signal n."""
+    arguments = _parser().parse_args(argv)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _leave)
+    try:
+        arguments.run(arguments)
+    except (ConfigError, DataError) as error:
+        _fail(error, EXIT_BAD_INPUT)
+    except (MismatchError, NonFiniteError, WeightSyncError, WorkerError) as error:
+        _fail(error, EXIT_FAILED)
+
+
+def _leave(signum: int, _: FrameType | None) -> NoReturn:
+    # A second signal must not interrupt the clean-up that the first one starts.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + signum)
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, function, text in (
+        ("train", _train, "train a policy by reinforcement learning"),
+        ("sft", _sft, "train a policy on demonstrations"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-grpo.yaml")
+        command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
+        command.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
+        command.set_defaults(run=function)
+    report = commands.add_parser("report", help="write a run's report as HTML and PNG")
+    report.add_argument("run_dir", type=Path, help="the run's directory")
+    report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
+    report.set_defaults(run=_report)
+    quick = commands.add_parser("quickstart", help="teach a tiny model a task, from data to report")
+    quick.add_argument("--algo", default="grpo", help="a file of configs/algo")
+    quick.add_argument("--task", default="sums", help="a built-in task")
+    quick.add_argument("--seed", type=int, default=0)
+    quick.set_defaults(run=_quickstart)
+    return parser
+
+
+# Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from megarl.parallel.platform import apply_environment
+
+    apply_environment()
+    from megarl.config import load_config
+    from megarl.runs import train
+
+    train(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite)
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    from megarl.parallel.platform import apply_environment
+
+    apply_environment()
+    from megarl.config import load_config
+    from megarl.runs import sft
+
+    sft(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from megarl.report import write_report
+
+    paths = write_report(arguments.run_dir, arguments.others)
+    print(f"wrote {paths.html}\nwrote {paths.png}")
+
+
+def _quickstart(arguments: argparse.Namespace) -> None:
+    from megarl.parallel.platform import apply_environment
+
+    apply_environment()
+    from megarl.quickstart import quickstart
+
+    quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""From YAML files and dotted overrides to a `Config`.
+
+A run file may name files to build upon, and then holds only what differs:
+
+    use: {model: qwen3-tiny, algo: grpo}        # configs/model/qwen3-tiny.yaml, configs/algo/grpo.yaml
+    use: {run: sums-common, algo: ./my.yaml}    # another run file, and a path to any .yaml file
+
+Names are looked up in the configs root, the parent of the run file's directory; paths, here and anywhere in a
+configuration, are relative to the current working directory. Layers, the later above the earlier: the group
+files (one per group: a run file's choice replaces that of the run file it builds upon), the run files (base
+first), the overrides. Mappings merge key by key; any other value, a list too, replaces what it covers.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import yaml
+
+from megarl.config.parse import from_dict
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+__all__ = ["compose", "dump", "from_dict", "load_config"]
+
+Tree: TypeAlias = dict[str, Any]
+
+
+def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run file with overrides. Raises ConfigError; `check` judges the values."""
+    return from_dict(Config, compose(run_file, overrides))
+
+
+def dump(config: Config) -> str:
+    """YAML of every key, which loads back to an equal Config."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
+    """Merge the layers of a run (see the module) into one mapping, not yet checked against the schema.
+
+    An override is `dotted.key=value`, the value read as YAML. `use.algo=cpo` chooses another file.
+    """
+    changes = _parse_overrides(overrides)
+    group_files, bodies = _collect(run_file, _take_use(changes, "overrides"), ())
+    groups = [_read_group_file(path) for path in group_files.values()]
+    return reduce(_merge, [*groups, *bodies, changes], {})
+
+
+def _merge(below: Tree, above: Tree) -> Tree:
+    merged = dict(below)
+    for key, value in above.items():
+        covered = merged.get(key)
+        both = isinstance(covered, dict) and isinstance(value, dict)
+        merged[key] = _merge(cast(Tree, covered), value) if both else value
+    return merged
+
+
+def _parse_overrides(overrides: Sequence[str]) -> Tree:
+    changes: Tree = {}
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        keys = dotted.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(f"override {override!r}: expected key=value, such as actor.optimizer.lr=1e-5")
+        value = _parse_yaml(text.encode(), f"override {override!r}")
+        changes = _merge(changes, reduce(lambda nested, key: {key: nested}, reversed(keys), value))
+    return changes
+
+
+def _collect(
+    run_file: Path, use_overrides: Mapping[str, str], above: tuple[Path, ...]
+) -> tuple[dict[str, Path], list[Tree]]:
+    """The file of each group, and the bodies of the run files, base first. `above`: those that led here."""
+    if run_file.resolve() in above:
+        raise ConfigError(f"{run_file}: builds upon itself; remove the circle of use.run")
+    body = _read_yaml(run_file)
+    use = {**_take_use(body, str(run_file)), **use_overrides}
+    # Not Path.parent: the parent of "." is "." again.
+    root = Path(os.path.normpath(run_file.parent / ".."))
+    files = {group: _used_file(root, group, name) for group, name in use.items()}
+    base = files.pop("run", None)
+    if base is None:
+        return files, [body]
+    base_files, base_bodies = _collect(base, {}, (*above, run_file.resolve()))
+    return base_files | files, [*base_bodies, body]
+
+
+def _take_use(tree: Tree, where: str) -> Mapping[str, str]:
+    use = tree.pop("use", {})
+    if not isinstance(use, dict) or not all(isinstance(name, str) for name in use.values()):
+        raise ConfigError(f"{where}: use: got {use!r}, expected file names by group, as in {{algo: grpo}}")
+    return use
+
+
+def _used_file(root: Path, group: str, name: str) -> Path:
+    path = Path(name) if name.endswith((".yaml", ".yml")) else root / group / f"{name}.yaml"
+    _require_file(path, f"use.{group}: ")
+    return path
+
+
+def _read_group_file(path: Path) -> Tree:
+    tree = _read_yaml(path)
+    if "use" in tree:
+        raise ConfigError(f"{path}: use: only run files may use others; name the files in the run file")
+    return tree
+
+
+def _require_file(path: Path, where: str) -> None:
+    if path.is_file():
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{where}no file {path}: the directory {path.parent} does not exist")
+    there = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    raise ConfigError(f"{where}no file {path}; {path.parent} has: {', '.join(there) or 'no YAML file'}")
+
+
+def _read_yaml(path: Path) -> Tree:
+    _require_file(path, "")
+    tree = _parse_yaml(path.read_bytes(), str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: got a {type(tree).__name__}, expected a mapping of configuration keys")
+    return tree
+
+
+def _parse_yaml(text: bytes, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    # ValueError: text that looks like a date or a number and is none, such as 2024-13-01.
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split()).replace('in "<byte string>",', "at")
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from error
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of duplicate keys; here they are errors."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add(key.value)
+        return node

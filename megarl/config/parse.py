@@ -1,0 +1,160 @@
+"""From a mapping to a frozen dataclass tree, strictly: an unknown key or a wrong type is an error."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from megarl.errors import ConfigError
+
+T = TypeVar("T")
+
+# YAML 1.1 reads 1e-6 and 1.5e6 (no point, or no sign after the e) as strings.
+_EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_MAX_SUGGESTIONS = 3
+
+
+def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
+    """Build the dataclass tree `cls`; keys that are absent keep their defaults.
+
+    `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6; an int
+    field takes a float of integral value, a float field an int, and neither a bool, NaN or infinity.
+    """
+    _refuse_unknown_keys(cls, mapping, path, tuple(_dotted_keys(cls, path)))
+    return cast(T, _convert(cls, mapping, path))
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _dotted_keys(cls: type, path: str) -> Iterator[str]:
+    for key, hint in get_type_hints(cls).items():
+        yield _join(path, key)
+        if is_dataclass(hint):
+            yield from _dotted_keys(cast(type, hint), _join(path, key))
+
+
+def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[str]) -> None:
+    if not isinstance(mapping, Mapping):
+        return  # a wrong type, which the conversion reports
+    hints = get_type_hints(cls)
+    for key, value in mapping.items():
+        if key not in hints:
+            advice = _advice(str(key), path, list(hints), known)
+            raise ConfigError(f"unknown key '{_join(path, key)}'; {advice}")
+        if is_dataclass(hints[key]):
+            _refuse_unknown_keys(hints[key], value, _join(path, key), known)
+
+
+def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) -> str:
+    """The key's right place if it has one, else the nearest sibling, else the nearest key of the tree."""
+    if "." in key:
+        return "dotted keys belong to overrides on the command line; in a file, nest one mapping in the other"
+    places: dict[str, list[str]] = {}
+    for dotted in known:
+        places.setdefault(dotted.rpartition(".")[2], []).append(dotted)
+    near = get_close_matches(key, siblings, n=1)
+    found = (
+        places.get(key)
+        or [_join(path, name) for name in near]
+        or [dotted for name in get_close_matches(key, places, n=1) for dotted in places[name]]
+    )
+    if found:
+        return f"did you mean {' or '.join(repr(dotted) for dotted in found[:_MAX_SUGGESTIONS])}?"
+    return f"{f'{path} has' if path else 'there are'}: {', '.join(siblings)}"
+
+
+class _WrongTypeError(Exception):
+    """A value does not fit a hint; `_convert` makes the message."""
+
+
+def _convert(hint: Any, value: object, path: str) -> object:
+    try:
+        return _parse(hint, value, path)
+    except _WrongTypeError:
+        got = "null" if value is None else f"{value!r} ({type(value).__name__})"
+        raise ConfigError(f"{path or 'configuration'}: got {got}, expected {_expected(hint)}") from None
+
+
+def _parse(hint: Any, value: object, path: str) -> object:
+    parser = _parse_section if is_dataclass(hint) else _PARSERS[get_origin(hint) or hint]
+    return parser(hint, value, path)
+
+
+def _parse_section(hint: Any, value: object, path: str) -> object:
+    if not isinstance(value, Mapping):
+        raise _WrongTypeError
+    hints = get_type_hints(hint)
+    return hint(**{key: _convert(hints[key], item, _join(path, key)) for key, item in value.items()})
+
+
+def _parse_optional(hint: Any, value: object, path: str) -> object:
+    (inner,) = (arg for arg in get_args(hint) if arg is not NoneType)
+    return None if value is None else _parse(inner, value, path)
+
+
+def _parse_tuple(hint: Any, value: object, path: str) -> object:
+    if not isinstance(value, list | tuple):
+        raise _WrongTypeError
+    args = get_args(hint)
+    item_hints = args[:1] * len(value) if Ellipsis in args else args
+    if len(value) != len(item_hints):
+        raise _WrongTypeError
+    pairs = enumerate(zip(item_hints, value, strict=True))
+    return tuple(_convert(item_hint, item, f"{path}[{i}]") for i, (item_hint, item) in pairs)
+
+
+def _parse_literal(hint: Any, value: object, path: str) -> object:
+    if value not in get_args(hint):
+        raise _WrongTypeError
+    return value
+
+
+def _parse_exact(hint: Any, value: object, path: str) -> object:
+    if type(value) is not hint:
+        raise _WrongTypeError
+    return value
+
+
+def _parse_float(hint: Any, value: object, path: str) -> float:
+    if isinstance(value, str) and _EXPONENT_NUMBER.fullmatch(value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _WrongTypeError
+    return float(value)
+
+
+def _parse_int(hint: Any, value: object, path: str) -> int:
+    if type(value) is int:
+        return value
+    number = _parse_float(hint, value, path)
+    if not number.is_integer():
+        raise _WrongTypeError
+    return int(number)
+
+
+_PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
+    UnionType: _parse_optional,
+    tuple: _parse_tuple,
+    Literal: _parse_literal,
+    bool: _parse_exact,
+    str: _parse_exact,
+    float: _parse_float,
+    int: _parse_int,
+}
+
+
+def _expected(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return " or ".join("null" if arg is NoneType else _expected(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin is tuple:
+        return f"a list of {'' if Ellipsis in args else f'{len(args)} '}{args[0].__name__}"
+    names = {bool: "true or false", float: "a finite float"}
+    return "a mapping" if is_dataclass(hint) else names.get(hint, hint.__name__)

@@ -1,0 +1,1 @@
+"""Prompts and demonstrations: files, chat templates, sampling, packing, built-in tasks, the tiny model."""

@@ -1,0 +1,94 @@
+"""Chats to token ids, with the tokenizer's own template. Tokenizers come from a directory, not the hub."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megarl.data.records import Message
+from megarl.errors import ConfigError, DataError
+
+# Templates of reasoning models may open the thinking block in the prompt already.
+THINK_OPENING = "<think>\n"
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; ConfigError without a chat template or an eos token."""
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        raise ConfigError(f"model.path: {path} has no tokenizer_config.json; expected a model directory")
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
+    return tokenizer
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+    """Token ids of chats, each ending where the assistant is to speak."""
+    texts = _render(tokenizer, chats)
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    max_prompt_tokens: int,
+    *,
+    where: str = "prompt",
+) -> list[int]:
+    """Token ids of one chat; DataError naming `where` if there are more than `max_prompt_tokens`."""
+    ids = encode_prompts(tokenizer, [messages])[0]
+    if len(ids) > max_prompt_tokens:
+        raise long_prompt_error(where, len(ids), max_prompt_tokens)
+    return ids
+
+
+def long_prompt_error(where: str, num_tokens: int, max_prompt_tokens: int) -> DataError:
+    """The error of a prompt over the limit."""
+    return DataError(
+        f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_tokens is {max_prompt_tokens}; "
+        f"raise it or set data.on_long_prompt=drop"
+    )
+
+
+def encode_demonstration(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    target: str,
+    *,
+    where: str = "demonstration",
+) -> list[int]:
+    """Token ids of `target` as the policy would have written it after `messages`, eos once, at the end.
+
+    A leading think tag is dropped if the template's prompt ends with it. DataError if `target` holds eos
+    anywhere but at its end, or nothing else.
+    """
+    if target.startswith(THINK_OPENING) and _render(tokenizer, [messages])[0].endswith(THINK_OPENING):
+        target = target.removeprefix(THINK_OPENING)
+    eos: int = tokenizer.eos_token_id
+    ids: list[int] = tokenizer(target, add_special_tokens=False)["input_ids"]
+    if not ids or ids[-1] != eos:
+        ids = [*ids, eos]
+    if ids.index(eos) != len(ids) - 1 or len(ids) == 1:
+        raise DataError(
+            f"{where}: the target is {target[:80]!r}, expected text with {tokenizer.eos_token!r} nowhere but at its end"
+        )
+    return ids
+
+
+def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Turns response ids into the text that scorers read: special tokens dropped, spaces untouched."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[str]:
+    conversations = [[message.as_dict() for message in chat] for chat in chats]
+    texts: list[str] = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    return texts

@@ -1,0 +1,131 @@
+"""Which row goes to which data-parallel rank and micro-batch. Plans hold indices into `lengths`."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from megarl.errors import ConfigError, DataError
+
+Bins: TypeAlias = list[list[int]]
+
+
+@dataclass(slots=True)
+class _Bin:
+    total: int = 0
+    indices: list[int] = field(default_factory=list)
+
+
+def balance(lengths: Sequence[int], num_bins: int, *, equal_size: bool) -> Bins:
+    """Split rows into bins of nearly equal sums by the largest differencing method (Karmarkar & Karp, 1982).
+
+    `equal_size`: the bins' row counts differ by at most one. No bin is empty if there are rows enough.
+    """
+    _require_positive(lengths)
+    if num_bins < 1:
+        raise ConfigError(f"balance: got {num_bins} bins, expected >= 1")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    group = num_bins if equal_size else 1
+    # A partial solution is its non-empty bins, heaviest first; the heap gives the one of the largest spread.
+    heap = []
+    for start in range(0, len(order), group):
+        bins = [_Bin(lengths[i], [i]) for i in order[start : start + group]]
+        heap.append((-_spread(bins, num_bins), start, bins))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        merged = _merge(first, second, num_bins)
+        heapq.heappush(heap, (-_spread(merged, num_bins), number, merged))
+    bins = heap[0][2] if heap else []
+    return [sorted(b.indices) for b in bins] + [[] for _ in range(num_bins - len(bins))]
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
+    """Split rows into at least `min_bins` micro-batches of at most `max_tokens` tokens, the heaviest first.
+
+    Starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, filled longest
+    row first into the lightest bin, and raises k (by one, or 2 %) until every bin fits. Bins are empty only if
+    there are fewer rows than `min_bins`. ConfigError for a row that alone is too long.
+    """
+    _require_positive(lengths)
+    for index, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ConfigError(
+                f"row {index} has {length} tokens, actor.micro_batch_tokens is {max_tokens}; "
+                f"set actor.micro_batch_tokens >= {length}"
+            )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    num_long = sum(2 * length > max_tokens for length in lengths)  # no two of them fit together
+    num_bins = max(-(-sum(lengths) // max_tokens), num_long, min_bins)
+    while True:
+        bins = _fill_lightest(lengths, order, num_bins)
+        if all(b.total <= max_tokens for b in bins):
+            bins.sort(key=lambda b: (-b.total, b.indices))
+            return [sorted(b.indices) for b in bins]
+        # With a bin for every row all of them fit, so this ends.
+        num_bins = min(num_bins + max(1, num_bins // 50), len(lengths))
+
+
+def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[Bins]:
+    """For each of `dp` ranks its micro-batches, the same number on every rank.
+
+    Ranks get row counts that differ by at most one. A micro-batch is empty only if there are fewer rows than
+    `dp` × the number of micro-batches, which takes a row count that `dp` does not divide.
+    """
+    if len(lengths) < dp:
+        raise DataError(
+            f"got {len(lengths)} rows for {dp} data-parallel ranks, expected a row for each; "
+            f"raise trainer.prompts_per_step or lower actor.layout.dp"
+        )
+    for_rank = balance(lengths, dp, equal_size=True)
+    num_bins = 1
+    while True:
+        plan = [_rank_micro_batches(lengths, indices, max_tokens, num_bins) for indices in for_rank]
+        counts = {len(bins) for bins in plan}
+        if len(counts) == 1:
+            return plan
+        num_bins = max(counts)
+
+
+def _rank_micro_batches(lengths: Sequence[int], indices: list[int], max_tokens: int, min_bins: int) -> Bins:
+    bins = micro_batches([lengths[i] for i in indices], max_tokens, min_bins)
+    return [[indices[i] for i in members] for members in bins]
+
+
+def _merge(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
+    """Join the heaviest bins of one partial solution with the lightest of the other."""
+    overlap = max(0, len(first) + len(second) - num_bins)
+    start = len(first) - overlap
+    joined = [_join(a, b) for a, b in zip(first[start:], reversed(second[len(second) - overlap :]), strict=True)]
+    bins = [*first[:start], *joined, *second[: len(second) - overlap]]
+    bins.sort(key=lambda b: -b.total)
+    return bins
+
+
+def _join(a: _Bin, b: _Bin) -> _Bin:
+    small, large = sorted((a, b), key=lambda x: len(x.indices))
+    large.indices.extend(small.indices)  # both are used up, and moving the smaller one keeps this n·log n
+    large.total += small.total
+    return large
+
+
+def _spread(bins: list[_Bin], num_bins: int) -> int:
+    return bins[0].total - (bins[-1].total if len(bins) == num_bins else 0)
+
+
+def _fill_lightest(lengths: Sequence[int], order: Sequence[int], num_bins: int) -> list[_Bin]:
+    bins = [_Bin() for _ in range(num_bins)]
+    heap = [(0, number) for number in range(num_bins)]
+    for index in order:
+        total, number = heap[0]
+        bins[number].indices.append(index)
+        bins[number].total = total + lengths[index]
+        heapq.heapreplace(heap, (bins[number].total, number))
+    return bins
+
+
+def _require_positive(lengths: Sequence[int]) -> None:
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise DataError(f"row {index} has {length} tokens, expected at least one")

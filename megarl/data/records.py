@@ -1,0 +1,136 @@
+"""What a row of a prompt file means: the Parquet/JSON-lines schema that verl and LUFFY use.
+
+`prompt` and `target`: lists of {role, content}; `data_source`: string, at the top level or in `extra_info`;
+`ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: anything.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.errors import DataError
+
+PROMPT_COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
+DEMONSTRATION_COLUMNS = ("prompt", "target")
+
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+SCHEMA = pa.schema(
+    [
+        ("prompt", _MESSAGES),
+        ("data_source", pa.string()),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        (
+            "extra_info",
+            pa.struct(
+                [
+                    ("index", pa.int64()),
+                    ("split", pa.string()),
+                    ("gold_solution", pa.string()),
+                    ("difficulty_score", pa.float64()),
+                ]
+            ),
+        ),
+        ("target", _MESSAGES),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRecord:
+    """A question with what its scorer needs. `ground_truth` is empty where a model judges (style "model")."""
+
+    messages: tuple[Message, ...]
+    data_source: str
+    ability: str | None
+    reward_style: str
+    ground_truth: str
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemonstrationRecord:
+    """A question with the answer to imitate."""
+
+    messages: tuple[Message, ...]
+    target: str
+
+
+def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
+    """The record of a row; DataError names `where` and what is wrong."""
+    extra_info = _mapping(row, "extra_info", where, required=False)
+    reward_model = _mapping(row, "reward_model", where, required=True)
+    style = _string({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
+    if style not in ("rule", "model"):
+        raise DataError(f"{where}: reward_model.style is {style!r}, expected 'rule' or 'model'")
+    if style == "model":
+        reward_model = {"ground_truth": "", **reward_model}
+    source = row if row.get("data_source") is not None else extra_info
+    ability = row.get("ability")
+    return PromptRecord(
+        messages=_messages(row, "prompt", where),
+        data_source=_string(source, "data_source", where),
+        ability=None if ability is None else str(ability),
+        reward_style=style,
+        ground_truth=_string(reward_model, "ground_truth", f"{where}: reward_model"),
+        extra_info=extra_info,
+    )
+
+
+def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
+    """The record of a row; `target` must be one assistant turn. DataError names `where` and what is wrong."""
+    target = _messages(row, "target", where)
+    if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
+        raise DataError(f"{where}: target has roles {[m.role for m in target]}, expected one assistant turn")
+    return DemonstrationRecord(messages=_messages(row, "prompt", where), target=target[0].content)
+
+
+def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows of `SCHEMA`; keys that a row leaves out become nulls."""
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
+
+
+def _messages(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
+    value = row.get(name)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        got = "an empty list" if isinstance(value, list) else type(value).__name__
+        raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
+    return tuple(_message(item, f"{where}: {name}[{i}]") for i, item in enumerate(value))
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise DataError(f"{where} is {type(item).__name__}, expected {{role, content}}")
+    return Message(role=_string(item, "role", where), content=_string(item, "content", where))
+
+
+def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -> Mapping[str, Any]:
+    value = row.get(name)
+    if value is None and not required:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: {name} is {type(value).__name__}, expected an object")
+    # Parquet gives every row all fields of a struct, as nulls where a row had none.
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _string(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} is {'missing' if value is None else repr(value)}, expected a string")
+    return value

@@ -1,0 +1,106 @@
+"""A Qwen3 model directory small enough for a laptop: random weights and a byte-level tokenizer.
+
+Without merges every byte is a token, so digits are never glued together, which is what lets so small a model
+calculate. A few words of the chat format are tokens of their own, to keep prompts short.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megarl.errors import ConfigError
+
+PAD = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
+# Tokens that decoding keeps: scorers read the answer tags.
+WORDS = ("user", "assistant", "Hint: ", "<answer>", "</answer>")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModelConfig:
+    """Sizes of the model; the defaults make 625 thousand parameters."""
+
+    hidden_size: int = 128
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 384
+    max_positions: int = 512
+    rope_theta: float = 10000.0
+    tied: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "ffn_size",
+            "max_positions",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected >= 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads: got {self.num_kv_heads}, expected a divisor of num_heads={self.num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim: got {self.head_dim}, expected an even number (rotary embedding)")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
+
+
+def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> int:
+    """Write a model directory (config, safetensors, tokenizer, generation config); count parameters."""
+    tokenizer = make_byte_tokenizer()
+    hf_config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.ffn_size,
+        max_position_embeddings=config.max_positions,
+        max_window_layers=config.num_layers,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(hf_config)
+    model.to(getattr(torch, config.dtype)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return sum(p.numel() for p in model.parameters())
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Byte-level BPE without merges: 3 special tokens, 256 bytes, 5 words. ChatML; ends with `<|im_end|>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    backend.add_tokens([AddedToken(t, normalized=False) for t in WORDS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=TURN_END, pad_token=PAD)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -1,0 +1,25 @@
+"""The errors users meet. Each message says what, got, expected and the remedy, on one line."""
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, of the wrong type, out of range, or conflicts with another one."""
+
+
+class DataError(ValueError):
+    """Input data (a row, a file, a checkpoint) is not what it must be; the message names the row or file."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, log-prob or gradient became NaN or infinite; the message names the step and the row."""
+
+
+class WeightSyncError(RuntimeError):
+    """Trainer and engine disagree about the weights that were sent."""
+
+
+class MismatchError(RuntimeError):
+    """The rollout engine's log-probs differ from the trainer's by more than the gate allows."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process of the run failed or died; the message names it and where its log is."""

@@ -1,0 +1,85 @@
+"""Everything a run reads, opened and checked before any process starts, so that mistakes cost nothing."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.algos.build import build_algorithm
+from megarl.config.check import check_model, check_sft, check_train
+from megarl.config.schema import Config
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.rewards import SCORERS
+from megarl.safetensors_map import check_tensors
+from megarl.types import Algorithm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Checkpoints of tied models may carry the output head all the same.
+IGNORED_WHEN_TIED = ("lm_head.weight",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainInputs:
+    """What `megarl train` needs besides a cluster."""
+
+    config: Config
+    spec: ModelSpec
+    tokenizer: "PreTrainedTokenizerBase"
+    algorithm: Algorithm
+    train: PromptDataset
+    val: PromptDataset | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftInputs:
+    """What `megarl sft` needs besides a cluster."""
+
+    config: Config
+    spec: ModelSpec
+    train: SftDataset
+
+
+def open_model(config: Config) -> ModelSpec:
+    """Read config.json and the checkpoint's headers; refuse what does not fit the family or the layout."""
+    spec = read_model_spec(config.model.path)
+    check_model(config, spec.hf_config)
+    check_tensors(spec.path, spec.expected_tensors(), ignored=IGNORED_WHEN_TIED if spec.dims.tied else ())
+    return spec
+
+
+def open_train_inputs(config: Config) -> TrainInputs:
+    """Check the configuration, the model and the data of a reinforcement-learning run."""
+    check_train(config)
+    algorithm = build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens)
+    spec = open_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    train, val = (
+        PromptDataset(
+            files,
+            tokenizer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            on_long_prompt=config.data.on_long_prompt,
+        )
+        if files
+        else None
+        for files in (config.data.train, config.data.val)
+    )
+    assert train is not None
+    for data_source in sorted(train.data_sources | (val.data_sources if val else frozenset())):
+        SCORERS.get(data_source)
+    return TrainInputs(config=config, spec=spec, tokenizer=tokenizer, algorithm=algorithm, train=train, val=val)
+
+
+def open_sft_inputs(config: Config) -> SftInputs:
+    """Check the configuration, the model and the data of a supervised run."""
+    check_sft(config)
+    spec = open_model(config)
+    train = SftDataset(
+        config.sft.train,
+        load_tokenizer(config.model.path),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    return SftInputs(config=config, spec=spec, train=train)

@@ -1,0 +1,109 @@
+"""What a run writes into its directory, and the metrics of a batch."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from megarl.config import dump
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.metrics import (
+    JsonlSink,
+    MetricsLogger,
+    MetricsSink,
+    RolloutRecord,
+    RunPaths,
+    TensorBoardSink,
+    summarize,
+    write_rollouts,
+)
+from megarl.types import FinishReason, Reward, RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RunRecorder:
+    """Owns RUN = run.dir/run.name: refuses to overwrite a run, saves the resolved configuration, opens the sinks."""
+
+    def __init__(self, config: Config, *, overwrite: bool = False) -> None:
+        self._config = config
+        self.paths = RunPaths(Path(config.run.dir) / config.run.name)
+        if self.paths.metrics.exists():
+            if not overwrite:
+                raise ConfigError(
+                    f"{self.paths.root} already holds a run; choose another run.name, or pass --overwrite"
+                )
+            shutil.rmtree(self.paths.root)
+        self.paths.root.mkdir(parents=True, exist_ok=True)
+        self.paths.config.write_text(dump(config))
+
+    def metrics(self) -> MetricsLogger:
+        """The sinks the configuration asks for."""
+        sinks: list[MetricsSink] = [JsonlSink(self.paths.metrics)]
+        if self._config.logging.tensorboard:
+            sinks.append(TensorBoardSink(self.paths.tensorboard))
+        return MetricsLogger(sinks)
+
+    def sample_rollouts(
+        self,
+        step: int,
+        rollout: RolloutBatch,
+        rewards: Sequence[Reward],
+        tokenizer: "PreTrainedTokenizerBase",
+    ) -> None:
+        """Keep some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last."""
+        every, total = self._config.logging.rollout_every_steps, self._config.trainer.total_steps
+        if every == 0 or (step % every and step not in (1, total)):
+            return
+        chosen = list(zip(rollout.samples, rewards, strict=True))[: self._config.logging.num_rollouts]
+        records = [_record(step, sample, reward, rollout, tokenizer) for sample, reward in chosen]
+        write_rollouts(self.paths.rollouts(step), records)
+
+
+def _record(
+    step: int,
+    sample: Sample,
+    reward: Reward,
+    rollout: RolloutBatch,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> RolloutRecord:
+    prompt = rollout.prompts[sample.uid]
+    return RolloutRecord(
+        step=step,
+        uid=sample.uid,
+        sample_index=sample.sample_index,
+        data_source=prompt.data_source,
+        prompt=str(tokenizer.decode(sample.prompt_token_ids)),
+        response=str(tokenizer.decode(sample.response_token_ids)),
+        ground_truth=prompt.ground_truth,
+        reward=reward.score,
+        finish_reason=sample.finish_reason.value,
+        num_prompt_tokens=len(sample.prompt_token_ids),
+        num_response_tokens=len(sample.response_token_ids),
+    )
+
+
+def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
+    """Lengths and truncation of a rollout. `clip_ratio` is the share of samples that hit the response limit."""
+    responses = [float(len(s.response_token_ids)) for s in rollout.samples]
+    prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
+    num_cut = sum(s.finish_reason is FinishReason.LENGTH for s in rollout.samples)
+    return {
+        **summarize(responses).as_metrics("response_length"),
+        **summarize(prompts).as_metrics("prompt_length"),
+        "response_length/clip_ratio": num_cut / len(responses),
+    }
+
+
+def resident_memory(pids: Mapping[str, int]) -> dict[str, float]:
+    """Resident memory in GiB of the driver and of the run's processes on this host."""
+    named = {"driver": psutil.Process().pid, **pids}
+    return {
+        f"memory/rss_gib/{name.replace(' ', '_')}": psutil.Process(pid).memory_info().rss / 2**30
+        for name, pid in named.items()
+        if psutil.pid_exists(pid)
+    }

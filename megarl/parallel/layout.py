@@ -1,0 +1,72 @@
+"""The process groups of one worker process. Nothing else in megarl reads Megatron's global state."""
+
+import datetime
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.config.schema import LayoutConfig
+from megarl.parallel.platform import platform
+from megarl.parallel.weights.slices import ShardPosition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Groups and coordinates of this rank under a `LayoutConfig`."""
+
+    config: LayoutConfig
+    rank: int
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp_group.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp_group.rank()
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its data-parallel replica."""
+        return self.tp_rank == 0
+
+    @property
+    def shard_position(self) -> ShardPosition:
+        return ShardPosition(
+            tp_rank=self.tp_rank,
+            tp_size=self.config.tp,
+            replica=self.dp_rank,
+            num_replicas=self.config.dp,
+        )
+
+
+def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, timeout_s: float) -> Layout:
+    """Join the process group (unless this process already has one) and lay Megatron's groups over it."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            platform().backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=config.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    assert dist.get_world_size() == config.world_size, (
+        f"layout needs {config.world_size} ranks, the process group has {dist.get_world_size()}"
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
+    return Layout(
+        config=config,
+        rank=rank,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+    )
+
+
+def destroy_layout(*, keep_process_group: bool = False) -> None:
+    """Undo `initialize_layout`; a rank pool keeps its process group for the next layout."""
+    parallel_state.destroy_model_parallel()
+    if not keep_process_group and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Layers that Megatron's local spec lacks: a sequence-parallel-aware RMSNorm and packed causal attention."""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.Module):
+    """y = w · x / sqrt(mean(x²) + ε) over the last dimension, statistics in float32 (Zhang & Sennrich 2019).
+
+    Under sequence parallelism each rank sees part of the tokens, so the weight is marked for Megatron to
+    all-reduce its gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a pack, on torch's scaled_dot_product_attention.
+
+    query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; `packed_seq_params.cu_seqlens_q` bounds the
+    sequences. Neighbours of equal length share one kernel call, so packs ordered by length need few calls and
+    no padding is computed. Context parallelism is not covered.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        assert packed_seq_params is not None, "PackedAttention needs packed sequences"
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        outputs, start = [], 0
+        for length, run in itertools.groupby(lengths):
+            count = len(list(run))
+            stop = start + count * length
+            q, k, v = (
+                x[start:stop].view(count, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
+            )
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
+            start = stop
+        return torch.cat(outputs)
+
+
+def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layers with our norm and attention, for the layers of this pipeline stage."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        assert attention.q_layernorm is not IdentityOp
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

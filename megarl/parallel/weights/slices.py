@@ -1,0 +1,153 @@
+"""Which part of which Hugging Face tensor a rank's parameter shard is.
+
+`shard_slices` is the only place that knows how Megatron lays shards out. Loading copies into the local views,
+export and sync copy out of them, checksums read them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megarl.parallel.weights.families import Dims, ModelSpec, Partition, WeightRule
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """`view`, a view of a local shard (any shape), holds `tensor[index]` of the full Hugging Face tensor."""
+
+    tensor: str
+    index: Index
+    view: torch.Tensor
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPosition:
+    """A rank's place: in its tensor-parallel group, and among the replicas that hold the same shard."""
+
+    tp_rank: int
+    tp_size: int
+    replica: int
+    num_replicas: int
+
+
+_Parts = Iterable[tuple[int, Index, torch.Tensor]]
+_Partitioner = Callable[[torch.Tensor, Dims, ShardPosition], _Parts]
+
+
+def _block(rank: int, size: int) -> slice:
+    return slice(rank * size, (rank + 1) * size)
+
+
+def _replicated(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
+    yield 0, (slice(0, shard.shape[0]),), shard
+
+
+def _vocab(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
+    start = at.tp_rank * shard.shape[0]
+    count = max(0, min(shard.shape[0], dims.vocab - start))
+    if count:
+        yield 0, (slice(start, start + count),), shard[:count]
+
+
+def _rows(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
+    yield 0, (_block(at.tp_rank, shard.shape[0]),), shard
+
+
+def _columns(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
+    yield 0, (slice(0, shard.shape[0]), _block(at.tp_rank, shard.shape[1])), shard
+
+
+def _gate_up(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
+    for part, half in enumerate(shard.chunk(2)):
+        yield part, (_block(at.tp_rank, half.shape[0]),), half
+
+
+def _qkv(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
+    queries = dims.num_heads // dims.num_kv_heads
+    groups = shard.shape[0] // ((queries + 2) * dims.head_dim)
+    grouped = shard.view(groups, queries + 2, dims.head_dim, *shard.shape[1:])
+    for part, view in enumerate((grouped[:, :queries], grouped[:, queries], grouped[:, queries + 1])):
+        num_rows = groups * dims.head_dim * (queries if part == 0 else 1)
+        yield part, (_block(at.tp_rank, num_rows),), view
+
+
+_PARTITIONERS: dict[Partition, _Partitioner] = {
+    Partition.REPLICATED: _replicated,
+    Partition.VOCAB: _vocab,
+    Partition.ROWS: _rows,
+    Partition.COLUMNS: _columns,
+    Partition.GATE_UP: _gate_up,
+    Partition.QKV: _qkv,
+}
+
+
+def shard_slices(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, at: ShardPosition) -> Iterator[Slice]:
+    """Slices of all local parameters (names with global layer numbers).
+
+    Exactly one rank owns each element: replicas of a shard take turns by position, so that writes spread out.
+
+    Raises:
+        KeyError: a parameter is not in the family's table.
+    """
+    rules = spec.parameter_rules()
+    for position, (name, parameter) in enumerate(parameters):
+        if name not in rules:
+            raise KeyError(f"parameter {name} is not in the weight table of family {spec.family.name}")
+        layer, rule = rules[name]
+        yield from _slices_of(parameter, rule, layer, spec.dims, at, turn=position % at.num_replicas)
+
+
+def _slices_of(
+    parameter: torch.Tensor, rule: WeightRule, layer: int | None, dims: Dims, at: ShardPosition, *, turn: int
+) -> Iterator[Slice]:
+    replicated = rule.partition is Partition.REPLICATED
+    owned = at.replica == turn and (at.tp_rank == 0 or not replicated)
+    for part, index, view in _PARTITIONERS[rule.partition](parameter, dims, at):
+        yield Slice(tensor=rule.tensors[part].name.format(layer=layer), index=index, view=view, owned=owned)
+
+
+@torch.no_grad()
+def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor]) -> None:
+    """Fill local shards from full tensors (memory-mapped: only the pages of the slice are read)."""
+    for part in slices:
+        part.view.copy_(source[part.tensor][part.index].reshape(part.view.shape))
+
+
+@torch.no_grad()
+def store_slices(slices: Iterable[Slice], target: dict[str, torch.Tensor]) -> None:
+    """Write the slices this rank owns into full tensors."""
+    for part in slices:
+        if part.owned:
+            destination = target[part.tensor][part.index]
+            destination.copy_(part.view.reshape(destination.shape))
+
+
+_MIX = 2654435761  # odd, so that position weights do not repeat
+
+
+def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> int:
+    """Position-weighted sum, modulo 2⁶⁴, of the bit patterns of `view` at `index` of a full tensor.
+
+    Sums of disjoint slices add up to the checksum of the whole, whatever the split.
+    """
+    ints = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[view.element_size()]
+    positions = torch.zeros((), dtype=torch.int64)
+    for axis, size in enumerate(full_shape):
+        steps = torch.arange(size)[index[axis]] if axis < len(index) else torch.arange(size)
+        positions = positions.unsqueeze(-1) * size + steps
+    values = view.detach().cpu().contiguous().view(ints).to(torch.int64).flatten()
+    return int((values * (positions.flatten() * _MIX + 1)).sum()) % (1 << 64)
+
+
+def slice_checksums(slices: Iterable[Slice], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Tensor name → checksum of what this rank owns of it."""
+    sums: dict[str, int] = {}
+    for part in slices:
+        if part.owned:
+            value = checksum(part.view, part.index, shapes[part.tensor])
+            sums[part.tensor] = (sums.get(part.tensor, 0) + value) % (1 << 64)
+    return sums

@@ -1,0 +1,113 @@
+"""Live progress: one line rewritten in place on a terminal, one plain line per step in a log file."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TextIO
+
+from tqdm import tqdm
+
+# Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
+ETA_WINDOW_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressValues:
+    """What the line shows of a step; None is left out. `val_score` is given on steps that validated."""
+
+    reward: float | None = None
+    loss: float | None = None
+    val_score: float | None = None
+    response_length: float | None = None
+    mismatch: float | None = None
+    tokens_per_s: float | None = None
+
+
+# Field → how it reads on the line.
+_FORMATS: dict[str, str] = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:.3f}",
+    "val_score": "val {:.3f}",
+    "response_length": "len {:.0f}",
+    "mismatch": "mismatch {:.1e}",
+    "tokens_per_s": "{:,.0f} tok/s",
+}
+
+
+def format_values(values: ProgressValues) -> str:
+    """`reward 0.412  val 0.930  len 31  mismatch 1.2e-06  1,830 tok/s`."""
+    given = ((text, getattr(values, name)) for name, text in _FORMATS.items())
+    return "  ".join(text.format(value) for text, value in given if value is not None)
+
+
+class Progress:
+    """Progress of `total` steps, the first `initial` of which an earlier run has done.
+
+    Time left is the number of remaining steps times the mean duration of the last `ETA_WINDOW_STEPS`.
+    """
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        description: str,
+        initial: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._description = description
+        self._stream = sys.stdout if stream is None else stream
+        self._clock = clock
+        # Marks (step, time), one more than durations.
+        self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=ETA_WINDOW_STEPS + 1)
+        self._bar = self._open_bar(initial) if self._stream.isatty() else None
+
+    def _open_bar(self, initial: int) -> "tqdm[None]":
+        return tqdm(
+            total=self._total,
+            initial=initial,
+            file=self._stream,
+            dynamic_ncols=True,
+            mininterval=0.0,
+            bar_format=f"{self._description} {{bar:12}} {{n_fmt}}/{{total_fmt}}  {{desc}}",
+        )
+
+    def update(self, step: int, values: ProgressValues) -> None:
+        """Shows that `step` steps of `total` are done."""
+        self._marks.append((step, self._clock()))
+        parts = [part for part in (self._time_left(step), format_values(values)) if part]
+        if self._bar is None:
+            self.note("  ".join([f"{self._description} {step}/{self._total}", *parts]))
+            return
+        self._bar.n = step
+        self._bar.set_description_str("  ".join(parts))
+
+    def _time_left(self, step: int) -> str:
+        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+        num_steps = last_step - first_step
+        if num_steps <= 0 or step >= self._total:
+            return ""
+        return tqdm.format_interval((last_s - first_s) / num_steps * (self._total - step)) + " left"
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own; a live bar moves below it."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            tqdm.write(text, file=self._stream)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,46 @@
+"""Example rollouts for a report: which ones, and their text with everything invisible made visible."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from markupsafe import Markup
+
+from megarl.metrics import RolloutRecord
+
+# A response counts as right from this reward on: splits 0/1, -1/1 and 0/0.1 (format only)/1 rewards alike.
+RIGHT_REWARD = 0.5
+NUM_EXAMPLES = 3
+
+# Tokens such as <|im_start|>, and tags such as <think> or </answer>.
+_SPECIAL_TOKEN = re.compile(r"(<\|[^|<>\n]{1,60}\|>|</?[A-Za-z_][A-Za-z0-9_]{0,30}>)")
+# C0 controls except tab and newline have pictures from U+2400 on; DEL has U+2421.
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+
+
+def is_right(row: RolloutRecord) -> bool:
+    return row.reward >= RIGHT_REWARD
+
+
+def pick_examples(rows: Sequence[RolloutRecord], num: int = NUM_EXAMPLES) -> list[RolloutRecord]:
+    """Up to `num` right, then up to `num` wrong rows, each of another prompt as far as there are enough."""
+    return [row for right in (True, False) for row in _pick([r for r in rows if is_right(r) is right], num)]
+
+
+def _pick(rows: Sequence[RolloutRecord], num: int) -> list[RolloutRecord]:
+    seen: dict[str, int] = {}
+    ranked = []
+    for row in rows:
+        seen[row.uid] = seen.get(row.uid, 0) + 1
+        ranked.append((seen[row.uid], row))
+    return [row for _, row in sorted(ranked, key=lambda pair: pair[0])[:num]]
+
+
+def visible_text(text: str) -> Markup:
+    """Escaped HTML: special tokens marked, control characters as pictures."""
+    return Markup("").join(_pieces(text.translate(_CONTROL_PICTURES)))
+
+
+def _pieces(text: str) -> Iterator[Markup]:
+    # re.split with one group alternates plain text and matches.
+    for index, piece in enumerate(_SPECIAL_TOKEN.split(text)):
+        yield Markup('<span class="token">{}</span>').format(piece) if index % 2 else Markup.escape(piece)

@@ -1,0 +1,64 @@
+"""Panels on paper: one SVG each for the page, all of them on one PNG."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megarl.report.panels import PANELS, Panel
+from megarl.report.run import Run
+from megarl.report.style import figure_style, save_png, to_svg
+from megarl.report.summary import headline
+
+PANEL_SIZE_INCHES = (5.6, 2.9)
+NUM_COLUMNS = 2
+TITLE_LINE_INCHES = 0.23
+TITLE_WIDTH_CHARS = 120
+
+
+def available_panels(runs: Sequence[Run]) -> list[Panel]:
+    """Panels that the first run has metrics for."""
+    return [panel for panel in PANELS if any(name.startswith(panel.needs) for name in runs[0].series)]
+
+
+def panel_svg(panel: Panel, runs: Sequence[Run]) -> str:
+    """The panel as inline SVG. Its ids depend on the panel's name: several figures share a page."""
+    with figure_style(panel.name):
+        figure = Figure(figsize=PANEL_SIZE_INCHES, layout="constrained")
+        _draw(panel, figure.add_subplot(), runs)
+        return to_svg(figure, panel.title)
+
+
+def write_png(runs: Sequence[Run], path: Path) -> None:
+    """All panels under the headlines of the runs."""
+    panels = available_panels(runs)
+    num_rows = -(-len(panels) // NUM_COLUMNS)
+    sentences = [f"{run.label}: {headline(run).sentence}" for run in runs]
+    title = "\n".join(textwrap.fill(sentence, TITLE_WIDTH_CHARS) for sentence in sentences)
+    title_inches = TITLE_LINE_INCHES * (title.count("\n") + 2)
+    width, height = NUM_COLUMNS * PANEL_SIZE_INCHES[0], num_rows * PANEL_SIZE_INCHES[1]
+    with figure_style():
+        figure = Figure(figsize=(width, height + title_inches), layout="constrained")
+        heights = [title_inches] + [PANEL_SIZE_INCHES[1]] * num_rows
+        heading, *rows = figure.subfigures(num_rows + 1, 1, squeeze=False, height_ratios=heights)[:, 0]
+        heading.text(0.012, 0.5, title, va="center", fontsize=11.5)
+        # A cell of its own for each panel: a wide legend narrows its panel only.
+        cells = [cell for row in rows for cell in row.subfigures(1, NUM_COLUMNS)]
+        for panel, cell in zip(panels, cells, strict=False):
+            _draw(panel, cell.add_subplot(), runs)
+        save_png(figure, path)
+
+
+def _draw(panel: Panel, ax: Axes, runs: Sequence[Run]) -> None:
+    ax.set_title(panel.title)
+    ax.set_xlabel("step")
+    ax.set_ylabel(panel.unit)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.margins(x=0.02)
+    panel.draw(ax, runs)
+    left, right = ax.get_xlim()
+    if right - left < 1.0:  # a single step: ticks at whole numbers need room
+        ax.set_xlim(left - 0.5, right + 0.5)

@@ -1,0 +1,176 @@
+"""The HTML page: numbers, tables and examples put into the template."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from megarl.metrics import RolloutRecord, summarize
+from megarl.report.examples import is_right, pick_examples, visible_text
+from megarl.report.figures import available_panels, panel_svg
+from megarl.report.run import Run
+from megarl.report.style import PALETTE
+from megarl.report.summary import (
+    GREEDY,
+    SAMPLED,
+    Change,
+    data_sources,
+    format_duration,
+    headline,
+    validation_change,
+)
+from megarl.report.template import PAGE, STYLE
+
+# What a reader asks first of a run: configuration key → words. Keys a run does not have are left out.
+KEY_SETTINGS = {
+    "model.path": "model",
+    "model.dtype": "precision",
+    "algo.name": "algorithm",
+    "algo.advantage.estimator": "advantage estimator",
+    "algo.policy_loss.name": "policy loss",
+    "algo.kl.where": "KL to the reference",
+    "algo.aggregation": "loss aggregation",
+    "actor.optimizer.lr": "learning rate",
+    "actor.layout.tp": "tensor parallel size",
+    "actor.layout.dp": "data parallel size",
+    "actor.layout.sequence_parallel": "sequence parallel",
+    "trainer.total_steps": "total steps",
+    "trainer.prompts_per_step": "prompts per step",
+    "trainer.mini_batch_prompts": "prompts per optimizer step",
+    "rollout.num_samples": "samples per prompt",
+    "rollout.temperature": "sampling temperature",
+    "rollout.max_response_tokens": "response limit (tokens)",
+    "data.train": "training prompts",
+    "data.val": "validation prompts",
+    "run.seed": "seed",
+}
+ENVIRONMENT_SECTION = "environment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """An inline figure of the page."""
+
+    svg: Markup
+    caption: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRow:
+    """A line of a validation table."""
+
+    name: str
+    decoding: str
+    change: Change
+    series: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A rollout as shown."""
+
+    row: RolloutRecord
+    is_right: bool
+    prompt: Markup
+    response: Markup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleGroup:
+    """The examples of one recorded step."""
+
+    step: int
+    num_rows: int
+    num_right: int
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """First, last and extreme values of one metric."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+def render_page(runs: Sequence[Run]) -> str:
+    """The report of `runs[0]`, compared with the rest."""
+    run = runs[0]
+    settings = dict(flatten(run.config))
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
+    return template.render(
+        style=Markup(STYLE),
+        num_colors=len(PALETTE),
+        runs=runs,
+        run=run,
+        headline=headline(run),
+        change=validation_change(run, SAMPLED),
+        elapsed=format_duration(run.elapsed_s),
+        comparison=comparison_rows(runs) if len(runs) > 1 else [],
+        scores=score_rows(run),
+        figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
+        examples=[example_group(rows) for rows in (run.first_rollouts, run.last_rollouts) if rows],
+        key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
+        settings={k: v for k, v in settings.items() if not k.startswith(f"{ENVIRONMENT_SECTION}.")},
+        versions=dict(flatten(run.config.get(ENVIRONMENT_SECTION) or {})),
+        metrics=metric_rows(run),
+    )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested sections as dotted keys; lists joined by commas, null as "none"."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", ", ".join(map(str, value)) or "none"
+        else:
+            yield f"{prefix}{key}", "none" if value is None or value == "" else str(value)
+
+
+def score_rows(run: Run) -> list[ScoreRow]:
+    """Before and after per data source and decoding."""
+    rows = []
+    for index, source in enumerate(data_sources(run)):
+        for decoding, prefix in (("sampled", SAMPLED), ("greedy", GREEDY)):
+            change = validation_change(run, prefix, source)
+            if change is not None:
+                rows.append(ScoreRow(name=source, decoding=decoding, change=change, series=index))
+    return rows
+
+
+def comparison_rows(runs: Sequence[Run]) -> list[ScoreRow]:
+    """Before and after per run, data sources pooled; a run validated fewer than two times is left out."""
+    rows = []
+    for index, run in enumerate(runs):
+        change = validation_change(run, SAMPLED)
+        if change is not None:
+            rows.append(ScoreRow(name=run.label, decoding="sampled", change=change, series=index))
+    return rows
+
+
+def example_group(rows: Sequence[RolloutRecord]) -> ExampleGroup:
+    """Right and wrong responses of one step."""
+    examples = tuple(
+        Example(
+            row=row,
+            is_right=is_right(row),
+            prompt=visible_text(row.prompt),
+            response=visible_text(row.response),
+        )
+        for row in pick_examples(rows)
+    )
+    num_right = sum(is_right(row) for row in rows)
+    return ExampleGroup(step=rows[0].step, num_rows=len(rows), num_right=num_right, examples=examples)
+
+
+def metric_rows(run: Run) -> list[MetricRow]:
+    """Every metric, by name."""
+    rows = []
+    for name, series in sorted(run.series.items()):
+        summary = summarize(series.values)
+        numbers = (series.values[0], series.values[-1], summary.mean, summary.min, summary.max)
+        rows.append(MetricRow(name=name, values=tuple(f"{number:.4g}" for number in numbers)))
+    return rows

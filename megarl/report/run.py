@@ -1,0 +1,103 @@
+"""A run read back from its directory: metric series, configuration, recorded rollouts."""
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.errors import DataError
+from megarl.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One metric over steps, steps ascending. Falsy when it was never logged."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run directory holds. `elapsed_s` is first to last metrics line, pauses included."""
+
+    label: str
+    series: Mapping[str, Series]
+    last_step: int
+    elapsed_s: float
+    config: Mapping[str, Any]
+    first_rollouts: tuple[RolloutRecord, ...]
+    last_rollouts: tuple[RolloutRecord, ...]
+
+    def get(self, name: str) -> Series:
+        return self.series.get(name, Series())
+
+    def under(self, prefix: str) -> dict[str, Series]:
+        """Series whose name starts with `prefix`, by the rest of the name."""
+        return {name[len(prefix) :]: s for name, s in self.series.items() if name.startswith(prefix)}
+
+
+def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """Reads the runs; labels are the shortest path endings that tell them apart."""
+    return [_load_run(path, label) for path, label in zip(run_dirs, run_labels(run_dirs), strict=True)]
+
+
+def run_labels(run_dirs: Sequence[Path]) -> list[str]:
+    """`["a/run", "b/run"]` keep the parent's name, `["runs/a", "runs/b"]` do not."""
+    parts = [Path(os.path.abspath(path)).parts for path in run_dirs]
+    if len(set(parts)) < len(parts):
+        raise DataError(f"got the same run twice in {[str(p) for p in run_dirs]}, expected different runs to compare")
+    depth = 1
+    while len({part[-depth:] for part in parts}) < len(parts):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+def _load_run(run_dir: Path, label: str) -> Run:
+    paths = RunPaths(run_dir)
+    config = _read_config(paths)
+    records = read_metrics(paths.metrics)
+    if not records:
+        raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
+    rollouts = paths.recorded_rollouts()
+    return Run(
+        label=label,
+        series=build_series(records),
+        last_step=max(record.step for record in records),
+        elapsed_s=records[-1].time_s - records[0].time_s,
+        config=config,
+        first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
+        last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
+    )
+
+
+def _read_config(paths: RunPaths) -> Mapping[str, Any]:
+    if not paths.config.is_file():
+        raise DataError(f"{paths.root} is not a run directory: expected a config.yaml and a metrics.jsonl")
+    try:
+        config = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise DataError(f"{paths.config} is not valid YAML ({error}); restore what the run wrote") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{paths.config}: got a {type(config).__name__}, expected a mapping of sections")
+    return config
+
+
+def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
+    """Gathers each metric over steps; where a resumed run went back, its values replace the earlier ones."""
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for name, value in record.metrics.items():
+            steps, values = columns.setdefault(name, ([], []))
+            kept = bisect_left(steps, record.step)
+            del steps[kept:], values[kept:]
+            steps.append(record.step)
+            values.append(value)
+    return {name: Series(steps=tuple(s), values=tuple(v)) for name, (s, v) in columns.items()}

@@ -1,0 +1,119 @@
+"""How figures look: a colour-blind safe palette, and the same figure as PNG or as theme-following SVG."""
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito, "Color Universal Design" (2008), without black and yellow, which vanish on a dark or light
+# page; then wine and olive of Tol, "Colour Schemes" (2021).
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
+INK, MUTED, GRID = "#24292f", "#6b7280", "#e3e6ea"
+
+# Colour of a saved SVG → style-sheet variable of the page, so that figures follow light and dark.
+_CSS_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {
+    color: f"--series-{index}" for index, color in enumerate(PALETTE)
+}
+
+_RC_PARAMS = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.fonttype": "none",
+}
+
+# Least distance between direct labels, as a share of the axes' height.
+LABEL_GAP_FRAC = 0.085
+
+
+class EndLabel(NamedTuple):
+    """Text beside the right end of a line, at data height `y`."""
+
+    y: float
+    text: str
+    color: str
+
+
+def figure_style(svg_salt: str = "") -> AbstractContextManager[None]:
+    """Applies the style while figures are made and saved; `svg_salt` makes the ids in an SVG its own."""
+    params: Any = {**_RC_PARAMS, "svg.hashsalt": svg_salt}
+    return matplotlib.rc_context(params)
+
+
+def color_of(index: int) -> str:
+    return PALETTE[index % len(PALETTE)]
+
+
+def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
+    """Writes the labels right of the axes in their lines' colours, moved apart where they would touch."""
+    if not labels:
+        return
+    to_axes = ax.transScale + ax.transLimits
+    right = ax.get_xlim()[1]
+    ordered = sorted(labels, key=lambda label: label.y)
+    heights = spread([float(to_axes.transform((right, label.y))[1]) for label in ordered], LABEL_GAP_FRAC)
+    for label, height in zip(ordered, heights, strict=True):
+        ax.annotate(
+            label.text,
+            xy=(1.0, height),
+            xycoords="axes fraction",
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=label.color,
+            annotation_clip=False,
+        )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Moves ascending heights apart to at least `gap`, then back down as far as the top label passed 1."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + gap) if placed else max(height, 0.0))
+    ceiling = 1.0
+    for index in range(len(placed) - 1, -1, -1):
+        placed[index] = min(placed[index], ceiling)
+        ceiling = placed[index] - gap
+    return placed
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="png", dpi=150)
+
+
+def to_svg(figure: Figure, label: str) -> str:
+    """An inline `<svg>` whose colours are the page's variables, with `label` for screen readers."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub("|".join(_CSS_VARIABLES), lambda match: f"var({_CSS_VARIABLES[match[0]]})", svg)
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", svg, count=1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

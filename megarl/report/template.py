@@ -1,0 +1,169 @@
+"""Style sheet and Jinja template of the report page."""
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #f7f8fa; --card: #ffffff; --ink: #24292f; --muted: #6b7280; --grid: #e3e6ea;
+  --good: #00734f; --bad: #b04a00; --token: #eef2f7;
+  --series-0: #0072b2; --series-1: #d55e00; --series-2: #009e73; --series-3: #b8608f;
+  --series-4: #c98600; --series-5: #3f9bd1; --series-6: #882255; --series-7: #858529;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #14171b; --card: #1c2026; --ink: #e6e9ed; --muted: #9aa3ad; --grid: #31373f;
+    --good: #3ecb9f; --bad: #ff9a4d; --token: #2b323b;
+    --series-0: #4aa8e0; --series-1: #ff8a3d; --series-2: #2fc795; --series-3: #e39cc4;
+    --series-4: #f0b840; --series-5: #8cccf2; --series-6: #d4679f; --series-7: #c3c35a;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif;
+}
+main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 64px; }
+header p.label { margin: 0; color: var(--muted); }
+h1 { margin: 4px 0 8px; font-size: 26px; line-height: 1.3; max-width: 34em; text-wrap: balance; }
+h2 { margin: 40px 0 12px; font-size: 19px; }
+h3 { margin: 20px 0 8px; font-size: 15px; }
+.details, figcaption, .note { color: var(--muted); font-size: 13px; }
+.tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 20px 0 0; padding: 0; list-style: none; }
+.tiles li, figure, article { background: var(--card); border: 1px solid var(--grid); border-radius: 10px; }
+.tiles li { padding: 10px 18px; min-width: 130px; }
+.tiles b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; }
+.tiles span { color: var(--muted); font-size: 13px; }
+.figures, .examples { display: grid; gap: 14px; }
+.figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
+.examples { grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); }
+figure { margin: 0; padding: 12px; }
+figure svg { display: block; width: 100%; height: auto; }
+figure svg text { font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif !important; }
+figcaption { margin-top: 6px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; }
+th, td { padding: 5px 18px 5px 0; text-align: left; vertical-align: top; }
+th, td { border-bottom: 1px solid var(--grid); }
+th { color: var(--muted); font-weight: 600; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+code { font: 13px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
+article { border-left: 4px solid var(--bad); padding: 10px 14px; min-width: 0; }
+article.right { border-left-color: var(--good); }
+article .verdict { font-weight: 600; color: var(--bad); }
+article.right .verdict { color: var(--good); }
+pre {
+  margin: 4px 0 10px; max-height: 260px; overflow-y: auto; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace;
+}
+.token { background: var(--token); color: var(--muted); border-radius: 4px; padding: 0 3px; }
+summary { cursor: pointer; color: var(--muted); margin: 12px 0; }
+"""
+
+PAGE = """\
+{% macro score_table(rows, name, with_decoding) %}
+<div class="scroll"><table>
+<tr><th>{{ name }}</th>{% if with_decoding %}<th>decoding</th>{% endif %}
+<th class="number">before</th><th class="number">after</th><th class="number">gain</th>
+<th class="number">steps</th><th class="number">prompts</th></tr>
+{% for row in rows %}
+<tr><td><span class="swatch" style="background: var(--series-{{ row.series % num_colors }})"></span>
+{{ row.name }}</td>
+{% if with_decoding %}<td>{{ row.decoding }}</td>{% endif %}
+<td class="number">{{ row.change.before }}</td><td class="number">{{ row.change.after }}</td>
+<td class="number">{{ row.change.gain_text }}</td>
+<td class="number">{{ row.change.before.step }} → {{ row.change.after.step }}</td>
+<td class="number">{{ row.change.after.num_prompts or "not logged" }}</td></tr>
+{% endfor %}
+</table></div>
+{% endmacro %}
+{% macro pairs(rows) %}
+<div class="scroll"><table>
+{% for key, value in rows %}
+<tr><td>{{ key }}</td><td><code>{{ value }}</code></td></tr>
+{% endfor %}
+</table></div>
+{% endmacro %}
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ run.label }} · megarl report</title>
+<style>{{ style }}</style>
+</head>
+<body><main>
+<header>
+<p class="label">megarl report · {{ run.label }}</p>
+<h1>{% if comparison %}{{ run.label }}: {% endif %}
+{{- headline.sentence | replace(" ± ", "\u00a0±\u00a0") }}</h1>
+<p class="details">{{ headline.details | join(" · ") }}</p>
+<ul class="tiles">
+{% if change %}
+{% for end in (change.before, change.after) %}
+<li><b>{{ "%.3f" | format(end.score) }}</b><span>validation at step {{ end.step }}</span></li>
+{% endfor %}
+<li><b>{{ "%+.3f" | format(change.gain) }}</b><span>gain</span></li>
+{% endif %}
+<li><b>{{ run.last_step }}</b><span>steps</span></li>
+<li><b>{{ elapsed }}</b><span>wall time, first to last record</span></li>
+</ul>
+</header>
+{% if comparison %}
+<h2>Runs compared</h2>
+{{ score_table(comparison, "run", false) }}
+{% endif %}
+{% if scores %}
+<h2>Validation{% if runs | length > 1 %} of {{ run.label }}{% endif %}</h2>
+{{ score_table(scores, "data source", true) }}
+{% endif %}
+<h2>Curves</h2>
+{% if runs | length > 1 %}
+<p class="note">Reward and validation show every run; the other curves show {{ run.label }}.</p>
+{% endif %}
+<div class="figures">
+{% for figure in figures %}
+<figure>{{ figure.svg }}<figcaption>{{ figure.caption }}</figcaption></figure>
+{% endfor %}
+</div>
+{% if examples %}
+<h2>Example rollouts</h2>
+{% for group in examples %}
+<h3>Step {{ group.step }}: {{ group.num_right }} of {{ group.num_rows }} recorded responses right</h3>
+<div class="examples">
+{% for example in group.examples %}
+<article{% if example.is_right %} class="right"{% endif %}>
+<span class="verdict">{{ "right" if example.is_right else "wrong" }}</span>
+<span class="note">reward {{ "%.3g" | format(example.row.reward) }} ·
+{{ example.row.num_response_tokens }} tokens ·
+finish: {{ example.row.finish_reason }} · {{ example.row.data_source }}</span>
+<pre class="prompt">{{ example.prompt }}</pre>
+<span class="note">response</span>
+<pre class="response">{{ example.response }}</pre>
+<span class="note">expected</span> <code>{{ example.row.ground_truth }}</code>
+</article>
+{% endfor %}
+</div>
+{% endfor %}
+{% endif %}
+{% if settings %}
+<h2>Configuration</h2>
+{{ pairs(key_settings) }}
+<details><summary>All settings</summary>{{ pairs(settings.items()) }}</details>
+{% endif %}
+{% if versions %}
+<h2>Environment</h2>
+{{ pairs(versions.items()) }}
+{% endif %}
+<h2>Metrics</h2>
+<details><summary>All {{ metrics | length }} metrics</summary>
+<div class="scroll"><table>
+<tr><th>metric</th>
+{% for title in ("first", "last", "mean", "min", "max") %}<th class="number">{{ title }}</th>{% endfor %}</tr>
+{% for metric in metrics %}
+<tr><td><code>{{ metric.name }}</code></td>
+{% for value in metric.values %}<td class="number">{{ value }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div></details>
+</main></body>
+</html>
+"""

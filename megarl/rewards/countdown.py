@@ -1,0 +1,81 @@
+"""Countdown: an expression over given numbers, each used exactly once, must reach the target."""
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+from megarl.errors import DataError
+from megarl.rewards.registry import SCORERS
+from megarl.types import Reward
+
+TOLERANCE = 1e-5
+MAX_EXPRESSION_CHARS = 256  # bounds parsing; far beyond what a few numbers need
+
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_CHARACTERS = re.compile(r"[0-9+\-*/() ]+")
+_ASCII = str.maketrans({"×": "*", "÷": "/", "−": "-"})
+_BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@SCORERS.register("megarl/countdown")
+def score_countdown(
+    response: str, ground_truth: str, extra_info: Mapping[str, Any], *, format_score: float = 0.0
+) -> Reward:
+    """1 if the last `<answer>…</answer>` uses every number once and |value − target| < 1e-5.
+
+    Otherwise `format_score` if there is an answer, 0 if there is none. `ground_truth` is JSON:
+    {"numbers": [...], "target": n}.
+    """
+    numbers, target = _parse_ground_truth(ground_truth)
+    answers = _ANSWER.findall(response)
+    correct = bool(answers) and _reaches(answers[-1], numbers, target)
+    score = 1.0 if correct else format_score if answers else 0.0
+    return Reward(score=score, correct=correct, details={"well_formed": float(bool(answers))})
+
+
+def _parse_ground_truth(text: str) -> tuple[list[int], Fraction]:
+    try:
+        truth = json.loads(text)
+        return sorted(int(n) for n in truth["numbers"]), Fraction(truth["target"])
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise DataError(
+            f'countdown ground truth is {text!r}, expected JSON like {{"numbers": [4, 5, 9], "target": 8}}'
+        ) from error
+
+
+def _reaches(text: str, numbers: list[int], target: Fraction) -> bool:
+    text = text.strip().translate(_ASCII)
+    if len(text) > MAX_EXPRESSION_CHARS or not _CHARACTERS.fullmatch(text):
+        return False
+    try:
+        tree = ast.parse(text, mode="eval").body
+        # The numbers come first: they bound the size of everything that is then computed.
+        return sorted(_literals(tree)) == numbers and abs(_value(tree) - target) < TOLERANCE
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return False
+
+
+def _literals(tree: ast.expr) -> Iterator[int]:
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))  # type: ignore[misc]
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+    raise ValueError(f"{ast.dump(node)[:80]} is not one of + - * / and whole numbers")

@@ -1,0 +1,1 @@
+"""The generating side: the only room that imports vllm."""

@@ -1,0 +1,179 @@
+"""A vLLM engine: token ids in, token ids with their log-probs out, weights reloaded in place.
+
+`VllmEngine` is a plain class; Ray actors wrap it, tests use it in an ordinary process. vLLM is imported when the
+engine is built, never before.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.config.schema import Config, EngineConfig
+from megarl.errors import WeightSyncError
+from megarl.parallel.platform import platform
+from megarl.types import FinishReason, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sample to draw."""
+
+    token_ids: tuple[int, ...]
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine wrote. `logprobs` are the processed ones: after temperature and truncation. All [n]."""
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What it takes to start an engine."""
+
+    model_path: str
+    dtype: str
+    seed: int
+    max_model_tokens: int
+    config: EngineConfig
+
+
+def engine_spec(config: Config) -> EngineSpec:
+    """The engine of a run; the context length covers the longest prompt and response where it is left open."""
+    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return EngineSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        max_model_tokens=config.rollout.engine.max_model_tokens or needed,
+        config=config.rollout.engine,
+    )
+
+
+class VllmEngine:
+    """One vLLM engine in this process."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM
+
+        self.weight_version = 0
+        self.llm = LLM(**_engine_arguments(spec))
+
+    def ready(self) -> int:
+        """This process's id, once the engine can generate."""
+        return os.getpid()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Finish all requests; results in request order."""
+        from vllm import TokensPrompt
+
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests],
+            [_sampling_params(r) for r in requests],
+            use_tqdm=False,
+        )
+        return [self._completion(output) for output in outputs]
+
+    def _completion(self, output: Any) -> Completion:
+        sampled = output.outputs[0]
+        token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
+        # One entry per position: only the sampled token's log-prob was asked for.
+        logprobs = np.asarray(
+            [position[token].logprob for position, token in zip(sampled.logprobs, sampled.token_ids, strict=True)],
+            dtype=np.float32,
+        )
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=FinishReason(sampled.finish_reason),
+            weight_version=self.weight_version,
+        )
+
+    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
+        """Log-probs (temperature 1) of tokens 1… of each sequence under the current weights."""
+        from vllm import SamplingParams, TokensPrompt
+
+        # The prefix cache must not skip positions: prompt log-probs need every one computed.
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=list(s)) for s in sequences], params, use_tqdm=False)
+        return [
+            np.asarray(
+                [position[token].logprob for position, token in zip(o.prompt_logprobs[1:], s[1:], strict=True)],
+                dtype=np.float32,
+            )
+            for o, s in zip(outputs, sequences, strict=True)
+        ]
+
+    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> dict[str, int]:
+        """Replace the weights by those of safetensors files (Hugging Face names); returns checksums if asked.
+
+        Raises:
+            WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
+        """
+        results = self.llm.collective_rpc(
+            "receive_weights", kwargs={"files": list(files), "with_checksums": with_checksums}
+        )
+        # Cached keys and values belong to the old weights.
+        if not self.llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM did not reset its prefix cache; requests are still running during a sync")
+        self.weight_version = version
+        checksums: dict[str, int] = results[0]
+        return checksums
+
+    def close(self) -> None:
+        """Stop the engine and the processes it started."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    config = spec.config
+    chosen: dict[str, Any] = {
+        "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
+        "block_size": config.block_size,
+        "enforce_eager": config.enforce_eager or None,
+    }
+    return {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_prefix_caching": config.prefix_caching,
+        # Raw log-probs ignore the temperature and would differ from the trainer's.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "skip_tokenizer_init": False,
+        "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
+        **platform().engine_defaults(),
+        **{key: value for key, value in chosen.items() if value is not None},
+    }
+
+
+def _sampling_params(request: GenerationRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

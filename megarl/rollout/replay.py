@@ -1,0 +1,136 @@
+"""Record a step's rollout as parquet, and replay it bit for bit: same tokens, log-probs, seeds and versions."""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.errors import DataError
+from megarl.rollout.source import SamplingPlan
+from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+
+_SEGMENT = pa.struct(
+    [
+        ("source", pa.string()),
+        ("token_ids", pa.list_(pa.int64())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("weight_versions", pa.list_(pa.int64())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+    ]
+)
+_SCHEMA = pa.schema(
+    [
+        ("uid", pa.string()),
+        ("sample_index", pa.int64()),
+        ("seed", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("segments", pa.list_(_SEGMENT)),
+        ("prompt", pa.string()),
+    ]
+)
+
+
+def record_path(directory: Path, step: int) -> Path:
+    """Where the rollout of a step is recorded."""
+    return directory / f"step_{step:06d}.parquet"
+
+
+def write_record(path: Path, batch: RolloutBatch) -> None:
+    """Keep everything a replay needs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [_to_row(sample, batch.prompts[sample.uid]) for sample in batch.samples]
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path)
+
+
+def read_record(path: Path) -> RolloutBatch:
+    """The rollout that `write_record` kept."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; record it with rollout.record=true")
+    rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
+    prompts = {row["uid"]: _to_prompt(row) for row in rows}
+    return RolloutBatch(prompts=prompts, samples=tuple(_to_sample(row) for row in rows))
+
+
+class ReplaySource:
+    """Answers each submission with the recorded rollout of its step."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._pending: deque[tuple[set[str], Path]] = deque()
+
+    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+        self._pending.append(({p.uid for p in prompts}, record_path(self._directory, plan.step)))
+
+    def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
+        uids, path = self._pending.popleft()
+        batch = read_record(path)
+        if batch.prompts.keys() != uids:
+            foreign = sorted(batch.prompts.keys() ^ uids)[:3]
+            raise DataError(
+                f"{path}: its prompts are not those of this step (first differences: {foreign}); "
+                f"replay with the data and run.seed of the recorded run"
+            )
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pending.clear()
+
+
+def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "uid": sample.uid,
+        "sample_index": sample.sample_index,
+        "seed": sample.seed,
+        "finish_reason": sample.finish_reason.value,
+        "segments": [
+            {
+                "source": s.source.value,
+                "token_ids": s.token_ids,
+                "loss_mask": s.loss_mask,
+                "weight_versions": s.weight_versions,
+                "rollout_logprobs": s.rollout_logprobs,
+            }
+            for s in sample.segments
+        ],
+        "prompt": json.dumps(
+            {
+                "data_source": prompt.data_source,
+                "ground_truth": prompt.ground_truth,
+                "extra_info": dict(prompt.extra_info),
+            }
+        ),
+    }
+
+
+def _to_prompt(row: dict[str, Any]) -> Prompt:
+    ids = row["segments"][0]["token_ids"]
+    return Prompt(uid=row["uid"], token_ids=tuple(ids), **json.loads(row["prompt"]))
+
+
+def _to_sample(row: dict[str, Any]) -> Sample:
+    return Sample(
+        uid=row["uid"],
+        sample_index=row["sample_index"],
+        seed=row["seed"],
+        finish_reason=FinishReason(row["finish_reason"]),
+        segments=tuple(_to_segment(s) for s in row["segments"]),
+    )
+
+
+def _to_segment(row: dict[str, Any]) -> Segment:
+    logprobs = row["rollout_logprobs"]
+    return Segment(
+        source=SegmentSource(row["source"]),
+        token_ids=np.asarray(row["token_ids"], dtype=np.int64),
+        loss_mask=np.asarray(row["loss_mask"], dtype=np.bool_),
+        weight_versions=np.asarray(row["weight_versions"], dtype=np.int64),
+        rollout_logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
+    )

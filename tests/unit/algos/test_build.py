@@ -1,0 +1,75 @@
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megarl.algos import ComposedAlgorithm, build_algorithm
+from megarl.config import load_config
+from megarl.config.schema import AdvantageConfig, AlgoConfig, KLConfig, PolicyLossConfig
+from megarl.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (
+            AlgoConfig(advantage=AdvantageConfig(estimator="gae0")),
+            r"algo\.advantage\.estimator.*one of: .*grpo",
+        ),
+        (AlgoConfig(policy_loss=PolicyLossConfig(name="ppo_clp")), r"policy_loss\.name.*mean 'ppo_clip'"),
+        (AlgoConfig(aggregation="token_mean"), r"algo\.aggregation.*did you mean 'token-mean'"),
+        (AlgoConfig(kl=KLConfig(estimator="k4")), r"algo\.kl\.estimator.*one of: abs, k1, k2, k3"),
+        (AlgoConfig(kl=KLConfig(controller="adaptve")), r"algo\.kl\.controller.*did you mean 'adaptive'"),  # type: ignore[arg-type]
+        (
+            AlgoConfig(kl=KLConfig(where="reward", controller="adaptive", coef=0.0)),
+            r"algo\.kl\.coef: got 0 with algo\.kl\.controller=adaptive",
+        ),
+    ],
+)
+def test_unknown_names_and_conflicts(cfg: AlgoConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_algorithm(cfg, max_response_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "reason"),
+    [("k1", "zero expectation"), ("kl", "zero expectation"), ("abs", "not that of a KL")],
+)
+def test_estimators_that_do_not_regularise_are_refused_in_the_loss(estimator: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"{reason}.*k3_straight_through"):
+        build_algorithm(AlgoConfig(kl=KLConfig(where="loss", estimator=estimator)), max_response_tokens=8)
+    build_algorithm(AlgoConfig(kl=KLConfig(where="reward", estimator=estimator)), max_response_tokens=8)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "mse", "k3", "low_var_kl", "k3_straight_through"])
+def test_estimators_that_are_accepted_in_the_loss(estimator: str) -> None:
+    build_algorithm(AlgoConfig(kl=KLConfig(where="loss", estimator=estimator)), max_response_tokens=8)
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(None, 64), (16, 16)])
+def test_horizon_defaults_to_the_longest_response(configured: int | None, expected: int) -> None:
+    cfg = AlgoConfig(aggregation="seq-mean-token-sum-norm", aggregation_horizon_tokens=configured)
+    algorithm = build_algorithm(cfg, max_response_tokens=64)
+    assert algorithm.denominators([]).loss == expected
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_build(path: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "run" / "test.yaml"
+    run_file.parent.mkdir()
+    run_file.write_text(f"use: {{algo: {path}}}\n", encoding="utf-8")
+    cfg = load_config(run_file).algo
+    assert cfg.name == path.stem
+    build_algorithm(cfg, max_response_tokens=8)
+
+
+def test_there_is_a_configuration_for_grpo() -> None:
+    assert (CONFIGS / "grpo.yaml").is_file()
+
+
+def test_survives_pickling() -> None:
+    algorithm = build_algorithm(AlgoConfig(), max_response_tokens=8)
+    assert isinstance(algorithm, ComposedAlgorithm)
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm

@@ -1,0 +1,306 @@
+"""The loss of the composed algorithm: values, gradients and invariances."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algos import build_algorithm
+from megarl.algos.aggregation import AGGREGATIONS
+from megarl.config.schema import AlgoConfig, KLConfig
+from megarl.types import Algorithm, AlgoState, PolicyOutputs, Row, RowBatch, ScoredBatch
+
+MakeScored = Callable[..., ScoredBatch]
+MakeBatch = Callable[..., RowBatch]
+MakeRows = Callable[[Tensor], list[Row]]
+
+HORIZON = 8
+# Three loss tokens in row 0, one in row 1, none in row 2.
+MASK = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
+# What the loss of each token is multiplied by, by aggregation.
+TOKEN_WEIGHTS = {
+    "token-mean": [1 / 4, 1 / 4],
+    "seq-mean-token-sum": [1 / 2, 1 / 2],
+    "seq-mean-token-mean": [1 / 6, 1 / 2],
+    "seq-mean-token-sum-norm": [1 / 8, 1 / 8],
+    "dr_grpo": [1 / 16, 1 / 16],
+}
+
+
+def f64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def algorithm(**cfg: Any) -> Algorithm:
+    return build_algorithm(AlgoConfig(**cfg), max_response_tokens=HORIZON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Rows with every score, as float64 [B, T]; 0 outside the mask, as the worker delivers them."""
+
+    mask: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    scores: dict[str, Tensor]
+
+
+def random_problem(mask: Tensor, seed: int) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return torch.randn(mask.shape, dtype=torch.float64, generator=generator) * scale * mask
+
+    logprobs = -noise(1.0).abs()
+    return Problem(
+        mask=mask,
+        logprobs=logprobs,
+        entropy=noise(1.0).abs(),
+        scores={
+            "old_logprobs": logprobs + noise(0.3),
+            "ref_logprobs": logprobs + noise(0.3),
+            "advantages": noise(1.0),
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Reduced results of an optimizer mini-batch."""
+
+    loss: float
+    metrics: dict[str, float]
+    logprobs_grad: Tensor
+    entropy_grad: Tensor
+
+
+def run(
+    algo: Algorithm,
+    problem: Problem,
+    make_batch: MakeBatch,
+    make_rows: MakeRows,
+    *,
+    micro_batches: list[slice] | None = None,
+    state: AlgoState | None = None,
+) -> Outcome:
+    """Sum the local sums of all micro-batches, each padded to its own width, and divide as a trainer does."""
+    state = state or algo.initial_state()
+    counts = algo.denominators(make_rows(problem.mask))
+    logprobs = problem.logprobs.clone().requires_grad_()
+    entropy = problem.entropy.clone().requires_grad_()
+    loss, metrics = 0.0, dict[str, float]()
+    for rows in micro_batches or [slice(None)]:
+        lengths = problem.mask[rows].sum(-1).tolist()
+        width = max(lengths, default=0) if micro_batches else problem.mask.shape[1]
+        batch = make_batch(problem.mask[rows, :width], **{n: v[rows, :width] for n, v in problem.scores.items()})
+        out = PolicyOutputs(logprobs=logprobs[rows, :width], entropy=entropy[rows, :width])
+        sums = algo.loss(batch, out, state)
+        (sums.loss / counts.loss).backward()
+        loss += sums.loss.item() / counts.loss
+        for parts, count in ((sums.loss_parts, counts.loss), (sums.token_sums, counts.tokens)):
+            for name, value in parts.items():
+                assert not value.requires_grad
+                metrics[name] = metrics.get(name, 0.0) + value.item() / count
+    zeros = torch.zeros_like(problem.logprobs)
+    return Outcome(
+        loss=loss,
+        metrics=metrics,
+        logprobs_grad=zeros if logprobs.grad is None else logprobs.grad,
+        entropy_grad=zeros if entropy.grad is None else entropy.grad,
+    )
+
+
+@pytest.mark.parametrize("name", list(AGGREGATIONS))
+def test_denominators(name: str, make_rows: MakeRows) -> None:
+    counts = algorithm(aggregation=name).denominators(make_rows(MASK))
+    # Row 0 has 3 tokens, row 1 has 1; only seq-mean-token-mean divides a row before summing.
+    by_row = 1 if name != "seq-mean-token-mean" else 3
+    assert 1 / counts.loss / by_row == pytest.approx(TOKEN_WEIGHTS[name][0])
+    assert counts.tokens == 4
+
+
+@pytest.mark.parametrize("name", list(AGGREGATIONS))
+def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str, make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    advantages = torch.where(MASK, f64([[2.0], [-1.5], [9.0]]), 0.0)
+    problem = Problem(
+        mask=MASK,
+        logprobs=torch.where(MASK, f64(-0.7), 0.0),
+        entropy=torch.zeros(3, 3, dtype=torch.float64),
+        scores={"advantages": advantages},
+    )
+    got = run(algorithm(aggregation=name), problem, make_batch, make_rows)
+    weights = torch.where(MASK, f64([*TOKEN_WEIGHTS[name], 0.0])[:, None], 0.0)
+    assert got.loss == pytest.approx(-(weights * advantages).sum().item())
+    torch.testing.assert_close(got.logprobs_grad, -weights * advantages)
+    assert got.metrics["actor/pg_loss"] == pytest.approx(got.loss)
+    diagnostics = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
+    assert [got.metrics[name] for name in diagnostics] == [0.0, 0.0, 0.0]
+
+
+def test_old_logprobs_are_used_when_they_are_there(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    # One row, ratios 2 and 1/2, A = 1: losses −1.2 (clipped) and −0.5.
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    problem = Problem(
+        mask=mask,
+        logprobs=f64([[math.log(2) - 1, -math.log(2) - 1]]),
+        entropy=torch.zeros(1, 2, dtype=torch.float64),
+        scores={"advantages": f64([[1.0, 1.0]]), "old_logprobs": f64([[-1.0, -1.0]])},
+    )
+    got = run(algorithm(), problem, make_batch, make_rows)
+    assert got.loss == pytest.approx(-0.85)
+    assert got.metrics["actor/pg_clipfrac"] == 0.5
+    assert got.metrics["actor/ppo_kl"] == pytest.approx(0.0)
+
+
+def test_kl_and_entropy_in_the_loss(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    """Two tokens with Δ = 0.5 and −1: k2 is 0.125 and 0.5, mean 0.3125; entropies 1 and 3, mean 2."""
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    problem = Problem(
+        mask=mask,
+        logprobs=f64([[-1.0, -2.0]]),
+        entropy=f64([[1.0, 3.0]]),
+        scores={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
+    )
+    algo = algorithm(kl=KLConfig(where="loss", estimator="k2", coef=99.0), entropy_coef=0.01)
+    # The coefficient is the state's, not the configured start.
+    got = run(algo, problem, make_batch, make_rows, state=AlgoState(kl_coef=0.2))
+    assert got.loss == pytest.approx(-1 + 0.2 * 0.3125 - 0.01 * 2)
+    assert got.metrics["actor/pg_loss"] == pytest.approx(-1.0)
+    assert got.metrics["actor/kl_loss"] == pytest.approx(0.3125)
+    assert got.metrics["actor/ref_kl"] == pytest.approx(0.3125)
+    assert got.metrics["actor/entropy_loss"] == pytest.approx(2.0)
+    assert got.metrics["actor/entropy"] == pytest.approx(2.0)
+    torch.testing.assert_close(got.logprobs_grad, f64([[(-1 + 0.2 * 0.5) / 2, (-1 + 0.2 * -1) / 2]]))
+    torch.testing.assert_close(got.entropy_grad, f64([[-0.005, -0.005]]))
+
+
+def test_without_coefficients_only_the_policy_loss_is_reported(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    got = run(algorithm(), random_problem(MASK, 0), make_batch, make_rows)
+    assert set(got.metrics) == {
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower",
+        "actor/ppo_kl",
+        "actor/entropy",
+    }
+    assert not got.entropy_grad.any()
+
+
+def test_kl_coefficient_0_equals_no_kl(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    problem = random_problem(MASK, 1)
+    without = run(algorithm(), problem, make_batch, make_rows)
+    zero = run(algorithm(kl=KLConfig(where="loss", coef=0.0)), problem, make_batch, make_rows)
+    assert zero.loss == without.loss
+    assert torch.equal(zero.logprobs_grad, without.logprobs_grad)
+    assert zero.metrics["actor/kl_loss"] > 0
+
+
+COMPOSITIONS = [
+    {"aggregation": name, "entropy_coef": 0.02, "kl": KLConfig(where="loss", estimator=kl, coef=0.3)}
+    for name, kl in zip(AGGREGATIONS, ["k2", "k3", "k3_straight_through", "mse", "low_var_kl"], strict=True)
+]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
+    cut=st.integers(0, 7),
+    seed=st.integers(0, 2**31),
+    cfg=st.sampled_from(COMPOSITIONS),
+    data=st.data(),
+)
+def test_split_order_and_padding_do_not_matter(
+    make_batch: MakeBatch,
+    make_rows: MakeRows,
+    lengths: list[int],
+    cut: int,
+    seed: int,
+    cfg: dict[str, Any],
+    data: st.DataObject,
+) -> None:
+    mask = torch.arange(5)[None, :] < torch.tensor(lengths)[:, None]
+    problem, algo = random_problem(mask, seed), algorithm(**cfg)
+    whole = run(algo, problem, make_batch, make_rows)
+
+    split = run(algo, problem, make_batch, make_rows, micro_batches=[slice(None, cut), slice(cut, None)])
+    order = data.draw(st.permutations(range(len(lengths))))
+    shuffled = run(algo, transformed(problem, lambda x: x[order]), make_batch, make_rows)
+    padded = run(algo, transformed(problem, append_padding), make_batch, make_rows)
+
+    for other in (split, shuffled, padded):
+        assert other.loss == pytest.approx(whole.loss, abs=1e-12)
+        assert other.metrics == pytest.approx(whole.metrics, abs=1e-12)
+    for name in ("logprobs_grad", "entropy_grad"):
+        grad = getattr(whole, name)
+        torch.testing.assert_close(getattr(split, name), grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(getattr(shuffled, name), grad[order], rtol=0, atol=1e-12)
+        torch.testing.assert_close(getattr(padded, name), append_padding(grad), rtol=0, atol=1e-12)
+
+
+def transformed(problem: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
+    return Problem(
+        mask=change(problem.mask),
+        logprobs=change(problem.logprobs),
+        entropy=change(problem.entropy),
+        scores={name: change(value) for name, value in problem.scores.items()},
+    )
+
+
+def append_padding(x: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(len(x), 2)], dim=1)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (1, 3), (4, 2)])
+def test_no_loss_tokens_gives_zero_loss_and_gradient(
+    shape: tuple[int, int], make_batch: MakeBatch, make_rows: MakeRows
+) -> None:
+    problem = random_problem(torch.zeros(shape, dtype=torch.bool), 0)
+    for cfg in COMPOSITIONS:
+        got = run(algorithm(**cfg), problem, make_batch, make_rows)
+        assert got.loss == 0.0
+        assert not got.logprobs_grad.any()
+
+
+def test_inputs_are_not_mutated(make_batch: MakeBatch) -> None:
+    problem = random_problem(MASK, 2)
+    before = transformed(problem, Tensor.clone)
+    for cfg in COMPOSITIONS:
+        out = PolicyOutputs(logprobs=problem.logprobs, entropy=problem.entropy)
+        algorithm(**cfg).loss(make_batch(problem.mask, **problem.scores), out, AlgoState(kl_coef=0.1))
+    for name in ("mask", "logprobs", "entropy"):
+        assert torch.equal(getattr(problem, name), getattr(before, name))
+    assert all(torch.equal(problem.scores[name], before.scores[name]) for name in problem.scores)
+
+
+def test_nan_logprob_is_not_hidden(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    problem = random_problem(MASK, 3)
+    problem.logprobs[0, 1] = math.nan
+    for cfg in COMPOSITIONS:
+        assert math.isnan(run(algorithm(**cfg), problem, make_batch, make_rows).loss)
+
+
+def test_missing_inputs_are_named(make_batch: MakeBatch) -> None:
+    zeros = torch.zeros(3, 3)
+    out = PolicyOutputs(logprobs=zeros, entropy=None)
+    with pytest.raises(KeyError, match="advantages was not computed"):
+        algorithm().loss(make_batch(MASK), out, AlgoState())
+    with pytest.raises(KeyError, match="ref_logprobs was not computed"):
+        algorithm(kl=KLConfig(where="loss")).loss(make_batch(MASK, advantages=zeros), out, AlgoState())
+    with pytest.raises(ValueError, match=r"entropy: got none.*0\.1"):
+        algorithm(entropy_coef=0.1).loss(make_batch(MASK, advantages=zeros), out, AlgoState())
+    cut = PolicyOutputs(logprobs=zeros[:, :2], entropy=None)
+    with pytest.raises(ValueError, match=r"logprobs: got shape \(3, 2\), expected \(3, 3\)"):
+        algorithm().loss(make_batch(MASK, advantages=zeros), cut, AlgoState())
+
+
+def test_kl_in_the_reward_leaves_the_loss_alone(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+    problem = random_problem(MASK, 4)
+    without = run(algorithm(), problem, make_batch, make_rows)
+    got = run(algorithm(kl=KLConfig(where="reward", coef=0.5)), problem, make_batch, make_rows)
+    assert (got.loss, got.metrics) == (without.loss, without.metrics)

@@ -1,0 +1,102 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algos.policy_losses import PolicyLossInputs, PolicyLossTerms, ppo_clip
+from megarl.config.schema import PolicyLossConfig
+
+LN2 = math.log(2)
+
+
+def run(
+    logprobs: Tensor, old: list[float], advantages: list[float], **cfg: Any
+) -> tuple[PolicyLossTerms, dict[str, list[float]]]:
+    """The loss on one row, and its diagnostics as lists."""
+    inputs = PolicyLossInputs(
+        logprobs=logprobs,
+        old_logprobs=torch.tensor([old], dtype=torch.float64),
+        advantages=torch.tensor([advantages], dtype=torch.float64),
+        loss_mask=torch.ones(1, len(old), dtype=torch.bool),
+    )
+    terms = ppo_clip(inputs, PolicyLossConfig(**cfg))
+    return terms, {name: value.flatten().tolist() for name, value in terms.diagnostics.items()}
+
+
+def row(values: list[float]) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("case_id", ["C.ppo_loss", "C.ppo_dualclip"])
+def test_golden(case_id: str, golden: Any, check_golden: Any) -> None:
+    case = golden(case_id)
+    params, inputs = case["params"], case["inputs"]
+    terms, _ = run(
+        row(inputs["logp"]),
+        inputs["old"],
+        inputs["adv"],
+        clip_low=params["eps_low"],
+        clip_high=params["eps_high"],
+        dual_clip=params["clip_c"],
+    )
+    check_golden(terms.loss[0], case["expected"]["loss"], case)
+
+
+def test_gradient_and_diagnostics_token_by_token() -> None:
+    # Ratios 2, 1/2, 1, 8, 1/2 with clip range [0.8, 1.2] and dual clip 3:
+    #   A = 1, r = 2: clipped at 1.2, no gradient.   A = 1, r = 1/2: unclipped, gradient −r·A.
+    #   A = −2, r = 1: unclipped.                    A = −1, r = 8: dual clip at 3, no gradient.
+    #   A = −1, r = 1/2: clipped at 0.8, no gradient.
+    logprobs = row([LN2 - 1, -LN2 - 1, -1.0, 3 * LN2 - 3, -LN2 - 1])
+    terms, diagnostics = run(logprobs, [-1.0, -1.0, -1.0, -3.0, -1.0], [1.0, 1.0, -2.0, -1.0, -1.0])
+    assert terms.loss[0].tolist() == pytest.approx([-1.2, -0.5, 2.0, 3.0, 0.8])
+    terms.loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, -0.5, 2.0, 0.0, 0.0])
+    assert diagnostics["actor/pg_clipfrac"] == [1, 0, 0, 0, 1]
+    assert diagnostics["actor/pg_clipfrac_lower"] == [0, 0, 0, 1, 0]
+    assert diagnostics["actor/ppo_kl"] == pytest.approx([-LN2, LN2, 0.0, -3 * LN2, LN2])
+    assert not any(value.requires_grad for value in terms.diagnostics.values())
+
+
+def test_dual_clip_off_leaves_large_ratios_of_negative_advantages() -> None:
+    terms, diagnostics = run(row([3 * LN2 - 3]), [-3.0], [-1.0], dual_clip=None)
+    assert terms.loss.item() == pytest.approx(8.0)
+    assert diagnostics["actor/pg_clipfrac_lower"] == [0]
+
+
+def test_asymmetric_clip_range() -> None:
+    # Ratios 2 and 1/2: A > 0 stops at 1 + 0.5, A < 0 at 1 − 0.1.
+    terms, _ = run(row([LN2 - 1, -LN2 - 1]), [-1.0, -1.0], [1.0, -1.0], clip_low=0.1, clip_high=0.5)
+    assert terms.loss[0].tolist() == pytest.approx([-1.5, 0.9])
+
+
+def test_log_ratio_is_bounded_at_20() -> None:
+    logprobs = row([0.0])
+    terms, _ = run(logprobs, [-1000.0], [-1.0], dual_clip=None)
+    assert terms.loss.item() == pytest.approx(math.exp(20))
+    terms.loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == 0.0
+
+
+def test_no_gradient_into_old_logprobs_or_advantages() -> None:
+    leaves = [torch.full((1, 2), -1.0, requires_grad=True) for _ in range(3)]
+    inputs = PolicyLossInputs(
+        logprobs=leaves[0],
+        old_logprobs=leaves[1],
+        advantages=leaves[2].detach(),
+        loss_mask=torch.ones(1, 2, dtype=torch.bool),
+    )
+    ppo_clip(inputs, PolicyLossConfig()).loss.sum().backward()
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is None
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_nan_is_not_hidden(advantage: float) -> None:
+    terms, diagnostics = run(row([math.nan]), [-1.0], [advantage])
+    assert terms.loss.isnan().all()
+    assert math.isnan(diagnostics["actor/ppo_kl"][0])

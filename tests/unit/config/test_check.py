@@ -1,0 +1,366 @@
+"""Every rule: what passes, and the message of what does not."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from operator import attrgetter
+from typing import Any, cast, get_args, get_type_hints
+
+import pytest
+
+from megarl.config import Config, from_dict
+from megarl.config.check import check_config, check_model, check_sft, check_train
+from megarl.config.ranges import RANGES
+from megarl.errors import ConfigError
+
+# Passes every rule of both kinds of run.
+VALID: dict[str, Any] = {
+    "model.path": "models/tiny",
+    "data.train": ["train.parquet"],
+    "sft.train": ["demos.parquet"],
+}
+
+
+def config(**changes: Any) -> Config:
+    """A valid configuration with changes; `__` stands for the dots of a key."""
+    tree: dict[str, Any] = {}
+    for dotted, value in {**VALID, **{key.replace("__", "."): v for key, v in changes.items()}}.items():
+        *sections, key = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return from_dict(Config, tree)
+
+
+def message(check: Callable[[Config], None], **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config(**changes))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("check", [check_config, check_train, check_sft])
+def test_valid_configuration_passes(check: Callable[[Config], None]) -> None:
+    check(config())
+
+
+# --- ranges
+
+
+def number_keys(cls: type, path: str = "") -> Iterator[str]:
+    for key, hint in get_type_hints(cls).items():
+        if is_dataclass(hint):
+            yield from number_keys(cast(type, hint), f"{path}{key}.")
+        elif {int, float} & {hint, *get_args(hint)}:
+            yield path + key
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    assert sorted(RANGES) == sorted(number_keys(Config))
+
+
+AT_LEAST_1 = [
+    "model.vocab_multiple",
+    "data.max_prompt_tokens",
+    "algo.aggregation_horizon_tokens",
+    "actor.layout.tp",
+    "actor.layout.dp",
+    "actor.micro_batch_tokens",
+    "actor.head_chunk_tokens",
+    "rollout.num_samples",
+    "rollout.max_response_tokens",
+    "rollout.engine.max_num_seqs",
+    "rollout.engine.max_model_tokens",
+    "rollout.engine.kv_cache_mib",
+    "rollout.engine.block_size",
+    "trainer.total_steps",
+    "trainer.prompts_per_step",
+    "trainer.mini_batch_prompts",
+    "trainer.num_epochs",
+    "validation.num_samples",
+    "validation.max_prompts",
+    "sft.batch_size",
+    "sft.total_steps",
+    "logging.num_rollouts",
+    "cluster.num_cpus",
+]
+POSITIVE = [
+    "algo.policy_loss.clip_high",
+    "algo.kl.target_nats",
+    "algo.kl.horizon",
+    "actor.optimizer.lr",
+    "actor.optimizer.eps",
+    "rollout.temperature",
+    "rollout.timeout_s",
+    "trainer.mismatch_gate_nats",
+    "cluster.start_timeout_s",
+    "cluster.collective_timeout_s",
+]
+AT_LEAST_0 = [
+    "run.seed",
+    "algo.kl.coef",
+    "algo.entropy_coef",
+    "actor.optimizer.weight_decay",
+    "actor.optimizer.warmup_steps",
+    "logging.rollout_every_steps",
+]
+SHARE = [
+    "actor.optimizer.decay_frac",
+    "rollout.top_p",
+    "rollout.engine.gpu_memory_utilization",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        *((key, 0, "0, expected >= 1") for key in AT_LEAST_1),
+        *((key, 0.0, "0.0, expected > 0") for key in POSITIVE),
+        *((key, 0.0, "0.0, expected in (0, 1]") for key in SHARE),
+        *((key, 1.01, "1.01, expected in (0, 1]") for key in SHARE),
+        ("algo.policy_loss.clip_low", 0.0, "0.0, expected in (0, 1)"),
+        ("algo.policy_loss.clip_low", 1.0, "1.0, expected in (0, 1)"),
+        ("algo.policy_loss.dual_clip", 1.0, "1.0, expected > 1, or null for no bound"),
+        ("actor.optimizer.betas", [0.9, 1.0], "1.0, expected in [0, 1)"),
+        ("actor.optimizer.betas", [-0.1, 0.9], "-0.1, expected in [0, 1)"),
+        ("actor.optimizer.clip_grad_norm", 0.0, "0.0, expected > 0 (1e9 never clips)"),
+        ("actor.optimizer.min_lr_frac", -0.1, "-0.1, expected in [0, 1]"),
+        ("actor.optimizer.min_lr_frac", 1.1, "1.1, expected in [0, 1]"),
+        ("rollout.top_k", 0, "0, expected >= 1, or -1 for no limit"),
+        ("validation.every_steps", 0, "0, expected >= 1 (data.val=[] skips validation)"),
+        ("validation.temperature", 0.0, "0.0, expected > 0 (validation.greedy=true is argmax)"),
+        ("cluster.object_store_mib", 74, "74, expected >= 75"),
+    ],
+)
+def test_out_of_range(key: str, value: Any, expected: str) -> None:
+    assert message(check_config, **{key: value}) == f"{key}: got {expected}"
+
+
+@pytest.mark.parametrize("key", AT_LEAST_0)
+def test_negative(key: str) -> None:
+    assert message(check_config, **{key: -1}) in (f"{key}: got {n}, expected >= 0" for n in ("-1", "-1.0"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, 0) for key in AT_LEAST_0),
+        *((key, 1.0) for key in SHARE),
+        ("algo.policy_loss.clip_low", 0.99),
+        ("algo.policy_loss.clip_high", 5.0),
+        ("algo.policy_loss.dual_clip", None),
+        ("actor.optimizer.betas", [0.0, 0.999]),
+        ("actor.optimizer.min_lr_frac", 0.0),
+        ("actor.optimizer.min_lr_frac", 1.0),
+        ("rollout.top_k", -1),
+        ("rollout.top_k", 1),
+        ("cluster.object_store_mib", 75),
+    ],
+)
+def test_edge_of_the_range(key: str, value: Any) -> None:
+    changed = config(**{key: value})
+    check_config(changed)
+    got = attrgetter(key)(changed)
+    assert got == (tuple(value) if isinstance(value, list) else value)
+
+
+# --- every kind of run
+
+
+def test_model_path() -> None:
+    assert message(check_config, model__path="") == (
+        "model.path: is empty; set it to a directory with config.json and *.safetensors"
+    )
+
+
+def test_sequence_parallel_needs_tensor_parallel() -> None:
+    assert message(check_config, actor__layout__sequence_parallel=True) == (
+        "actor.layout.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
+        "set actor.layout.sequence_parallel=false or actor.layout.tp >= 2"
+    )
+    check_config(config(actor__layout__sequence_parallel=True, actor__layout__tp=2))
+
+
+def test_longest_row_fits_a_micro_batch() -> None:
+    lengths = {"data__max_prompt_tokens": 100, "rollout__max_response_tokens": 28}
+    assert message(check_config, actor__micro_batch_tokens=127, **lengths) == (
+        "actor.micro_batch_tokens: got 127, expected >= 128 (data.max_prompt_tokens=100 + "
+        "rollout.max_response_tokens=28), or the longest row fits no micro-batch; raise it or shorten the two"
+    )
+    check_config(config(actor__micro_batch_tokens=128, **lengths))
+
+
+def test_longest_row_fits_the_engine() -> None:
+    lengths = {"data__max_prompt_tokens": 100, "rollout__max_response_tokens": 28}
+    assert message(check_config, rollout__engine__max_model_tokens=127, **lengths) == (
+        "rollout.engine.max_model_tokens: got 127, expected >= 128 (data.max_prompt_tokens=100 + "
+        "rollout.max_response_tokens=28); raise it, shorten the two, or set it to null"
+    )
+    check_config(config(rollout__engine__max_model_tokens=128, **lengths))
+
+
+# --- RL training
+
+
+def test_train_data_is_for_training_only() -> None:
+    assert message(check_train, data__train=[]) == (
+        "data.train: is empty; list parquet or JSONL files, as in data.train=[a.parquet]"
+    )
+    check_sft(config(data__train=[]))
+
+
+def test_truncated_sampling_breaks_importance_ratios() -> None:
+    assert message(check_train, rollout__top_p=0.95) == (
+        "rollout.top_p: got 0.95; truncated sampling breaks importance ratios; set rollout.top_p=1.0"
+    )
+    assert message(check_train, rollout__top_k=50) == (
+        "rollout.top_k: got 50; truncated sampling breaks importance ratios; set rollout.top_k=-1"
+    )
+    assert message(check_train, rollout__temperature=0.0) == "rollout.temperature: got 0.0, expected > 0"
+
+
+def test_mini_batches_are_whole() -> None:
+    assert message(check_train, trainer__prompts_per_step=8, trainer__mini_batch_prompts=3) == (
+        "trainer.mini_batch_prompts: got 3, which does not divide trainer.prompts_per_step=8; "
+        "set it to a divisor, or to null"
+    )
+    check_train(config(trainer__prompts_per_step=8, trainer__mini_batch_prompts=4))
+
+
+def test_dp_divides_the_rows_of_an_optimizer_step() -> None:
+    batch = {"trainer__prompts_per_step": 6, "rollout__num_samples": 2}
+    assert message(check_train, actor__layout__dp=4, trainer__mini_batch_prompts=3, **batch) == (
+        "actor.layout.dp: got 4, which does not divide the 6 rows of an optimizer step "
+        "(3 prompts × rollout.num_samples=2); change dp, rollout.num_samples, "
+        "trainer.mini_batch_prompts or trainer.prompts_per_step"
+    )
+    check_train(config(actor__layout__dp=4, **batch))  # 12 rows in one mini-batch
+
+
+def test_replay_needs_a_directory() -> None:
+    assert message(check_train, rollout__source="replay") == (
+        "rollout.replay_dir: is not set, but rollout.source=replay; "
+        "set it to the records directory of an earlier run with rollout.record=true"
+    )
+    check_train(config(rollout__source="replay", rollout__replay_dir="runs/a/records"))
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_grpo_needs_a_group(norm_by_std: bool) -> None:
+    changes = {"rollout__num_samples": 1, "algo__advantage__norm_by_std": norm_by_std}
+    assert message(check_train, **changes) == (
+        "rollout.num_samples: got 1, expected >= 2: the grpo estimator compares the samples of one prompt; "
+        "raise it or choose another algo.advantage.estimator"
+    )
+    check_train(config(algo__advantage__estimator="reinforce", **changes))
+
+
+def test_warm_up_ends_before_training_does() -> None:
+    # 10 steps of 8 / 4 mini-batches, each passed 3 times: 60 optimizer steps.
+    run = {
+        "trainer__total_steps": 10,
+        "trainer__prompts_per_step": 8,
+        "trainer__mini_batch_prompts": 4,
+        "trainer__num_epochs": 3,
+    }
+    assert message(check_train, actor__optimizer__warmup_steps=60, **run) == (
+        "actor.optimizer.warmup_steps: got 60, expected < 60, the run's optimizer steps, or the learning "
+        "rate never arrives; shorten the warm-up or lengthen the run"
+    )
+    check_train(config(actor__optimizer__warmup_steps=59, **run))
+
+
+# --- supervised warm start
+
+
+def test_sft_data_is_for_sft_only() -> None:
+    assert message(check_sft, sft__train=[]) == (
+        "sft.train: is empty; list parquet or JSONL files, as in sft.train=[a.parquet]"
+    )
+    check_train(config(sft__train=[]))
+
+
+def test_dp_divides_the_sft_batch() -> None:
+    assert message(check_sft, sft__batch_size=6, actor__layout__dp=4) == (
+        "sft.batch_size: got 6, expected a multiple of actor.layout.dp=4; change either"
+    )
+    check_sft(config(sft__batch_size=8, actor__layout__dp=4))
+
+
+def test_warm_up_ends_before_sft_does() -> None:
+    got = message(check_sft, sft__total_steps=20, actor__optimizer__warmup_steps=20)
+    assert got.startswith("actor.optimizer.warmup_steps: got 20, expected < 20, the run's optimizer steps")
+    check_sft(config(sft__total_steps=20, actor__optimizer__warmup_steps=19))
+
+
+def test_sft_does_not_mind_how_rollouts_are_drawn() -> None:
+    check_sft(config(rollout__top_p=0.9, rollout__num_samples=1))
+
+
+def test_common_rules_come_with_both_kinds_of_run() -> None:
+    for check in (check_train, check_sft):
+        assert message(check, model__path="").startswith("model.path: is empty")
+
+
+# --- the model's dimensions
+
+QWEN3_0_6B: dict[str, object] = {  # dimensions from its public config.json
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+}
+
+
+def model_message(hf_config: dict[str, object], **changes: Any) -> str:
+    return message(lambda c: check_model(c, hf_config), **changes)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_tp_that_divides(tp: int) -> None:
+    check_model(config(actor__layout__tp=tp), QWEN3_0_6B)
+
+
+@pytest.mark.parametrize(
+    ("tp", "undivided"),
+    [
+        (3, "num_attention_heads=16 and num_key_value_heads=8"),
+        (16, "num_key_value_heads=8"),
+        (5, "num_attention_heads=16 and num_key_value_heads=8 and intermediate_size=3072"),
+    ],
+)
+def test_tp_that_does_not_divide_heads(tp: int, undivided: str) -> None:
+    assert model_message(QWEN3_0_6B, actor__layout__tp=tp) == (
+        f"actor.layout.tp: got {tp}, which does not divide the model's {undivided}; valid values: 1, 2, 4, 8"
+    )
+
+
+def test_tp_that_does_not_divide_the_feed_forward() -> None:
+    hf_config = {**QWEN3_0_6B, "intermediate_size": 6}
+    assert model_message(hf_config, actor__layout__tp=4) == (
+        "actor.layout.tp: got 4, which does not divide the model's intermediate_size=6; valid values: 1, 2"
+    )
+
+
+def test_key_value_heads_default_to_query_heads() -> None:
+    hf_config = {k: v for k, v in QWEN3_0_6B.items() if k != "num_key_value_heads"}
+    check_model(config(actor__layout__tp=16), hf_config)
+    assert model_message(hf_config, actor__layout__tp=5).endswith("valid values: 1, 2, 4, 8, 16")
+
+
+def test_rows_fit_the_positions_of_the_model() -> None:
+    hf_config = {**QWEN3_0_6B, "max_position_embeddings": 2047}
+    lengths = {"data__max_prompt_tokens": 1024, "rollout__max_response_tokens": 1024}
+    assert model_message(hf_config, **lengths) == (
+        "data.max_prompt_tokens=1024 + rollout.max_response_tokens=1024 = 2048, but the model has "
+        "max_position_embeddings=2047; shorten one of the two"
+    )
+    check_model(config(**lengths), {**QWEN3_0_6B, "max_position_embeddings": 2048})
+
+
+@pytest.mark.parametrize("value", [None, "16", 0, 16.0])
+def test_config_json_without_a_dimension(value: object) -> None:
+    hf_config = {**QWEN3_0_6B, "num_attention_heads": value}
+    assert model_message(hf_config) == (
+        f"model.path: config.json has num_attention_heads={value!r}, expected a positive int; is it a causal LM?"
+    )

@@ -1,0 +1,336 @@
+"""YAML files, what they build upon, overrides, and the way back to YAML."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config import Config, compose, dump, from_dict, load_config
+from megarl.config.schema import (
+    ActorConfig,
+    AlgoConfig,
+    DataConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megarl.errors import ConfigError
+
+REPO_CONFIGS = Path(__file__).parents[3] / "configs"
+
+FILES = {
+    "model/tiny.yaml": "model: {path: models/tiny, dtype: float32}\n",
+    "algo/grpo.yaml": "algo: {name: grpo, kl: {where: loss, coef: 1e-3}}\n",
+    "algo/dapo.yaml": "algo: {name: dapo, policy_loss: {clip_high: 0.28}}\n",
+    "run/common.yaml": (
+        "use: {model: tiny, algo: grpo}\n"
+        "data: {train: [a.parquet, b.parquet]}\n"
+        "trainer: {total_steps: 10, prompts_per_step: 4}\n"
+    ),
+    "run/long.yaml": "use: {run: common}\ntrainer: {total_steps: 500}\n",
+    "run/dapo.yaml": "use: {run: common, algo: dapo}\ndata: {train: [c.parquet]}\n",
+}
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    root = tmp_path / "configs"
+    for name, text in FILES.items():
+        write(root, name, text)
+    return root
+
+
+def write(root: Path, name: str, text: str) -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def message(run_file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(run_file, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- layers
+
+
+def test_run_file_lies_above_the_files_it_uses(configs: Path) -> None:
+    write(configs, "run/own.yaml", "use: {model: tiny, algo: grpo}\nalgo: {kl: {coef: 0.5}}\n")
+    config = load_config(configs / "run/own.yaml")
+    assert config.model.path == "models/tiny"
+    assert config.algo.kl.where == "loss"  # merged deeply: the sibling of coef stays
+    assert config.algo.kl.coef == 0.5
+
+
+def test_groups_merge_in_the_order_of_use(configs: Path) -> None:
+    write(configs, "model/loud.yaml", "run: {name: from-model}\n")
+    write(configs, "algo/loud.yaml", "run: {name: from-algo}\n")
+    model_last = write(configs, "run/a.yaml", "use: {algo: loud, model: loud}\n")
+    algo_last = write(configs, "run/b.yaml", "use: {model: loud, algo: loud}\n")
+    assert load_config(model_last).run.name == "from-model"
+    assert load_config(algo_last).run.name == "from-algo"
+
+
+def test_run_file_builds_upon_another(configs: Path) -> None:
+    config = load_config(configs / "run/long.yaml")
+    assert (config.trainer.total_steps, config.trainer.prompts_per_step) == (500, 4)
+    assert config.algo.name == "grpo"
+
+
+def test_choice_of_a_group_replaces_that_of_the_base(configs: Path) -> None:
+    config = load_config(configs / "run/dapo.yaml")
+    assert config.algo.name == "dapo"
+    assert config.algo.kl == Config().algo.kl  # nothing is left of algo/grpo.yaml
+    assert config.data.train == ("c.parquet",)  # lists replace
+
+
+def test_use_takes_a_path_relative_to_the_working_directory(
+    configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "mine.yaml", "algo: {name: mine}\n")
+    run_file = write(configs, "run/own.yaml", "use: {algo: mine.yaml}\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(run_file).algo.name == "mine"
+
+
+@pytest.mark.parametrize(("cwd", "run_file"), [("run", "long.yaml"), (".", "run/long.yaml")])
+def test_relative_run_file(configs: Path, monkeypatch: pytest.MonkeyPatch, cwd: str, run_file: str) -> None:
+    monkeypatch.chdir(configs / cwd)
+    assert load_config(Path(run_file)).model.path == "models/tiny"
+
+
+def test_paths_in_a_config_are_kept_as_written(configs: Path) -> None:
+    assert load_config(configs / "run/common.yaml").data.train == ("a.parquet", "b.parquet")
+
+
+def test_empty_file_is_the_defaults(configs: Path) -> None:
+    assert load_config(write(configs, "run/empty.yaml", "# nothing\n")) == Config()
+
+
+def test_compose_leaves_use_out_of_the_tree(configs: Path) -> None:
+    assert compose(configs / "run/long.yaml") == {
+        "model": {"path": "models/tiny", "dtype": "float32"},
+        "algo": {"name": "grpo", "kl": {"where": "loss", "coef": "1e-3"}},
+        "data": {"train": ["a.parquet", "b.parquet"]},
+        "trainer": {"total_steps": 500, "prompts_per_step": 4},
+    }
+
+
+def test_anchors_and_merge_keys(configs: Path) -> None:
+    text = "rollout: {engine: &e {block_size: 16}}\nlogging: {<<: {num_rollouts: 3}, num_rollouts: 4}\n"
+    config = load_config(write(configs, "run/anchors.yaml", text))
+    assert config.rollout.engine.block_size == 16
+    assert config.logging.num_rollouts == 4
+
+
+# --- overrides
+
+
+def test_overrides_lie_on_top_and_are_yaml(configs: Path) -> None:
+    config = load_config(
+        configs / "run/common.yaml",
+        [
+            "actor.optimizer.lr=1e-5",
+            "data.train=[x.parquet, y.parquet]",
+            "algo.policy_loss.dual_clip=null",
+            "sync.verify=true",
+            "run.name=a=b",
+            "actor.layout={tp: 2}",
+            "trainer.total_steps=7",
+            "trainer.total_steps=8",
+        ],
+    )
+    assert config.actor.optimizer.lr == 1e-5
+    assert config.data.train == ("x.parquet", "y.parquet")
+    assert config.algo.policy_loss.dual_clip is None
+    assert config.sync.verify is True
+    assert config.run.name == "a=b"
+    assert config.actor.layout.tp == 2
+    assert config.trainer.total_steps == 8  # the last wins
+    assert config.trainer.prompts_per_step == 4
+
+
+def test_override_chooses_another_file_before_merging(configs: Path) -> None:
+    config = load_config(configs / "run/long.yaml", ["use.algo=dapo", "algo.name=mine"])
+    assert config.algo.policy_loss.clip_high == 0.28
+    assert config.algo.kl.where == "none"
+    assert config.algo.name == "mine"
+    assert config.trainer.total_steps == 500
+
+
+def test_override_chooses_another_base(configs: Path) -> None:
+    config = load_config(configs / "run/long.yaml", ["use.run=dapo"])
+    assert (config.algo.name, config.data.train) == ("dapo", ("c.parquet",))
+
+
+@pytest.mark.parametrize("override", ["trainer.total_steps", "=3", "actor..lr=1", ".lr=1", ""])
+def test_malformed_override(configs: Path, override: str) -> None:
+    assert message(configs / "run/common.yaml", override) == (
+        f"override {override!r}: expected key=value, such as actor.optimizer.lr=1e-5"
+    )
+
+
+def test_override_that_is_not_yaml(configs: Path) -> None:
+    got = message(configs / "run/common.yaml", "data.train=[a.parquet")
+    assert got.startswith("override 'data.train=[a.parquet': not valid YAML: ")
+
+
+def test_override_with_an_unknown_key(configs: Path) -> None:
+    assert message(configs / "run/common.yaml", "actor.optimizer.learning_rate=1e-5").startswith(
+        "unknown key 'actor.optimizer.learning_rate'; actor.optimizer has: lr, betas, "
+    )
+
+
+def test_override_below_a_value(configs: Path) -> None:
+    assert message(configs / "run/common.yaml", "run.name.first=x") == (
+        "run.name: got {'first': 'x'} (dict), expected str"
+    )
+
+
+# --- files that are wrong
+
+
+def test_missing_group_file_lists_what_exists(configs: Path) -> None:
+    assert message(configs / "run/common.yaml", "use.algo=gpro") == (
+        f"use.algo: no file {configs}/algo/gpro.yaml; {configs}/algo has: dapo.yaml, grpo.yaml"
+    )
+
+
+def test_missing_run_file_lists_what_exists(configs: Path) -> None:
+    assert message(configs / "run/nope.yaml") == (
+        f"no file {configs}/run/nope.yaml; {configs}/run has: common.yaml, dapo.yaml, long.yaml"
+    )
+
+
+def test_missing_base(configs: Path) -> None:
+    run_file = write(configs, "run/orphan.yaml", "use: {run: nope}\n")
+    assert message(run_file).startswith(f"use.run: no file {configs}/run/nope.yaml; {configs}/run has: common.yaml")
+
+
+def test_unknown_group(configs: Path) -> None:
+    assert message(configs / "run/common.yaml", "use.algos=grpo") == (
+        f"use.algos: no file {configs}/algos/grpo.yaml: the directory {configs}/algos does not exist"
+    )
+
+
+def test_directory_without_yaml(configs: Path) -> None:
+    (configs / "empty").mkdir()
+    assert message(configs / "empty/run.yaml") == f"no file {configs}/empty/run.yaml; {configs}/empty has: no YAML file"
+
+
+@pytest.mark.parametrize("use", ["grpo", "{algo: null}", "{algo: [grpo]}"])
+def test_malformed_use(configs: Path, use: str) -> None:
+    run_file = write(configs, "run/bad.yaml", f"use: {use}\n")
+    got = message(run_file)
+    assert got.startswith(f"{run_file}: use: got ")
+    assert got.endswith("expected file names by group, as in {algo: grpo}")
+
+
+def test_group_file_may_not_use_others(configs: Path) -> None:
+    path = write(configs, "algo/nested.yaml", "use: {algo: grpo}\n")
+    assert message(configs / "run/common.yaml", "use.algo=nested") == (
+        f"{path}: use: only run files may use others; name the files in the run file"
+    )
+
+
+def test_run_files_in_a_circle(configs: Path) -> None:
+    first = write(configs, "run/first.yaml", "use: {run: second}\n")
+    write(configs, "run/second.yaml", "use: {run: first}\n")
+    assert message(first) == f"{first}: builds upon itself; remove the circle of use.run"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("run: {seed: 1}\nmodel: {path: m}\nrun: {seed: 2}\n", 3),
+        ("run:\n  seed: 1\n  seed: 1\n", 3),
+        ("actor: {layout: {tp: 1, tp: 2}}\n", 1),
+    ],
+)
+def test_duplicate_keys(configs: Path, text: str, line: int) -> None:
+    run_file = write(configs, "run/twice.yaml", text)
+    got = message(run_file)
+    assert got.startswith(f"{run_file}: not valid YAML: duplicate key ")
+    assert f"at line {line}, column " in got
+
+
+@pytest.mark.parametrize("text", ["run: [1\n", "run: {seed: 2024-13-01}\n", "run: \tx: 1\n", "a: *missing\n"])
+def test_text_that_is_not_yaml(configs: Path, text: str) -> None:
+    run_file = write(configs, "run/broken.yaml", text)
+    assert message(run_file).startswith(f"{run_file}: not valid YAML: ")
+
+
+def test_bytes_that_are_not_text(configs: Path) -> None:
+    run_file = configs / "run/binary.yaml"
+    run_file.write_bytes(b"run: \xff\xfe\n")
+    assert message(run_file).startswith(f"{run_file}: not valid YAML: ")
+
+
+def test_file_that_is_not_a_mapping(configs: Path) -> None:
+    run_file = write(configs, "run/list.yaml", "- a\n")
+    assert message(run_file) == f"{run_file}: got a list, expected a mapping of configuration keys"
+
+
+# --- round trip
+
+
+def test_dump_loads_back_to_an_equal_config(configs: Path) -> None:
+    config = Config(
+        run=RunConfig(name="1e5", dir="null", seed=7),
+        data=DataConfig(train=("a b.parquet", "ü: {x}.jsonl"), val=()),
+        algo=AlgoConfig(policy_loss=PolicyLossConfig(dual_clip=None), aggregation_horizon_tokens=64),
+        actor=ActorConfig(optimizer=OptimizerConfig(lr=1e-6, betas=(0.9, 0.999), eps=1e-30)),
+        rollout=RolloutConfig(replay_dir="~/records"),
+    )
+    assert load_config(write(configs, "run/dumped.yaml", dump(config))) == config
+
+
+def test_dump_holds_every_key() -> None:
+    assert from_dict(Config, yaml.safe_load(dump(Config()))) == Config()
+    assert "vocab_multiple: 128" in dump(Config())
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lr=finite,
+    betas=st.tuples(finite, finite),
+    dual_clip=st.none() | finite,
+    seed=st.integers(),
+    horizon=st.none() | st.integers(),
+    name=st.text(st.characters(codec="utf-8")),
+)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    lr: float,
+    betas: tuple[float, float],
+    dual_clip: float | None,
+    seed: int,
+    horizon: int | None,
+    name: str,
+) -> None:
+    config = Config(
+        run=RunConfig(seed=seed, name=name),
+        algo=AlgoConfig(policy_loss=PolicyLossConfig(dual_clip=dual_clip), aggregation_horizon_tokens=horizon),
+        actor=ActorConfig(optimizer=OptimizerConfig(lr=lr, betas=betas)),
+        data=DataConfig(train=(name, name)),
+    )
+    run_file = write(tmp_path_factory.getbasetemp(), "round_trip.yaml", dump(config))
+    assert repr(load_config(run_file)) == repr(config)  # repr tells -0.0 from 0.0
+
+
+def test_every_run_file_loads_and_round_trips(configs: Path) -> None:
+    """The run files of the repository, and those written here, so that the check never runs on nothing."""
+    run_files = [*sorted((REPO_CONFIGS / "run").glob("*.yaml")), *sorted((configs / "run").glob("*.yaml"))]
+    assert len(run_files) >= 3
+    for run_file in run_files:
+        config = load_config(run_file)
+        assert from_dict(Config, yaml.safe_load(dump(config))) == config, run_file

@@ -1,0 +1,89 @@
+"""Chat templates, with ids worked out by hand.
+
+The byte tokenizer numbers <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2, then the 256 byte symbols sorted by code
+point from 3: `!` (33) is the first, so printable ASCII character c is ord(c) − 30. A line feed is byte 10, whose
+symbol U+010A follows 94 + 12 + 82 = 188 visible ones and ten control characters: 3 + 188 + 10 = 201. The words
+user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
+"""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.chat import (
+    encode_demonstration,
+    encode_prompt,
+    encode_prompts,
+    load_tokenizer,
+    response_decoder,
+)
+from megarl.data.records import Message
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.errors import ConfigError, DataError
+
+QUESTION = (Message(role="user", content="1+1=?"),)
+LINE_FEED = 201
+DIGIT_1, PLUS, EQUALS, QUESTION_MARK = ord("1") - 30, ord("+") - 30, ord("=") - 30, ord("?") - 30
+QUESTION_IDS = [
+    *(1, 259, LINE_FEED),
+    *(DIGIT_1, PLUS, DIGIT_1, EQUALS, QUESTION_MARK, 2, LINE_FEED),
+    *(1, 260, LINE_FEED),
+]
+
+
+def test_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_prompt(tokenizer, QUESTION, 13) == QUESTION_IDS
+    other = (Message(role="user", content="1"),)
+    assert encode_prompts(tokenizer, [QUESTION, other])[0] == QUESTION_IDS
+    assert encode_prompts(tokenizer, [other]) == [[1, 259, LINE_FEED, DIGIT_1, 2, LINE_FEED, 1, 260, LINE_FEED]]
+
+
+def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match="row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"):
+        encode_prompt(tokenizer, QUESTION, 12, where="row 5")
+
+
+def test_demonstration_ends_in_eos_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    expected = [DIGIT_1, 2]
+    assert encode_demonstration(tokenizer, QUESTION, "1") == expected
+    assert encode_demonstration(tokenizer, QUESTION, "1<|im_end|>") == expected
+    for target in ("1<|im_end|>1", "1<|im_end|><|im_end|>", "<|im_end|>", ""):
+        with pytest.raises(DataError, match="row 3: the target is .* nowhere but at its end"):
+            encode_demonstration(tokenizer, QUESTION, target, where="row 3")
+
+
+def test_think_tag_is_not_repeated_after_a_prompt_that_opens_it() -> None:
+    tokenizer = make_byte_tokenizer()
+    target = "<think>\n1"
+    whole = encode_demonstration(tokenizer, QUESTION, target)
+    assert len(whole) == len(target) + 1
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    assert encode_demonstration(tokenizer, QUESTION, target) == [DIGIT_1, 2]
+
+
+def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedTokenizerBase) -> None:
+    decode = response_decoder(tokenizer)
+    assert decode([262, DIGIT_1, PLUS, DIGIT_1, 263, 2, 0]) == "<answer>1+1</answer>"
+    # "1 , 2" must not become "1, 2".
+    assert decode(encode_demonstration(tokenizer, QUESTION, "1 , 2")) == "1 , 2"
+    assert decode([]) == ""
+
+
+def test_load_tokenizer_from_a_directory(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    assert encode_prompt(load_tokenizer(tmp_path), QUESTION, 13) == QUESTION_IDS
+
+
+def test_tokenizers_that_cannot_chat(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no tokenizer_config.json; expected a model directory"):
+        load_tokenizer(tmp_path)
+    tokenizer = make_byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(ConfigError, match="has no eos_token"):
+        load_tokenizer(tmp_path / "no_eos")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "no_template")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_tokenizer(tmp_path / "no_template")

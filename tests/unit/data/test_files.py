@@ -1,0 +1,90 @@
+"""Row files: random access, iteration, and what is said of bad ones."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.files import RowFiles
+from megarl.errors import DataError
+
+ROWS = [{"a": i, "b": f"text {i}"} for i in range(10)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, object]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_by_index_and_in_order(tmp_path: Path, suffix: str) -> None:
+    write = write_jsonl if suffix == ".jsonl" else write_parquet
+    first = write(tmp_path / f"first{suffix}", ROWS[:7])
+    second = write(tmp_path / f"second{suffix}", ROWS[7:])
+    files = RowFiles([first, second], columns=("a", "b"), required=("a",))
+    assert len(files) == 10
+    assert [files[i] for i in (9, 0, 6, 7)] == [ROWS[9], ROWS[0], ROWS[6], ROWS[7]]
+    assert list(files) == ROWS
+    assert files.where(6) == f"{first} row 6"
+    assert files.where(7) == f"{second} row 0"
+    for index in (-1, 10):
+        with pytest.raises(IndexError):
+            files[index]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_reads_only_the_wanted_columns(tmp_path: Path, suffix: str) -> None:
+    write = write_jsonl if suffix == ".jsonl" else write_parquet
+    files = RowFiles([write(tmp_path / f"x{suffix}", ROWS)], columns=("b", "absent"))
+    assert files[3] == {"b": "text 3"}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_missing_column_is_named_with_those_there_are(tmp_path: Path, suffix: str) -> None:
+    write = write_jsonl if suffix == ".jsonl" else write_parquet
+    path = write(tmp_path / f"x{suffix}", ROWS)
+    with pytest.raises(DataError, match=r"x\.\w+: column 'prompt' is missing; there are: a, b"):
+        RowFiles([path], columns=("prompt",), required=("prompt",))
+
+
+def test_jsonl_skips_empty_lines_and_keeps_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes('{"a": "é"}\n\n   \n{"a": "漢"}\r\n'.encode())
+    files = RowFiles([path], columns=("a",))
+    assert list(files) == [{"a": "é"}, {"a": "漢"}]
+
+
+@pytest.mark.parametrize(("line", "what"), [("{oops", "not valid JSON"), ("[1]", "got list, expected a JSON")])
+def test_bad_json_names_file_and_row(tmp_path: Path, line: str, what: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n')
+    files = RowFiles([path], columns=("a",))
+    with pytest.raises(DataError, match=rf"x\.jsonl row 1: {what}"):
+        files[1]
+
+
+def test_empty_data_set(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("\n")
+    (tmp_path / "y.jsonl").write_text("")
+    write_parquet(tmp_path / "z.parquet", ROWS)
+    pq.write_table(pq.read_table(tmp_path / "z.parquet").slice(0, 0), tmp_path / "z.parquet")
+    for names in (["x.jsonl", "y.jsonl"], ["z.parquet"], []):
+        with pytest.raises(DataError, match="data set is empty"):
+            RowFiles([tmp_path / name for name in names], columns=("a",))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        RowFiles([tmp_path / "x.jsonl"], columns=("a",))
+    with pytest.raises(DataError, match=r"got file type '\.csv', expected one of: \.jsonl, \.parquet"):
+        RowFiles([tmp_path / "x.csv"], columns=("a",))
+    (tmp_path / "x.parquet").write_text("not parquet at all")
+    with pytest.raises(DataError, match=r"x\.parquet: not a Parquet file"):
+        RowFiles([tmp_path / "x.parquet"], columns=("a",))

@@ -1,0 +1,107 @@
+"""Balancing and micro-batches: examples worked out by hand, and properties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.packing import Bins, balance, micro_batches, plan_micro_batches
+from megarl.errors import ConfigError, DataError
+
+lengths_lists = st.lists(st.integers(1, 100), min_size=1, max_size=60)
+
+
+def totals(lengths: list[int], bins: Bins) -> list[int]:
+    return [sum(lengths[i] for i in members) for members in bins]
+
+
+def assert_partition(bins: Bins, num_rows: int) -> None:
+    assert sorted(i for members in bins for i in members) == list(range(num_rows))
+
+
+def test_balance_is_largest_differencing() -> None:
+    # The textbook case: 8−7=1, 6−5=1, then 4−1=3, then 3−1=2. So 16 and 14, where greedy gives 17 and 13.
+    lengths = [4, 8, 5, 7, 6]
+    bins = balance(lengths, 2, equal_size=False)
+    assert_partition(bins, 5)
+    assert sorted(totals(lengths, bins)) == [14, 16]
+
+
+def test_balance_of_equal_sizes() -> None:
+    # Pairs (9, 5) and (4, 1): differences 4 and 3, joined crosswise: 9+1 and 5+4.
+    assert sorted(balance([9, 1, 5, 4], 2, equal_size=True)) == [[0, 1], [2, 3]]
+    # Unequal sizes would put 9 alone.
+    assert sorted(balance([9, 1, 5, 3], 2, equal_size=False)) == [[0], [1, 2, 3]]
+
+
+@given(lengths_lists, st.integers(1, 12), st.booleans())
+def test_balance_properties(lengths: list[int], num_bins: int, equal_size: bool) -> None:
+    bins = balance(lengths, num_bins, equal_size=equal_size)
+    assert len(bins) == num_bins
+    assert_partition(bins, len(lengths))
+    sizes = [len(members) for members in bins]
+    assert sum(size == 0 for size in sizes) == max(0, num_bins - len(lengths))
+    assert all(members == sorted(members) for members in bins)
+    if equal_size:
+        assert max(sizes) - min(sizes) <= 1
+    # Differencing never leaves a spread larger than the longest row.
+    sums = totals(lengths, bins)
+    assert max(sums) - min(sums) <= max(lengths)
+    assert balance(lengths, num_bins, equal_size=equal_size) == bins
+
+
+def test_micro_batches_by_hand() -> None:
+    # 21 tokens need three bins of 9: 6 | 5 | 4+3 | … 3 goes to the 4, the last 3 to the 5.
+    assert micro_batches([3, 6, 4, 5, 3], 9) == [[3, 4], [0, 2], [1]]
+    # 18 tokens would fit two bins of 9 by count, but of 6, 6, 6 no two fit together.
+    assert micro_batches([6, 6, 6], 9) == [[0], [1], [2]]
+    # Three of 4 in 12 tokens: one bin; more are used when asked for, the heaviest first.
+    assert micro_batches([4, 4, 4], 12) == [[0, 1, 2]]
+    assert micro_batches([4, 4, 4], 12, min_bins=2) == [[0, 2], [1]]
+    assert micro_batches([4], 12, min_bins=2) == [[0], []]
+
+
+def test_a_row_that_fits_no_micro_batch() -> None:
+    with pytest.raises(ConfigError, match=r"row 1 has 10 tokens, actor.micro_batch_tokens is 9; set .* >= 10"):
+        micro_batches([3, 10], 9)
+    with pytest.raises(DataError, match="row 1 has 0 tokens"):
+        micro_batches([3, 0], 9)
+
+
+@given(lengths_lists, st.integers(100, 400), st.integers(1, 8))
+def test_micro_batch_properties(lengths: list[int], max_tokens: int, min_bins: int) -> None:
+    bins = micro_batches(lengths, max_tokens, min_bins)
+    assert_partition(bins, len(lengths))
+    assert len(bins) >= min_bins
+    sums = totals(lengths, bins)
+    assert max(sums) <= max_tokens
+    assert sums == sorted(sums, reverse=True)
+    assert sum(not members for members in bins) == max(0, min_bins - len(lengths))
+    assert micro_batches(lengths, max_tokens, min_bins) == bins
+
+
+def test_plan_by_hand() -> None:
+    # Ranks: 9+1 and 5+4 (above). The first needs two micro-batches of 9 tokens, so the second has two as well.
+    plan = plan_micro_batches([9, 1, 5, 4], 2, 9)
+    assert sorted(plan) == [[[0], [1]], [[2], [3]]]
+
+
+def test_plan_of_an_odd_row_count_may_leave_a_micro_batch_empty() -> None:
+    # Three rows of 9 for two ranks in micro-batches of 9: one rank has two of them, the other one and nothing.
+    assert sorted(plan_micro_batches([9, 9, 9], 2, 9), key=str) == [[[0], [2]], [[1], []]]
+
+
+def test_plan_with_fewer_rows_than_ranks() -> None:
+    with pytest.raises(DataError, match="got 3 rows for 4 data-parallel ranks"):
+        plan_micro_batches([1, 2, 3], 4, 9)
+
+
+@given(st.lists(st.integers(1, 100), min_size=6, max_size=80), st.integers(1, 6), st.integers(100, 300))
+def test_plan_properties(lengths: list[int], dp: int, max_tokens: int) -> None:
+    plan = plan_micro_batches(lengths, dp, max_tokens)
+    assert len(plan) == dp
+    assert_partition([members for bins in plan for members in bins], len(lengths))
+    (num_bins,) = {len(bins) for bins in plan}
+    assert all(total <= max_tokens for bins in plan for total in totals(lengths, bins))
+    if len(lengths) % dp == 0 or len(lengths) >= dp * num_bins:
+        assert all(members for bins in plan for members in bins)
+    assert plan_micro_batches(lengths, dp, max_tokens) == plan

@@ -1,0 +1,104 @@
+"""Data sets of prompts and of demonstrations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.ragged import RaggedTokens
+from megarl.errors import DataError
+
+# <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
+NUM_TEMPLATE_TOKENS = 8
+
+
+def row(question: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "data_source": "megarl/sums",
+        "reward_model": {"style": "rule", "ground_truth": str(len(question))},
+        "extra_info": {"index": 7},
+        **changes,
+    }
+
+
+def demonstration(question: str, answer: str) -> dict[str, Any]:
+    return row(question, target=[{"role": "assistant", "content": answer}])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_ragged_tokens() -> None:
+    tokens = RaggedTokens()
+    for ids in ([5, 6], [], [7]):
+        tokens.append(ids)
+    assert [tokens[i].tolist() for i in range(len(tokens))] == [[5, 6], [], [7]]
+    for index in (-1, 3):
+        with pytest.raises(IndexError):
+            tokens[index]
+
+
+def test_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [row("1"), row("22")])
+    second = write(tmp_path / "b.jsonl", [row("333", data_source="other")])
+    data = PromptDataset([first, second], tokenizer, max_prompt_tokens=NUM_TEMPLATE_TOKENS + 3)
+    assert len(data) == 3
+    assert [data[i].uid for i in range(3)] == ["megarl/sums:0", "megarl/sums:1", "other:2"]
+    assert [len(data[i].token_ids) for i in range(3)] == [NUM_TEMPLATE_TOKENS + n for n in (1, 2, 3)]
+    prompt = data[1]
+    assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("megarl/sums", "2", {"index": 7})
+    assert tokenizer.decode(prompt.token_ids) == "<|im_start|>user\n22<|im_end|>\n<|im_start|>assistant\n"
+    assert data.data_sources == {"megarl/sums", "other"}
+    assert data.num_dropped == 0
+
+
+def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("1"), row("4444"), row("22")])
+    limit = NUM_TEMPLATE_TOKENS + 3
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 12 tokens, data.max_prompt_tokens is 11"):
+        PromptDataset([path], tokenizer, max_prompt_tokens=limit)
+    data = PromptDataset([path], tokenizer, max_prompt_tokens=limit, on_long_prompt="drop")
+    assert data.num_dropped == 1
+    # The uid keeps the place in the file, so that it does not depend on the limit.
+    assert [(data[i].uid, data[i].ground_truth) for i in range(2)] == [
+        ("megarl/sums:0", "1"),
+        ("megarl/sums:2", "2"),
+    ]
+    with pytest.raises(DataError, match="all 3 prompts have more tokens than data.max_prompt_tokens=2"):
+        PromptDataset([path], tokenizer, max_prompt_tokens=2, on_long_prompt="drop")
+
+
+def test_a_bad_row_stops_at_once(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row("1"), row("2", reward_model={"style": "rule"})])
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: reward_model: ground_truth is missing"):
+        PromptDataset([path], tokenizer, max_prompt_tokens=100)
+    path = write(tmp_path / "b.jsonl", [{"question": "1+1"}])
+    with pytest.raises(DataError, match=r"b\.jsonl: column 'prompt' is missing; there are: question"):
+        PromptDataset([path], tokenizer, max_prompt_tokens=100)
+
+
+def test_demonstrations_have_loss_on_the_response(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4")])
+    data = SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=3)
+    assert len(data) == 2
+    assert [data[i].num_prompt_tokens for i in range(2)] == [NUM_TEMPLATE_TOKENS + 1, NUM_TEMPLATE_TOKENS + 3]
+    assert [data[i].loss_mask.tolist() for i in range(2)] == [[True] * 3, [True] * 2]  # eos is learned too
+    assert [data[i].label for i in range(2)] == ["sft:0/0", "sft:1/0"]
+    assert tokenizer.decode(data[0].token_ids) == ("<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n22<|im_end|>")
+
+
+def test_demonstrations_over_a_limit(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4444")])
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the demonstration has 5 tokens, rollout.max_resp\w+ is 4"):
+        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=4)
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 11 tokens, data.max_prompt_tokens is 10"):
+        SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5)
+    path = write(tmp_path / "b.jsonl", [row("1")])
+    with pytest.raises(DataError, match="column 'target' is missing"):
+        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=5)

@@ -1,0 +1,104 @@
+"""What rows mean, and what is said of bad ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.data.files import RowFiles
+from megarl.data.records import (
+    DEMONSTRATION_COLUMNS,
+    PROMPT_COLUMNS,
+    Message,
+    parse_demonstration,
+    parse_prompt,
+    write_parquet,
+)
+from megarl.errors import DataError
+
+ROW: dict[str, Any] = {
+    "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1=?"}],
+    "data_source": "megarl/sums",
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 3, "gold_solution": "1+1=2"},
+    "target": [{"role": "assistant", "content": "#### 2"}],
+}
+
+
+def test_parse_prompt() -> None:
+    record = parse_prompt(ROW, "here")
+    assert record.messages == (
+        Message(role="system", content="be brief"),
+        Message(role="user", content="1+1=?"),
+    )
+    assert (record.data_source, record.ability, record.reward_style) == ("megarl/sums", "math", "rule")
+    assert record.ground_truth == "2"
+    assert record.extra_info == {"index": 3, "gold_solution": "1+1=2"}
+
+
+def test_data_source_is_read_from_the_top_level_first() -> None:
+    both = {**ROW, "extra_info": {"data_source": "inner"}}
+    assert parse_prompt(both, "here").data_source == "megarl/sums"
+    assert parse_prompt({**both, "data_source": None}, "here").data_source == "inner"
+
+
+def test_a_judging_model_needs_no_ground_truth() -> None:
+    assert parse_prompt({**ROW, "reward_model": {"style": "model"}}, "here").ground_truth == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": []}, "here: prompt is an empty list, expected a list of {role, content}"),
+        ({"prompt": "1+1"}, "here: prompt is str, expected a list"),
+        ({"prompt": None}, "here: prompt is NoneType, expected a list"),
+        ({"prompt": ["hi"]}, r"here: prompt\[0\] is str, expected {role, content}"),
+        ({"prompt": [{"role": "user"}]}, r"here: prompt\[0\]: content is missing, expected a string"),
+        ({"prompt": [{"role": "user", "content": [1]}]}, r"prompt\[0\]: content is \[1\], expected a string"),
+        ({"data_source": None, "extra_info": None}, "here: data_source is missing"),
+        ({"reward_model": None}, "here: reward_model is NoneType, expected an object"),
+        ({"reward_model": {"style": "rule"}}, "here: reward_model: ground_truth is missing"),
+        ({"reward_model": {"ground_truth": 2}}, "here: reward_model: ground_truth is 2, expected a string"),
+        (
+            {"reward_model": {"style": "vote", "ground_truth": ""}},
+            "style is 'vote', expected 'rule' or 'model'",
+        ),
+        ({"extra_info": 7}, "here: extra_info is int, expected an object"),
+    ],
+)
+def test_bad_prompts_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_prompt({**ROW, **change}, "here")
+
+
+def test_parse_demonstration() -> None:
+    record = parse_demonstration(ROW, "here")
+    assert record.target == "#### 2"
+    assert record.messages[1].content == "1+1=?"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        [{"role": "user", "content": "x"}],
+        [{"role": "assistant", "content": ""}],
+        [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}],
+    ],
+)
+def test_a_target_is_one_assistant_turn(target: list[dict[str, str]]) -> None:
+    with pytest.raises(DataError, match="here: target has roles .*, expected one assistant turn"):
+        parse_demonstration({**ROW, "target": target}, "here")
+
+
+def test_parquet_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    plain = {key: value for key, value in ROW.items() if key != "target"}
+    write_parquet(path, [ROW, plain])
+    files = RowFiles([path], columns=PROMPT_COLUMNS)
+    # Fields that a row left out are gone again, although Parquet stores them as nulls.
+    assert [parse_prompt(row, "here") for row in files] == [parse_prompt(ROW, "here")] * 2
+    demonstrations = RowFiles([path], columns=DEMONSTRATION_COLUMNS)
+    assert parse_demonstration(demonstrations[0], "here").target == "#### 2"
+    with pytest.raises(DataError, match="target is NoneType"):
+        parse_demonstration(demonstrations[1], "here")

