@@ -7,6 +7,7 @@ Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engi
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 from megarl.janitor import Janitor
-from megarl.parallel.messages import LoadRequest, Role, UpdateRequest, UpdateResult
+from megarl.parallel.messages import LoadRequest, Role, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.platform import apply_environment, platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine, engine_spec
@@ -185,15 +186,11 @@ class WorkerGroup:
         logprobs = {i: a for r in reported for i, a in r.logprobs.items()}
         return UpdateResult(metrics=reported[0].metrics, logprobs=logprobs)
 
-    def store_weights(self, files: Sequence[Path], *, with_checksums: bool = False) -> dict[str, int]:
-        """Every rank writes its own slices into preallocated files; returns checksums of whole tensors."""
+    def store_weights(self, files: Sequence[Path], *, with_checksums: bool = False) -> StoreResult:
+        """Every rank writes its own slices into preallocated files."""
         paths = [str(f) for f in files]
         parts = self._call("store_weights", paths, with_checksums=with_checksums, doing="writing weights")
-        sums: dict[str, int] = {}
-        for part in parts:
-            for name, value in part.items():
-                sums[name] = (sums.get(name, 0) + value) % (1 << 64)
-        return sums
+        return functools.reduce(StoreResult.merged, parts)
 
     def _call(self, method: str, *args: Any, doing: str, **kwargs: Any) -> list[Any]:
         calls = [(p, p.actor.call.remote(method, *args, **kwargs)) for p in self.processes]
@@ -260,6 +257,8 @@ class Cluster:
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self._janitor = Janitor()
         self.scope = self._janitor.scope
+        # Libraries leave files in the temporary directory; the run's own is removed as a whole.
+        environment["TMPDIR"] = str(self.scope.temp_dir)
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = WorkerGroup([], tp=1, timeout_s=0)
         try:

@@ -1,11 +1,12 @@
 """Write a policy as a Hugging Face model directory, each rank its own slices."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 from megarl.parallel.weights.families import ModelSpec
-from megarl.rollout.weight_sync import WeightWriters
+from megarl.rollout.weight_sync import WeightWriters, check_complete
 from megarl.safetensors_map import TensorSpec, create_model_files, dtype_of
 
 # Everything a model directory holds besides weights: configuration, tokenizer, templates.
@@ -22,8 +23,9 @@ def export_model(workers: WeightWriters, spec: ModelSpec, dtype: str, directory:
     """Export the actor. The directory appears under its name only when it is complete."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    files = create_model_files(partial, weight_specs(spec, dtype))
-    workers.store_weights(files)
+    specs = weight_specs(spec, dtype)
+    written = workers.store_weights(create_model_files(partial, specs))
+    check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
     _copy_companions(spec.path, partial, dtype)
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)

@@ -1,4 +1,4 @@
-"""Live progress: one line rewritten in place on a terminal, one plain line per step in a log file."""
+"""Live progress: one line rewritten in place on a terminal, a plain line per step, at most every two seconds, in a log file."""
 
 import sys
 import time
@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 # Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
 ETA_WINDOW_STEPS = 10
+# Log files get a line per step, but not more often than this.
+PLAIN_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Progress:
         self._clock = clock
         # Marks (step, time), one more than durations.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=ETA_WINDOW_STEPS + 1)
+        self._last_line_s = -PLAIN_INTERVAL_S
         self._bar = self._open_bar(initial) if self._stream.isatty() else None
 
     def _open_bar(self, initial: int) -> "tqdm[None]":
@@ -81,7 +84,10 @@ class Progress:
         self._marks.append((step, self._clock()))
         parts = [part for part in (self._time_left(step), format_values(values)) if part]
         if self._bar is None:
-            self.note("  ".join([f"{self._description} {step}/{self._total}", *parts]))
+            now = self._clock()
+            if step == self._total or now - self._last_line_s >= PLAIN_INTERVAL_S:
+                self._last_line_s = now
+                self.note("  ".join([f"{self._description} {step}/{self._total}", *parts]))
             return
         self._bar.n = step
         self._bar.set_description_str("  ".join(parts))

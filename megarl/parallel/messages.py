@@ -29,6 +29,25 @@ class RowScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreResult:
+    """What was written of each Hugging Face tensor: elements, and (if asked for) position-weighted checksums."""
+
+    num_elements: Mapping[str, int]
+    checksums: Mapping[str, int]
+
+    def merged(self, other: "StoreResult") -> "StoreResult":
+        """What two ranks wrote together."""
+        names = self.num_elements.keys() | other.num_elements.keys()
+        return StoreResult(
+            num_elements={n: self.num_elements.get(n, 0) + other.num_elements.get(n, 0) for n in names},
+            checksums={
+                n: (self.checksums.get(n, 0) + other.checksums.get(n, 0)) % (1 << 64)
+                for n in self.checksums.keys() | other.checksums.keys()
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
     """One optimizer step."""
 

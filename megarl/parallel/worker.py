@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.messages import LoadRequest, Role, RowScores, UpdateRequest, UpdateResult
+from megarl.parallel.messages import LoadRequest, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.types import Rows
 
 if TYPE_CHECKING:
@@ -114,13 +114,17 @@ class PolicyWorker:
             )
         return norm
 
-    def store_weights(self, files: Sequence[str], *, with_checksums: bool) -> dict[str, int]:
+    def store_weights(self, files: Sequence[str], *, with_checksums: bool) -> StoreResult:
         """Write the slices this rank owns into preallocated safetensors files (sync and export alike)."""
-        from megarl.parallel.weights.slices import slice_checksums, store_slices
+        from megarl.parallel.weights.slices import count_elements, slice_checksums, store_slices
         from megarl.safetensors_map import map_model
 
         store_slices(self.actor.slices(), map_model([Path(f) for f in files], writable=True))
-        return slice_checksums(self.actor.slices(), self.spec.expected_tensors()) if with_checksums else {}
+        shapes = self.spec.expected_tensors()
+        return StoreResult(
+            num_elements=count_elements(self.actor.slices()),
+            checksums=slice_checksums(self.actor.slices(), shapes) if with_checksums else {},
+        )
 
     def close(self) -> None:
         """Leave the process group."""

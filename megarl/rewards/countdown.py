@@ -26,7 +26,6 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
-@SCORERS.register("megarl/countdown")
 def score_countdown(
     response: str, ground_truth: str, extra_info: Mapping[str, Any], *, format_score: float = 0.0
 ) -> Reward:
@@ -40,6 +39,9 @@ def score_countdown(
     correct = bool(answers) and _reaches(answers[-1], numbers, target)
     score = 1.0 if correct else format_score if answers else 0.0
     return Reward(score=score, correct=correct, details={"well_formed": float(bool(answers))})
+
+
+SCORERS.register("megarl/countdown")(score_countdown)
 
 
 def _parse_ground_truth(text: str) -> tuple[list[int], Fraction]:

@@ -5,19 +5,21 @@ the model. Engines read the file through vLLM's layerwise reload. Both sides are
 table, parameters against what their loaders consumed, and on request every tensor's checksum.
 """
 
+import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from megarl.errors import WeightSyncError
+from megarl.parallel.messages import StoreResult
 from megarl.safetensors_map import TensorSpec, create_file
 
 
 class WeightWriters(Protocol):
     """The trainer's side."""
 
-    def store_weights(self, files: Sequence[Path], *, with_checksums: bool = False) -> dict[str, int]: ...
+    def store_weights(self, files: Sequence[Path], *, with_checksums: bool = False) -> StoreResult: ...
 
 
 class WeightReaders(Protocol):
@@ -41,7 +43,7 @@ class WeightSync:
                 f"enlarge it, or remove what other runs left there"
             )
         create_file(path, specs)
-        self._names = set(specs)
+        self._num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}
 
     def push(self, version: int, *, verify: bool) -> None:
         """Send the current weights as `version`.
@@ -50,16 +52,31 @@ class WeightSync:
             WeightSyncError: a tensor is missing on either side, or its checksums differ.
         """
         sent = self._writers.store_weights([self._path], with_checksums=verify)
+        check_complete(self._num_elements, sent.num_elements)
         for received in self._readers.load_weights([self._path], version=version, with_checksums=verify):
             if verify:
-                compare_checksums(self._names, sent, received)
+                compare_checksums(self._num_elements.keys(), sent.checksums, received)
 
     def close(self) -> None:
         """Remove the shared file."""
         self._path.unlink(missing_ok=True)
 
 
-def compare_checksums(names: set[str], sent: Mapping[str, int], received: Mapping[str, int]) -> None:
+def check_complete(expected: Mapping[str, int], written: Mapping[str, int]) -> None:
+    """Raise unless the ranks together wrote every element of every tensor exactly once."""
+    wrong = [
+        f"{name} ({written.get(name, 0)}/{expected.get(name, 0)})"
+        for name in sorted(expected.keys() | written.keys())
+        if written.get(name, 0) != expected.get(name, 0)
+    ]
+    if wrong:
+        raise WeightSyncError(
+            f"the trainer's ranks did not write {len(wrong)} tensors completely (elements written/expected): "
+            f"{wrong[:3]}; the family's weight table does not fit the model"
+        )
+
+
+def compare_checksums(names: Collection[str], sent: Mapping[str, int], received: Mapping[str, int]) -> None:
     """Raise with the first tensors that were not sent, not received, or arrived changed."""
     wrong = [n for n in sorted(names) if sent.get(n) is None or sent.get(n) != received.get(n)]
     if wrong:

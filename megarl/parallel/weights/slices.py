@@ -143,6 +143,15 @@ def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> i
     return int((values * (positions.flatten() * _MIX + 1)).sum()) % (1 << 64)
 
 
+def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
+    """Tensor name → elements that this rank owns of it."""
+    counts: dict[str, int] = {}
+    for part in slices:
+        if part.owned:
+            counts[part.tensor] = counts.get(part.tensor, 0) + part.view.numel()
+    return counts
+
+
 def slice_checksums(slices: Iterable[Slice], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
     """Tensor name → checksum of what this rank owns of it."""
     sums: dict[str, int] = {}
