@@ -8,6 +8,7 @@ from megarl.config.check import check_model, check_sft, check_train
 from megarl.config.schema import Config
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.sampler import require_batch
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.rewards import SCORERS
 from megarl.safetensors_map import check_tensors
@@ -67,6 +68,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         for files in (config.data.train, config.data.val)
     )
     assert train is not None
+    require_batch(len(train), config.trainer.prompts_per_step)
     for data_source in sorted(train.data_sources | (val.data_sources if val else frozenset())):
         SCORERS.get(data_source)
     return TrainInputs(config=config, spec=spec, tokenizer=tokenizer, algorithm=algorithm, train=train, val=val)
@@ -82,4 +84,5 @@ def open_sft_inputs(config: Config) -> SftInputs:
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
     )
+    require_batch(len(train), config.sft.batch_size)
     return SftInputs(config=config, spec=spec, train=train)

@@ -6,6 +6,15 @@ from megarl.errors import ConfigError, DataError
 from megarl.types import IntArray
 
 
+def require_batch(dataset_size: int, batch_size: int) -> None:
+    """ConfigError unless a data set has at least a batch of rows."""
+    if not 1 <= batch_size <= dataset_size:
+        raise ConfigError(
+            f"batch size: got {batch_size} rows, expected 1 to {dataset_size}, the size of the data set; "
+            f"lower trainer.prompts_per_step or sft.batch_size, or add data"
+        )
+
+
 class PromptSampler:
     """Endless batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
 
@@ -14,11 +23,7 @@ class PromptSampler:
     """
 
     def __init__(self, dataset_size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
-        if not 1 <= batch_size <= dataset_size:
-            raise ConfigError(
-                f"batch size: got {batch_size} rows, expected 1 to {dataset_size}, the size of the data set; "
-                f"lower trainer.prompts_per_step or sft.batch_size, or add data"
-            )
+        require_batch(dataset_size, batch_size)
         self._settings = {
             "dataset_size": dataset_size,
             "batch_size": batch_size,

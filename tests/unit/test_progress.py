@@ -84,3 +84,14 @@ def test_terminal_rewrites_one_line_and_keeps_notes() -> None:
     assert "2/4  00:20 left  reward 0.750" in last_redraw
     assert "█" in last_redraw or "#" in last_redraw
     assert lines[2] == ""
+
+
+def test_plain_lines_are_at_least_two_seconds_apart_except_the_last() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    with Progress(total=6, description="sft", stream=stream, clock=lambda: now[0]) as progress:
+        for step in range(1, 7):
+            now[0] = step * 0.9
+            progress.update(step, ProgressValues(loss=1.0))
+    # 0.9 s (first), 3.6 s (2.7 s later) and the last step.
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/6", "4/6", "6/6"]

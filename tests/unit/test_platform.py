@@ -1,0 +1,47 @@
+"""Device choice and the megatron-core version gate."""
+
+import importlib.metadata
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.parallel import platform as platform_module
+from megarl.parallel.platform import CpuPlatform, CudaPlatform, check_megatron, platform
+
+
+@pytest.fixture(autouse=True)
+def _fresh_platform() -> None:
+    platform.cache_clear()
+
+
+def test_the_environment_decides_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cuda")
+    assert isinstance(platform(), CudaPlatform)
+    platform.cache_clear()
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    assert isinstance(platform(), CpuPlatform)
+    platform.cache_clear()
+    monkeypatch.setenv("MEGARL_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match=r"MEGARL_DEVICE: got 'tpu', expected one of \['cpu', 'cuda'\]"):
+        platform()
+
+
+def test_a_value_the_user_exported_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_DEVICE", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_tested_megatron_passes_without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: platform_module.TESTED_MEGATRON)
+    monkeypatch.setattr(platform_module, "_probe_megatron", lambda: pytest.fail("probed the tested version"))
+    check_megatron()
+
+
+def test_another_megatron_is_probed_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.99.0")
+    monkeypatch.setattr(platform_module, "_probe_megatron", lambda: [("a", True), ("PackedSeqParams.x", False)])
+    with pytest.raises(ConfigError, match=r"megatron-core 0\.99\.0 lacks PackedSeqParams\.x; install .*==0\.16\.1"):
+        check_megatron()
+    monkeypatch.setattr(platform_module, "_probe_megatron", lambda: [("a", True)])
+    check_megatron()
