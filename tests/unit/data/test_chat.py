@@ -1,9 +1,9 @@
 """Chat templates, with ids worked out by hand.
 
-The byte tokenizer numbers <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2, then the 256 byte symbols sorted by code
-point from 3: `!` (33) is the first, so printable ASCII character c is ord(c) − 30. A line feed is byte 10, whose
-symbol U+010A follows 94 + 12 + 82 = 188 visible ones and ten control characters: 3 + 188 + 10 = 201. The words
-user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
+The byte tokenizer numbers <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2, then the 256 byte symbols, sorted by
+code point, from 3: `!` (33) is the first, so printable ASCII character c is ord(c) − 30. A line feed is byte 10;
+its symbol U+010A comes after 94 + 12 + 82 = 188 printable ones and ten control characters: 3 + 188 + 10 = 201.
+The words user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerBa
 
 
 def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match="row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"):
+    with pytest.raises(DataError, match=r"row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"):
         encode_prompt(tokenizer, QUESTION, 12, where="row 5")
 
 
@@ -49,7 +49,7 @@ def test_demonstration_ends_in_eos_once(tokenizer: PreTrainedTokenizerBase) -> N
     assert encode_demonstration(tokenizer, QUESTION, "1") == expected
     assert encode_demonstration(tokenizer, QUESTION, "1<|im_end|>") == expected
     for target in ("1<|im_end|>1", "1<|im_end|><|im_end|>", "<|im_end|>", ""):
-        with pytest.raises(DataError, match="row 3: the target is .* nowhere but at its end"):
+        with pytest.raises(DataError, match=r"row 3: the target is .* nowhere but at its end"):
             encode_demonstration(tokenizer, QUESTION, target, where="row 3")
 
 
@@ -76,7 +76,7 @@ def test_load_tokenizer_from_a_directory(tokenizer: PreTrainedTokenizerBase, tmp
 
 
 def test_tokenizers_that_cannot_chat(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no tokenizer_config.json; expected a model directory"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer_config\.json; expected a model directory"):
         load_tokenizer(tmp_path)
     tokenizer = make_byte_tokenizer()
     tokenizer.eos_token = None

@@ -70,7 +70,7 @@ def test_long_prompts_are_an_error_or_dropped(tokenizer: PreTrainedTokenizerBase
         ("megarl/sums:0", "1"),
         ("megarl/sums:2", "2"),
     ]
-    with pytest.raises(DataError, match="all 3 prompts have more tokens than data.max_prompt_tokens=2"):
+    with pytest.raises(DataError, match=r"all 3 prompts have more tokens than data.max_prompt_tokens=2"):
         PromptDataset([path], tokenizer, max_prompt_tokens=2, on_long_prompt="drop")
 
 

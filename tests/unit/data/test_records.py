@@ -87,7 +87,7 @@ def test_parse_demonstration() -> None:
     ],
 )
 def test_a_target_is_one_assistant_turn(target: list[dict[str, str]]) -> None:
-    with pytest.raises(DataError, match="here: target has roles .*, expected one assistant turn"):
+    with pytest.raises(DataError, match=r"here: target has roles .*, expected one assistant turn"):
         parse_demonstration({**ROW, "target": target}, "here")
 
 
