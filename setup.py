@@ -27,6 +27,8 @@ setup(
         "pyyaml",
         "psutil",
         "einops",
+        "jinja2",
+        "markupsafe",
         "matplotlib",
         "tensorboard",
         "tqdm",

@@ -3,7 +3,7 @@
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -13,6 +13,7 @@ from megarl.errors import (
     DataError,
     MismatchError,
     NonFiniteError,
+    RunError,
     WeightSyncError,
     WorkerError,
 )
@@ -23,22 +24,44 @@ EXIT_BAD_INPUT = 2
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit code 2: bad input, nothing was started; 1: the run failed; 128 + n: ended by signal n."""
-    arguments = _parser().parse_args(argv)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave)
+    arguments = _parse(argv)
+    received = _leave_on_signals()
     try:
         arguments.run(arguments)
+    except SystemExit as leaving:
+        # Where Ray waits, it replaces the handler's exit code by its own.
+        raise SystemExit(128 + received[0]) if received else leaving from None
     except (ConfigError, DataError) as error:
         _fail(error, EXIT_BAD_INPUT)
-    except (MismatchError, NonFiniteError, WeightSyncError, WorkerError) as error:
+    except (MismatchError, NonFiniteError, RunError, WeightSyncError, WorkerError) as error:
         _fail(error, EXIT_FAILED)
 
 
-def _leave(signum: int, _: FrameType | None) -> NoReturn:
-    # A second signal must not interrupt the clean-up that the first one starts.
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + signum)
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may follow options: argparse by itself takes them only right after the run file."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def _leave_on_signals() -> list[int]:
+    """Let SIGINT and SIGTERM end the command in order; the list will hold the signal that did."""
+    signals, received = (signal.SIGINT, signal.SIGTERM), list[int]()
+
+    def leave(signum: int, _: FrameType | None) -> NoReturn:
+        # A second signal must not interrupt the clean-up that the first one starts.
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        received.append(signum)
+        raise SystemExit(128 + signum)
+
+    for each in signals:
+        signal.signal(each, leave)
+    return received
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
@@ -49,15 +72,15 @@ def _fail(error: Exception, code: int) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, function, text in (
-        ("train", _train, "train a policy by reinforcement learning"),
-        ("sft", _sft, "train a policy on demonstrations"),
+    for name, text in (
+        ("train", "train a policy by reinforcement learning"),
+        ("sft", "train a policy on demonstrations"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-grpo.yaml")
+        command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
         command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
         command.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
-        command.set_defaults(run=function)
+        command.set_defaults(run=_run_file(name))
     report = commands.add_parser("report", help="write a run's report as HTML and PNG")
     report.add_argument("run_dir", type=Path, help="the run's directory")
     report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
@@ -73,24 +96,18 @@ def _parser() -> argparse.ArgumentParser:
 # Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
 
 
-def _train(arguments: argparse.Namespace) -> None:
-    from megarl.parallel.platform import apply_environment
+def _run_file(command: str) -> Callable[[argparse.Namespace], None]:
+    def run(arguments: argparse.Namespace) -> None:
+        from megarl.parallel.platform import apply_environment
 
-    apply_environment()
-    from megarl.config import load_config
-    from megarl.runs import train
+        apply_environment()
+        from megarl import runs
+        from megarl.config import load_config
 
-    train(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite)
+        config = load_config(arguments.config, arguments.overrides)
+        getattr(runs, command)(config, overwrite=arguments.overwrite)
 
-
-def _sft(arguments: argparse.Namespace) -> None:
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
-    from megarl.config import load_config
-    from megarl.runs import sft
-
-    sft(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite)
+    return run
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """The processes of a run: Ray, the trainer's ranks, the engines. Built before trainers, and shared by several.
 
     with Cluster(config) as cluster:
-        Trainer(config, cluster).fit()
+        Trainer(open_train_inputs(config), cluster, RunRecorder(config)).fit()
 
 Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engine`.
 """
@@ -10,8 +10,10 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -137,12 +139,18 @@ def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[An
     failures = [(ref, error), *((r, e) for r in done if (e := _failure(r)) is not None)]
     for failed, failure in failures:
         if isinstance(failure, ActorDiedError | ActorUnavailableError):
-            return WorkerError(f"{doing}: {names[failed]} died; see RUN/logs for its last output")
+            return WorkerError(f"{doing}: {names[failed]} died{_last_words(failure)}; see RUN/logs")
     causes = [getattr(failure, "cause", failure) for _, failure in failures]
     own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
     if own:
         return own[0]
     return WorkerError(f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}; see RUN/logs")
+
+
+def _last_words(failure: Exception) -> str:
+    """What an actor that failed while it was made had to say; nothing for a killed one."""
+    text = str(failure)
+    return f": {text.strip().splitlines()[-1].strip()}" if "creation task" in text else ""
 
 
 class WorkerGroup:
@@ -248,6 +256,15 @@ class EngineGroup:
         return wait_all([(first, call)], timeout_s=self._timeout_s, doing="scoring with the engine")[0]
 
 
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Ray's own handler would end the driver with another exit code, or by abort."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
 class Cluster:
     """Ray, the trainer's ranks and (with `with_engine`) the engines of one layout."""
 
@@ -267,20 +284,38 @@ class Cluster:
             self.close(failed=True)
             raise
 
+    def check_serves(self, config: Config) -> None:
+        """ConfigError unless a run with this configuration can use these processes."""
+        ours, theirs = self._config, config
+        differing = [
+            name
+            for name, a, b in (
+                ("actor.layout", ours.actor.layout, theirs.actor.layout),
+                ("model.dtype", ours.model.dtype, theirs.model.dtype),
+                ("rollout.engine", ours.rollout.engine, theirs.rollout.engine),
+            )
+            if a != b
+        ]
+        if engine_spec(theirs).max_model_tokens > engine_spec(ours).max_model_tokens:
+            differing.append("rollout.engine.max_model_tokens")
+        if differing:
+            raise ConfigError(f"this cluster was started with another {', '.join(differing)}; start one for this run")
+
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
         cluster, layout = self._config.cluster, self._config.actor.layout
         num_bundles = layout.world_size
-        ray.init(
-            address="local",
-            # Logical CPUs only decide placement: ranks and engines may share a core.
-            num_cpus=cluster.num_cpus or max(os.cpu_count() or 1, num_bundles),
-            object_store_memory=cluster.object_store_mib << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            _temp_dir=str(self.scope.temp_dir),
-            runtime_env={"env_vars": environment},
-        )
+        with _keep_sigterm_handler():
+            ray.init(
+                address="local",
+                # Logical CPUs only decide placement: ranks and engines may share a core.
+                num_cpus=cluster.num_cpus or max(os.cpu_count() or 1, num_bundles),
+                object_store_memory=cluster.object_store_mib << 20,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _temp_dir=str(self.scope.temp_dir),
+                runtime_env={"env_vars": environment},
+            )
         group = self._placement_group(num_bundles)
         # The engine's imports take longest: start it first, wait for it last.
         engines = [self._actor(_EngineActor, group, 0, engine_spec(self._config))] if with_engine else []
@@ -339,8 +374,8 @@ class Cluster:
                     self._close_actors()
                 elif self._log_dir is not None:
                     self._keep_logs(self._log_dir)
-                ray.shutdown()
         finally:
+            ray.shutdown()
             self._janitor.close()
 
     def _close_actors(self) -> None:

@@ -21,5 +21,9 @@ class MismatchError(RuntimeError):
     """The rollout engine's log-probs differ from the trainer's by more than the gate allows."""
 
 
+class RunError(RuntimeError):
+    """Bad input that only showed after the run had started."""
+
+
 class WorkerError(RuntimeError):
     """A worker process of the run failed or died; the message names it and where its log is."""

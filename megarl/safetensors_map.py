@@ -5,6 +5,7 @@ The same file format serves three ends: loading (read-only), export (on disk) an
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,9 +57,24 @@ def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
         length = struct.unpack("<Q", prefix)[0]
         if length > path.stat().st_size:
             raise ConfigError(f"{path}: header of {length} bytes exceeds the file; copy the model again")
-        header = json.loads(file.read(length))
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ConfigError(f"{path}: its header is not JSON; copy the model again") from error
     header.pop("__metadata__", None)
+    _check_entries(path, header, start=8 + length)
     return header, 8 + length
+
+
+def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None:
+    """Every tensor has a type we read and lies within the file."""
+    size = path.stat().st_size
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ConfigError(f"{path}: tensor {name} has type {entry['dtype']}, expected one of {sorted(_DTYPES)}")
+        end = start + entry["data_offsets"][1]
+        if end > size:
+            raise ConfigError(f"{path}: tensor {name} ends at byte {end} of {size}; copy the model again")
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
@@ -76,8 +92,6 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor
     for name, entry in header.items():
         dtype = _DTYPES[entry["dtype"]]
         begin, end = (start + offset for offset in entry["data_offsets"])
-        if end > size:
-            raise ConfigError(f"{path}: tensor {name} ends at byte {end} of {size}; the file is truncated")
         raw = flat[begin:end]
         # Foreign files may place data at odd offsets; views need aligned storage, copies do not.
         raw = raw.clone() if begin % dtype.itemsize and not writable else raw
@@ -102,16 +116,23 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
-        file.truncate(8 + len(encoded) + offset)
+        file.flush()
+        try:
+            # Reserve the space now: writing through a map to a full disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, 8 + len(encoded) + offset)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot reserve {offset / 2**30:.2f} GiB for {path}: {error.strerror}; free space there"
+            ) from error
 
 
 def model_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory; a missing one is named."""
     index = directory / INDEX_NAME
+    names = [SINGLE_NAME]
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = [SINGLE_NAME]
     files = [directory / name for name in names]
     for file in files:
         if not file.is_file():

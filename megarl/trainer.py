@@ -38,6 +38,7 @@ class Trainer:
 
     def __init__(self, inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> None:
         config = inputs.config
+        cluster.check_serves(config)
         self.inputs, self.config, self.cluster, self.recorder = inputs, config, cluster, recorder
         self.algorithm, self.state = inputs.algorithm, inputs.algorithm.initial_state()
         self.sampler = PromptSampler(

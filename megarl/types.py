@@ -46,7 +46,6 @@ class Score(StrEnum):
 
     OLD_LOGPROBS = "old_logprobs"
     REF_LOGPROBS = "ref_logprobs"
-    ENTROPY = "entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,7 +345,7 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoState:
-    """What an algorithm carries from one optimizer step to the next; checkpointed with the run."""
+    """What an algorithm carries from one batch to the next."""
 
     kl_coef: float = 0.0
 

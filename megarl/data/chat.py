@@ -16,7 +16,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; ConfigError without a chat template or an eos token."""
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ConfigError(f"model.path: {path} has no tokenizer_config.json; expected a model directory")
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} does not load: {reason}; copy the model again"
+        ) from error
     if tokenizer.chat_template is None:
         raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:

@@ -141,7 +141,8 @@ def _replace_rng_tracker() -> None:
     class CpuRNGStatesTracker(mcore_random.CudaRNGStatesTracker):
         def add(self, name: str, seed: int) -> None:
             self._is_initialized = True
-            assert seed not in self.seeds_ and name not in self.states_
+            assert seed not in self.seeds_
+            assert name not in self.states_
             self.seeds_.add(seed)
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 

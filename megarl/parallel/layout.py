@@ -44,19 +44,17 @@ class Layout:
 
 
 def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, timeout_s: float) -> Layout:
-    """Join the process group (unless this process already has one) and lay Megatron's groups over it."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            platform().backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=config.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-    assert dist.get_world_size() == config.world_size, (
-        f"layout needs {config.world_size} ranks, the process group has {dist.get_world_size()}"
+    """Join a new process group and lay Megatron's groups over it."""
+    dist.init_process_group(
+        platform().backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=config.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp, distributed_timeout_minutes=timeout_s / 60
+    )
     return Layout(
         config=config,
         rank=rank,
@@ -65,8 +63,8 @@ def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, time
     )
 
 
-def destroy_layout(*, keep_process_group: bool = False) -> None:
-    """Undo `initialize_layout`; a rank pool keeps its process group for the next layout."""
+def destroy_layout() -> None:
+    """Undo `initialize_layout`. Groups that only lose their last reference would keep their threads."""
     parallel_state.destroy_model_parallel()
-    if not keep_process_group and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()

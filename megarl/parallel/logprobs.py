@@ -4,9 +4,10 @@ For a row with hidden state h, temperature T and label y:  z = h·Wᵀ/T,  lse =
     log p(y) = z_y − lse,      H = lse − Σ_v p_v z_v   (nats).
 
 Each rank holds V/tp rows of W. Per chunk of rows it computes z and three float32 statistics of its shard: the
-local lse, the local mean of z, and z_y if it owns y. One all-gather of [3, N] then gives log p and H exactly:
-lse = logsumexp_i lse_i,  E[z] = Σ_i e^{lse_i − lse} e_i.  Logits are recomputed chunk by chunk in backward, so
-the extra memory is O(chunk · V/tp), not O(N · V/tp):
+local lse, the entropy H_i of the local softmax, and z_y if it owns y. One all-gather of [3, N] then gives log p
+and H exactly: lse = logsumexp_i lse_i, and with the shards' masses m_i = e^{lse_i − lse},
+H = Σ_i m_i H_i − Σ_i m_i log m_i, in which no large logits cancel. Logits are recomputed chunk by chunk in
+backward, so the extra memory is O(chunk · V/tp), not O(N · V/tp):
     ∂log p(y)/∂z_v = 1[v=y] − p_v,      ∂H/∂z_v = −p_v (log p_v + H).
 
 Method: streaming log-sum-exp over vocabulary shards, as in Megatron's vocab-parallel cross entropy (Shoeybi et
@@ -101,7 +102,7 @@ def _shard_statistics(
     shard: VocabShard,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    """[3, N]: local lse, local mean of z under the local softmax, z of the label if owned (else 0)."""
+    """[3, N]: local lse, entropy of the local softmax, z of the label if owned (else 0)."""
     num_rows = hidden.shape[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     stats = torch.zeros(3, num_rows, dtype=wide, device=hidden.device)
@@ -114,10 +115,10 @@ def _shard_statistics(
         logits = _chunk_logits(hidden, weight, inverse_temperature, rows)
         stats[2, rows] = logits.gather(1, local[rows, None])[:, 0] * owned[rows]
         peak = logits.amax(1, keepdim=True)
-        mass = torch.exp(logits - peak)
+        mass = logits.sub_(peak).exp()
         total = mass.sum(1)
         stats[0, rows] = peak[:, 0] + total.log()
-        stats[1, rows] = torch.mul(mass, logits, out=mass).sum(1) / total
+        stats[1, rows] = total.log() - mass.mul_(logits).sum(1) / total
     return stats
 
 
@@ -127,10 +128,11 @@ def _combine(stats: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tenso
         parts = stats[None]
     else:
         parts = stats.new_empty(group.size(), *stats.shape)
-        dist.all_gather_into_tensor(parts.view(-1, stats.shape[1]), stats, group=group)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), stats, group=group)
     lse = parts[:, 0].logsumexp(0)
-    mean_logit = (torch.exp(parts[:, 0] - lse) * parts[:, 1]).sum(0)
-    return parts[:, 2].sum(0) - lse, lse - mean_logit, lse
+    mass = torch.exp(parts[:, 0] - lse)
+    entropy = (mass * parts[:, 1] + torch.special.entr(mass)).sum(0)
+    return parts[:, 2].sum(0) - lse, entropy, lse
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -166,7 +168,8 @@ class _LinearLogprobs(torch.autograd.Function):
         # dz = −p·(a + b·log p) + g_logp·1[label], a = g_logp + g_H·H, b = g_H
         a = g_logp if grad_entropy is None else g_logp + grad_entropy * entropy
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        # Float32 over chunks: sums in bfloat16 would depend on the chunk size.
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for start in range(0, hidden.shape[0] if shard.size else 0, ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             log_p = _chunk_logits(hidden, rows_of_shard, inverse_temperature, rows) - lse[rows, None]
@@ -175,5 +178,5 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(1, local[rows, None], (g_logp[rows] * owned[rows])[:, None])
             grad_logits = grad_logits.mul_(inverse_temperature[rows, None]).to(hidden.dtype)
             torch.mm(grad_logits, rows_of_shard, out=grad_hidden[rows])
-            grad_weight[: shard.size].addmm_(grad_logits.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None, None, None
+            grad_weight[: shard.size] += grad_logits.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None

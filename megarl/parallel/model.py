@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import ModelConfig
-from megarl.errors import ConfigError
 from megarl.parallel.layout import Layout
 from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
 from megarl.parallel.packing import Pack
@@ -109,8 +108,6 @@ def build_model(spec: ModelSpec, model: ModelConfig, layout: Layout) -> PolicyMo
 def transformer_config(spec: ModelSpec, dtype: torch.dtype, layout: Layout) -> TransformerConfig:
     """Megatron's configuration of a model under a layout."""
     dims, family = spec.dims, spec.family
-    if spec.hf_config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{spec.path}: hidden_act {spec.hf_config['hidden_act']!r}, expected 'silu'")
     return TransformerConfig(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,

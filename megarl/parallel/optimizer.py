@@ -29,9 +29,9 @@ def wrap_ddp(policy: PolicyModel, config: OptimizerConfig) -> DistributedDataPar
 
 
 def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
-    """AdamW over the wrapped policy. Under bfloat16 parameters it keeps float32 main parameters."""
+    """AdamW over the wrapped policy; norms and biases are not decayed. bfloat16 parameters have float32 main ones."""
     dtype = ddp.module.config.params_dtype
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -47,6 +47,10 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
         ),
         [ddp],
     )
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its own scheduler, which we do not use.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:

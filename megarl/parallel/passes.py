@@ -21,6 +21,7 @@ from megarl.types import (
     FloatArray,
     LossSums,
     PolicyOutputs,
+    RowBatch,
     Rows,
     row_batch,
 )
@@ -127,16 +128,22 @@ def accumulate_gradients(
         parts = algorithm.loss(batch, outputs, state)
         loss = parts.loss / denominators.loss
         if not torch.isfinite(loss):
-            raise NonFiniteError(
-                f"step {step}: loss is {loss.item()} on a micro-batch starting with row {batch.labels[0]}; "
-                f"its advantages or old log-probs are not finite"
-            )
+            raise NonFiniteError(f"step {step}: loss is {loss.item()}; {_explain(batch)}")
         _add_sums(sums, parts, denominators)
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
     _run_schedule(ddp, rows, micro_batches, request, loss_of, forward_only=False)
     return UpdateResult(metrics=_reduce_sums(sums, dp_group, device), logprobs=logprobs)
+
+
+def _explain(batch: RowBatch) -> str:
+    """Which score of which row spoils a loss."""
+    for name, values in batch.scores.items():
+        bad = ~torch.isfinite(values).all(1)
+        if bad.any():
+            return f"{name} of row {batch.labels[int(bad.nonzero()[0])]} are not finite"
+    return f"all scores are finite; its micro-batch starts with row {batch.labels[0]}: lower actor.optimizer.lr"
 
 
 def _add_sums(sums: dict[str, float], parts: LossSums, denominators: Denominators) -> None:

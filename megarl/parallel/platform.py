@@ -206,8 +206,9 @@ PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform
 
 @functools.cache
 def platform() -> Platform:
-    """This process's platform: MEGARL_DEVICE if set, else CUDA where the NVIDIA driver has a device."""
-    detected = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    """This process's platform: MEGARL_DEVICE if set, else CUDA where a driver is and torch is not the CPU build."""
+    cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+    detected = "cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu"
     name = os.environ.get("MEGARL_DEVICE", detected)
     if name not in PLATFORMS:
         raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")

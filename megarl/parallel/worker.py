@@ -3,6 +3,7 @@
 `PolicyWorker` is a plain synchronous class: Ray actors wrap it, tests call it in ordinary processes.
 """
 
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class PolicyWorker:
         from megarl.parallel.platform import platform
         from megarl.parallel.weights.families import read_model_spec
 
+        self._forget_models()
         platform().seed(request.seed)
         self.config = request.actor
         self.spec = read_model_spec(request.model.path)
@@ -59,6 +61,12 @@ class PolicyWorker:
         if request.with_reference:
             self.reference = build_model(self.spec, request.model, self.layout)
             self.reference.requires_grad_(False)
+
+    def _forget_models(self) -> None:
+        """Free an earlier run's models before building new ones."""
+        for name in ("actor", "ddp", "optimizer", "reference"):
+            self.__dict__.pop(name, None)
+        gc.collect()
 
     def score(
         self,

@@ -46,7 +46,6 @@ KEY_SETTINGS = {
     "data.val": "validation prompts",
     "run.seed": "seed",
 }
-ENVIRONMENT_SECTION = "environment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +112,8 @@ def render_page(runs: Sequence[Run]) -> str:
         figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
         examples=[example_group(rows) for rows in (run.first_rollouts, run.last_rollouts) if rows],
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
-        settings={k: v for k, v in settings.items() if not k.startswith(f"{ENVIRONMENT_SECTION}.")},
-        versions=dict(flatten(run.config.get(ENVIRONMENT_SECTION) or {})),
+        settings=settings,
+        versions=run.versions,
         metrics=metric_rows(run),
     )
 

@@ -1,5 +1,6 @@
 """A run read back from its directory: metric series, configuration, recorded rollouts."""
 
+import json
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ class Run:
     last_step: int
     elapsed_s: float
     config: Mapping[str, Any]
+    versions: Mapping[str, str]
     first_rollouts: tuple[RolloutRecord, ...]
     last_rollouts: tuple[RolloutRecord, ...]
 
@@ -73,6 +75,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_step=max(record.step for record in records),
         elapsed_s=records[-1].time_s - records[0].time_s,
         config=config,
+        versions=json.loads(paths.versions.read_text()) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
     )

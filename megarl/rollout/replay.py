@@ -1,7 +1,7 @@
 """Record a step's rollout as parquet, and replay it bit for bit: same tokens, log-probs, seeds and versions."""
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import SamplingPlan, require_finite
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 _SEGMENT = pa.struct(
@@ -47,10 +47,15 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path)
 
 
+def require_records(directory: Path, num_steps: int) -> None:
+    """DataError unless there is a record of every step from 1 to `num_steps`."""
+    for path in (record_path(directory, step) for step in range(1, num_steps + 1)):
+        if not path.is_file():
+            raise DataError(f"{path} does not exist; record it with rollout.record=true, or lower trainer.total_steps")
+
+
 def read_record(path: Path) -> RolloutBatch:
     """The rollout that `write_record` kept."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; record it with rollout.record=true")
     rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
     prompts = {row["uid"]: _to_prompt(row) for row in rows}
     return RolloutBatch(prompts=prompts, samples=tuple(_to_sample(row) for row in rows))
@@ -61,20 +66,17 @@ class ReplaySource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._pending: deque[tuple[set[str], Path]] = deque()
+        self._pending: deque[tuple[list[Prompt], SamplingPlan]] = deque()
 
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        self._pending.append(({p.uid for p in prompts}, record_path(self._directory, plan.step)))
+        self._pending.append((list(prompts), plan))
 
     def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
-        uids, path = self._pending.popleft()
+        prompts, plan = self._pending.popleft()
+        path = record_path(self._directory, plan.step)
         batch = read_record(path)
-        if batch.prompts.keys() != uids:
-            foreign = sorted(batch.prompts.keys() ^ uids)[:3]
-            raise DataError(
-                f"{path}: its prompts are not those of this step (first differences: {foreign}); "
-                f"replay with the data and run.seed of the recorded run"
-            )
+        _require_same_request(batch, prompts, plan, path)
+        require_finite(batch, step=plan.step)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,6 +84,20 @@ class ReplaySource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()
+
+
+def _require_same_request(batch: RolloutBatch, prompts: Sequence[Prompt], plan: SamplingPlan, path: Path) -> None:
+    asked = {p.uid: p.token_ids for p in prompts}
+    recorded = {p.uid: p.token_ids for p in batch.prompts.values()}
+    foreign = sorted(uid for uid in asked.keys() | recorded.keys() if asked.get(uid) != recorded.get(uid))
+    if foreign:
+        raise DataError(
+            f"{path}: its prompts are not those of this step (first differences: {foreign[:3]}); "
+            f"replay with the data and run.seed of the recorded run"
+        )
+    for uid, count in Counter(sample.uid for sample in batch.samples).items():
+        if count != plan.num_samples:
+            raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
 
 
 def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:

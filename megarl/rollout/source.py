@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from megarl.errors import NonFiniteError
 from megarl.types import Prompt, RolloutBatch
 
 
@@ -41,3 +44,13 @@ def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
     """Seed of one request, a 63-bit hash of what identifies the sample, so that order and batching do not matter."""
     key = f"{run_seed}/{step}/{uid}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def require_finite(batch: RolloutBatch, *, step: int) -> None:
+    """Raise NonFiniteError naming the first sample whose log-probs are NaN or infinite."""
+    for sample in batch.samples:
+        if not np.isfinite(sample.rollout_logprobs).all():
+            raise NonFiniteError(
+                f"step {step}: rollout log-probs of row {sample.uid}/{sample.sample_index} are not finite; "
+                f"the engine's weights or the record are spoiled: start from an earlier checkpoint, or record again"
+            )

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import SamplingPlan, sample_seed
+from megarl.rollout.source import SamplingPlan, require_finite, sample_seed
 from megarl.types import Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
 
@@ -38,7 +38,9 @@ class VllmSource:
         samples = tuple(
             _sample(prompt, plan, i, next(completions)) for prompt in prompts for i in range(plan.num_samples)
         )
-        return RolloutBatch(prompts={p.uid: p for p in prompts}, samples=samples)
+        batch = RolloutBatch(prompts={p.uid: p for p in prompts}, samples=samples)
+        require_finite(batch, step=plan.step)
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         # Synchronous: nothing is in flight between steps.

@@ -41,11 +41,13 @@ class WeightReceiver:
             initialize_layerwise_reload(model)
             try:
                 model.load_weights(tensors())
+                unfilled = unfilled_layers(model)
             except (KeyError, ValueError) as error:
                 raise WeightSyncError(f"the engine does not know a tensor that the trainer sent: {error}") from error
-            unfilled = unfilled_layers(model)
-            finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
-            repack_cpu_weights(model)
+            finally:
+                # After an error too, or the engine could never take another sync.
+                finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
+                repack_cpu_weights(model)
         if unfilled:
             raise WeightSyncError(
                 f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "

@@ -4,7 +4,7 @@ import io
 
 from megarl.progress import Progress, ProgressValues, format_values
 
-VALUES = ProgressValues(reward=0.4125, val_score=0.93, response_length=31.4, mismatch=1.23e-6, tokens_per_s=1830.2)
+VALUES = ProgressValues(reward=0.4125, response_length=31.4, mismatch=1.23e-6, tokens_per_s=1830.2)
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 
 def test_values_read_in_order_and_absent_ones_are_left_out() -> None:
-    assert format_values(VALUES) == "reward 0.412  val 0.930  len 31  mismatch 1.2e-06  1,830 tok/s"
+    assert format_values(VALUES) == "reward 0.412  len 31  mismatch 1.2e-06  1,830 tok/s"
     assert format_values(ProgressValues(reward=-1.0, mismatch=0.0)) == "reward -1.000  mismatch 0.0e+00"
     assert format_values(ProgressValues()) == ""
 
@@ -78,7 +78,7 @@ def test_terminal_rewrites_one_line_and_keeps_notes() -> None:
     # The note is the only thing that ends a line before the bar is closed.
     assert len(lines) == 3
     assert lines[0].endswith("\rcheckpoint written")
-    assert "1/4  00:30 left  reward 0.412  val 0.930" in lines[0]
+    assert "1/4  00:30 left  reward 0.412" in lines[0]
     last_redraw = lines[1].split("\r")[-1]
     assert last_redraw.startswith("train ")
     assert "2/4  00:20 left  reward 0.750" in last_redraw

@@ -1,5 +1,6 @@
 """The report of a synthetic run: its headline, numbers, tables, examples, figures and errors."""
 
+import json
 import math
 import re
 import struct
@@ -47,7 +48,6 @@ CONFIG = {
     "actor": {"layout": {"tp": 2, "dp": 1}, "optimizer": {"lr": 1e-4}},
     "rollout": {"num_samples": 8, "temperature": 1.0, "max_response_tokens": 64, "replay_dir": None},
     "trainer": {"total_steps": NUM_STEPS, "prompts_per_step": 32},
-    "environment": {"python": "3.11.9", "torch": "2.13.0"},
 }
 
 
@@ -97,6 +97,7 @@ def write_run(
     """A run directory as training leaves it, without rollouts."""
     root.mkdir(parents=True)
     (root / "config.yaml").write_text(yaml.safe_dump(dict(config)))
+    (root / "versions.json").write_text(json.dumps({"python": "3.11.9", "torch": "2.13.0"}))
     rng = np.random.default_rng(seed)
     now_s = 1.7e9
     with MetricsLogger([JsonlSink(root / "metrics.jsonl")], clock=lambda: now_s) as logger:

@@ -202,12 +202,16 @@ def read_model_spec(path: str | Path) -> ModelSpec:
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError(f"model.path: {file} does not exist; give a Hugging Face model directory")
-    config = json.loads(file.read_text())
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error}); copy the model again") from error
     family = find_family(config.get("architectures"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
         raise ConfigError(f"{file}: rope type {rope_type!r} is not supported for {family.name}; expected 'default'")
+    _refuse_unsupported(file, config)
     try:
         heads = config["num_attention_heads"]
         dims = Dims(
@@ -225,9 +229,20 @@ def read_model_spec(path: str | Path) -> ModelSpec:
             family=family,
             dims=dims,
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            norm_eps=config["rms_norm_eps"],
+            norm_eps=float(config["rms_norm_eps"]),
             max_positions=config["max_position_embeddings"],
             hf_config=config,
         )
     except KeyError as error:
         raise ConfigError(f"{file}: key {error} is missing; it is needed for a {family.name} model") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: a number is of the wrong type ({error}); copy the model again") from error
+
+
+def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
+    """Settings that the trainer would silently ignore."""
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"{file}: hidden_act is {activation!r}, expected 'silu'; other activations are not supported")
+    if config.get("use_sliding_window"):
+        raise ConfigError(f"{file}: use_sliding_window is true; sliding-window attention is not supported")
