@@ -1,0 +1,22 @@
+"""Rank pools that a whole session shares."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.helpers.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Callable[[int], RankPool]]:
+    """World size → its pool; processes start when they are first used and end with the session."""
+    pools: dict[int, RankPool] = {}
+    with ExitStack() as stack:
+
+        def pool(world_size: int) -> RankPool:
+            if world_size not in pools:
+                pools[world_size] = stack.enter_context(RankPool(world_size))
+            return pools[world_size]
+
+        yield pool

@@ -1,0 +1,164 @@
+"""A recorded rollout gives the same update in every layout and split, and the one that plain torch computes.
+
+On-policy, GRPO's loss is about 0 whatever the weights, so `old_logprobs` are the trainer's with noise. Adam's ε is
+large against the rounding of gradients: with a tiny one, weights whose gradient is noise would move by ±lr.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config.schema import LayoutConfig
+from tests.helpers.compare import assert_within
+from tests.helpers.dense_trainer import DenseStep, DenseTrainer, Objective
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.replays import (
+    ADAM,
+    ALGORITHMS,
+    LEARNING_RATES,
+    TEMPERATURE,
+    TIED,
+    Case,
+    Replay,
+    Run,
+    make_replay,
+    one_batch,
+    planned,
+    row_by_row,
+    run_replay,
+)
+
+LOSS_PER_ADVANTAGE = 1e-4
+GRAD_NORM_RELATIVE = 1e-4
+LOGPROB_NATS = 1e-5
+WEIGHT = 1e-6
+
+GetPool = Callable[[int], RankPool]
+GetCheckpoint = Callable[..., Path]
+
+
+BASELINE = Case(layout=LayoutConfig(), plan=one_batch)
+CASES = {
+    "tp1 row by row": Case(layout=LayoutConfig(), plan=row_by_row),
+    "tp1 planned, plain optimizer": Case(layout=LayoutConfig(), plan=planned(1), distributed=False),
+    "tp2": Case(layout=LayoutConfig(tp=2), plan=planned(1)),
+    "tp2 row by row": Case(layout=LayoutConfig(tp=2), plan=row_by_row),
+    "tp2-sp": Case(layout=LayoutConfig(tp=2, sequence_parallel=True), plan=planned(1)),
+    "tp2-sp row by row": Case(layout=LayoutConfig(tp=2, sequence_parallel=True), plan=row_by_row),
+    "dp2": Case(layout=LayoutConfig(dp=2), plan=planned(2)),
+    "dp2 plain optimizer": Case(layout=LayoutConfig(dp=2), plan=planned(2), distributed=False),
+    "tp2-sp dp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, dp=2), plan=planned(2)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A replay, and its run at TP 1 in one micro-batch."""
+
+    replay: Replay
+    run: Run
+
+
+@pytest.fixture(scope="module")
+def baseline(
+    rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Baseline]:
+    made: dict[str, Baseline] = {}
+
+    def get(name: str) -> Baseline:
+        if name not in made:
+            directory = tmp_path_factory.mktemp("baseline")
+            replay = make_replay(name, checkpoint(tied=TIED[name]), directory / "r.parquet", rank_pool(1))
+            plan = BASELINE.plan(replay.rows)
+            run = run_replay(replay, rank_pool(1), BASELINE.actor, plan, directory)
+            made[name] = Baseline(replay=replay, run=run)
+        return made[name]
+
+    return get
+
+
+def assert_same_steps(got: Run, expected: Run, *, mean_abs_advantage: float) -> None:
+    """The acceptance tolerances, for both steps."""
+    # Scoring passes agree with the training pass, and the reference starts as the actor.
+    assert_same_logprobs("scored", got.scored_logprobs, expected.steps[0].logprobs)
+    assert_same_logprobs("reference", got.ref_logprobs, expected.steps[0].logprobs)
+    for mine, theirs in zip(got.steps, expected.steps, strict=True):
+        assert_same_logprobs("actor", mine.logprobs, theirs.logprobs)
+        assert mine.metrics.keys() == theirs.metrics.keys()
+        for name, value in theirs.metrics.items():
+            relative = value * GRAD_NORM_RELATIVE if name == "actor/grad_norm" else None
+            assert_within(name, mine.metrics[name], value, atol=relative or LOSS_PER_ADVANTAGE * mean_abs_advantage)
+        assert_same_weights(mine.weights, theirs.weights)
+
+
+def assert_same_logprobs(role: str, got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    assert_within(f"{role}'s log-probs", np.concatenate(got), np.concatenate(expected), atol=LOGPROB_NATS)
+
+
+def assert_same_weights(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    errors = {name: (got[name].double() - expected[name].double()).abs().max().item() for name in expected}
+    worst = max(errors, key=errors.__getitem__)
+    assert_within(f"weights (worst: {worst})", errors[worst], 0.0, atol=WEIGHT)
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+@pytest.mark.parametrize("case", list(CASES))
+def test_layouts_and_splits(
+    rank_pool: GetPool, baseline: Callable[[str], Baseline], tmp_path: Path, case: str, algorithm: str
+) -> None:
+    expected = baseline(algorithm)
+    replay, layout = expected.replay, CASES[case].layout
+    plan = CASES[case].plan(replay.rows)
+    assert len(plan) == layout.dp
+    assert all(len(micro_batches) > 1 for micro_batches in plan)
+    got = run_replay(replay, rank_pool(layout.world_size), CASES[case].actor, plan, tmp_path)
+    assert_same_steps(got, expected.run, mean_abs_advantage=replay.mean_abs_advantage)
+
+
+def dense_steps(replay: Replay) -> list[DenseStep]:
+    objective = Objective(
+        per_row=replay.cfg.aggregation == "seq-mean-token-mean",
+        entropy_coef=replay.cfg.entropy_coef,
+        kl_coef=replay.cfg.kl.coef if replay.cfg.kl.where == "loss" else 0.0,
+        temperature=TEMPERATURE,
+    )
+    trainer = DenseTrainer(replay.path, objective, ADAM)
+    return [trainer.step(replay.rows, lr) for lr in LEARNING_RATES]
+
+
+@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+def test_one_rank_equals_plain_torch(baseline: Callable[[str], Baseline], algorithm: str) -> None:
+    replay, run = baseline(algorithm).replay, baseline(algorithm).run
+    expected = dense_steps(replay)
+    for got, dense in zip(run.steps, expected, strict=True):
+        assert_within(
+            "loss", got.metrics["actor/loss"], dense.loss, atol=LOSS_PER_ADVANTAGE * replay.mean_abs_advantage
+        )
+        norm_atol = GRAD_NORM_RELATIVE * dense.grad_norm
+        assert_within("grad norm", got.metrics["actor/grad_norm"], dense.grad_norm, atol=norm_atol)
+        assert_same_logprobs("actor", got.logprobs, dense.logprobs)
+        assert_same_weights(got.weights, {name: dense.weights[name] for name in got.weights})
+        # Clipping was active, the loss is not about 0, and the tolerances are small against what a step moves.
+        assert dense.grad_norm > 1.5 * ADAM.clip_grad_norm
+        assert abs(dense.loss) > 100 * LOSS_PER_ADVANTAGE * replay.mean_abs_advantage
+    moved = expected[1].weights["model.norm.weight"] - expected[0].weights["model.norm.weight"]
+    assert moved.abs().mean() > 30 * WEIGHT
+
+
+def test_a_small_mistake_would_be_seen(rank_pool: GetPool, baseline: Callable[[str], Baseline], tmp_path: Path) -> None:
+    """Advantages of the longest of twelve rows off by 2 %: loss, gradient norm and weights leave their tolerances."""
+    replay, expected = baseline("token-mean").replay, baseline("token-mean").run.steps[0]
+    longest = max(replay.rows, key=lambda row: row.num_loss_tokens)
+    wrong = longest.with_scores(advantages=longest.scores["advantages"] * np.float32(1.02))
+    changed = replace(replay, rows=[wrong if row is longest else row for row in replay.rows])
+    got = run_replay(changed, rank_pool(1), BASELINE.actor, one_batch(replay.rows), tmp_path).steps[0]
+    loss_error, norm_error = (abs(got.metrics[n] - expected.metrics[n]) for n in ("actor/loss", "actor/grad_norm"))
+    assert loss_error > LOSS_PER_ADVANTAGE * replay.mean_abs_advantage
+    assert norm_error > GRAD_NORM_RELATIVE * expected.metrics["actor/grad_norm"]
+    with pytest.raises(AssertionError, match="weights"):
+        assert_same_weights(got.weights, expected.weights)

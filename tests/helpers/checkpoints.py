@@ -1,0 +1,44 @@
+"""Small Qwen3 checkpoints on which nothing is trivially 0 or 1, and what transformers makes of them."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+
+VOCAB_SIZE = 264
+
+
+def make_checkpoint(
+    path: Path,
+    *,
+    tied: bool,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str | int = "50GB",
+) -> Path:
+    """A two-layer model whose norm weights are spread over [0.5, 2] and whose attention is not uniform."""
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96, tied=tied, dtype=dtype
+    )
+    make_tiny_model(path, sizes, seed=seed)
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(0.5 + 1.5 * torch.rand(parameter.shape, generator=generator))
+            else:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The checkpoint in transformers, with its plain attention."""
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    assert model.config.vocab_size == VOCAB_SIZE
+    return model.eval()

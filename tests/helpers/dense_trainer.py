@@ -1,0 +1,106 @@
+"""Policy-gradient steps in transformers and plain torch, float64, one row at a time on dense logits.
+
+Written from the formulas, without anything of megarl's training side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megarl.types import Row
+from tests.helpers.checkpoints import load_hf
+
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP, MAX_K3 = 0.2, 0.2, 3.0, 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """loss = agg(PPO) + kl_coef·agg(k3) − entropy_coef·agg(entropy), agg over tokens or over rows' token means."""
+
+    per_row: bool
+    entropy_coef: float
+    kl_coef: float
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSettings:
+    """AdamW on gradients of a clipped norm; vectors are not decayed."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseStep:
+    """Loss, gradient norm before clipping and [R] log-probs before the step; weights after it."""
+
+    loss: float
+    grad_norm: float
+    logprobs: list[np.ndarray]
+    weights: dict[str, torch.Tensor]
+
+
+class DenseTrainer:
+    """The model and its optimizer."""
+
+    def __init__(self, path: Path, objective: Objective, adam: AdamSettings) -> None:
+        self.model = load_hf(path, torch.float64)
+        self.objective, self.adam = objective, adam
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": adam.weight_decay},
+                {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+            ],
+            betas=adam.betas,
+            eps=adam.eps,
+        )
+
+    def step(self, rows: Sequence[Row], lr: float) -> DenseStep:
+        self.optimizer.zero_grad()
+        num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+        num_rows = sum(bool(row.loss_mask.any()) for row in rows)
+        loss, logprobs = 0.0, []
+        for row in rows:
+            token_losses, row_logprobs = self._row(row)
+            logprobs.append(row_logprobs)
+            if not row.loss_mask.any():
+                continue
+            kept = token_losses[torch.from_numpy(row.loss_mask)]
+            part = kept.mean() / num_rows if self.objective.per_row else kept.sum() / num_tokens
+            part.backward()
+            loss += part.item()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grad_norm = torch.sqrt(sum(g.square().sum() for g in grads)).item()
+        for grad in grads:
+            grad.mul_(min(1.0, self.adam.clip_grad_norm / (grad_norm + 1e-6)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return DenseStep(loss=loss, grad_norm=grad_norm, logprobs=logprobs, weights=weights)
+
+    def _row(self, row: Row) -> tuple[torch.Tensor, np.ndarray]:
+        """[R] loss of every response token, and their log-probs (0 outside the mask)."""
+        tokens = torch.from_numpy(row.token_ids)
+        logits = self.model(tokens[None]).logits[0, row.num_prompt_tokens - 1 : -1] / self.objective.temperature
+        log_p = F.log_softmax(logits, dim=-1)
+        logprobs = log_p[torch.arange(len(log_p)), tokens[row.num_prompt_tokens :]]
+        advantage, old, ref = (
+            torch.from_numpy(row.scores[name]).double() for name in ("advantages", "old_logprobs", "ref_logprobs")
+        )
+        ratio = torch.exp(logprobs - old)
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        policy = -torch.min(ratio * advantage, clipped * advantage)
+        policy = torch.where(advantage < 0, torch.min(policy, -DUAL_CLIP * advantage), policy)
+        kl = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=MAX_K3)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        losses = policy + self.objective.kl_coef * kl - self.objective.entropy_coef * entropy
+        return losses, np.where(row.loss_mask, logprobs.detach().numpy(), 0.0)

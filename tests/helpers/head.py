@@ -1,0 +1,78 @@
+"""Problems for the log-prob head, and their float64 answer from dense logits."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadProblem:
+    """hidden [N, H], weight [V, H] and labels [N]; the head's outputs are weighted by `grad_*` [N] into a loss."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    labels: torch.Tensor
+    temperature: torch.Tensor
+    grad_logprobs: torch.Tensor
+    grad_entropy: torch.Tensor | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def padded_weight(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, H]: the weight, then padding that would matter if it were read."""
+        generator = torch.Generator().manual_seed(99)
+        padding = torch.randn(num_rows - self.vocab_size, self.weight.shape[1], generator=generator)
+        return torch.cat([self.weight, padding.to(self.weight.dtype)])
+
+    def to(self, dtype: torch.dtype) -> "HeadProblem":
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadResult:
+    """Values [N], and gradients of hidden [N, H] and weight [V, H]."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    grad_hidden: torch.Tensor
+    grad_weight: torch.Tensor
+
+
+def head_problem(
+    *, num_rows: int = 7, vocab_size: int = 11, with_entropy: bool = True, dtype: torch.dtype = torch.float64
+) -> HeadProblem:
+    """Random logits of deviation ~2 at temperatures whose reciprocals are exact; labels of both ends occur."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    labels = torch.randint(0, vocab_size, (num_rows,), generator=generator)
+    labels[:2] = torch.tensor([0, vocab_size - 1])[:num_rows]
+    problem = HeadProblem(
+        hidden=randn(num_rows, 6),
+        weight=randn(vocab_size, 6),
+        labels=labels,
+        temperature=torch.tensor([0.5, 1.0, 2.0])[torch.arange(num_rows) % 3],
+        grad_logprobs=randn(num_rows),
+        grad_entropy=randn(num_rows) if with_entropy else None,
+    )
+    return problem.to(dtype)
+
+
+def dense_head(problem: HeadProblem) -> HeadResult:
+    """log_softmax of dense float64 logits, differentiated by autograd."""
+    hidden = problem.hidden.double().requires_grad_()
+    weight = problem.weight.double().requires_grad_()
+    log_p = (hidden @ weight.t() / problem.temperature.double()[:, None]).log_softmax(-1)
+    logprobs = log_p.gather(1, problem.labels[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    loss = (logprobs * problem.grad_logprobs).sum()
+    if problem.grad_entropy is not None:
+        loss = loss + (entropy * problem.grad_entropy).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    return HeadResult(
+        logprobs=logprobs.detach(), entropy=entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
+    )

@@ -1,0 +1,114 @@
+"""Parts of the training side run in a pool's ranks: the log-prob head, packing, attention and norm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from megarl.config.schema import LayoutConfig
+from megarl.parallel.worker import PolicyWorker
+from megarl.types import Row
+from tests.helpers.head import HeadProblem, HeadResult
+from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
+
+
+def head(context: RankContext, problem: HeadProblem, rows_per_rank: int, chunk_tokens: int) -> HeadResult:
+    """The log-prob head on this rank's rows of the padded weight; its part of the gradients."""
+    from megarl.parallel.logprobs import vocab_parallel_logprobs, vocab_shard
+
+    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
+    hidden = problem.hidden.requires_grad_()
+    padded = problem.padded_weight(rows_per_rank * context.world_size)
+    weight = padded.chunk(context.world_size)[context.rank].clone().requires_grad_()
+    out = vocab_parallel_logprobs(
+        hidden,
+        weight,
+        problem.labels,
+        shard=vocab_shard(group, rows_per_rank, problem.vocab_size),
+        temperature=problem.temperature,
+        chunk_tokens=chunk_tokens,
+        entropy_needs_grad=problem.grad_entropy is not None,
+    )
+    loss = (out.logprobs * problem.grad_logprobs).sum()
+    if problem.grad_entropy is not None:
+        loss = loss + (out.entropy * problem.grad_entropy).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    return HeadResult(
+        logprobs=out.logprobs.detach(), entropy=out.entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackFields:
+    """A `Pack` without the Megatron types, and what it makes of scattering 1, 2, 3, …"""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_length: int
+    positions: torch.Tensor
+    labels: torch.Tensor
+    scattered: torch.Tensor
+    scatter_grad: torch.Tensor
+
+
+def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int) -> PackFields:
+    """`pack_rows`, and `scatter` with the gradient of Σ k² over the scattered values."""
+    PolicyWorker(context.rank).prepare()
+    from megarl.parallel.packing import pack_rows
+
+    pack = pack_rows(rows, multiple=multiple, device=torch.device("cpu"))
+    assert pack.packed_seq_params.cu_seqlens_q is pack.packed_seq_params.cu_seqlens_kv is pack.cu_seqlens
+    values = torch.arange(1.0, 1 + len(pack.labels)).requires_grad_()
+    scattered = pack.scatter(values)
+    scattered.square().sum().backward()
+    assert values.grad is not None
+    return PackFields(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        cu_seqlens=pack.cu_seqlens,
+        max_length=pack.max_length,
+        positions=pack.positions,
+        labels=pack.labels,
+        scattered=scattered.detach(),
+        scatter_grad=values.grad,
+    )
+
+
+def packed_attention(
+    context: RankContext,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: Sequence[int],
+    softmax_scale: float | None,
+    grad_output: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Output of the packed attention, and the gradients of query, key and value."""
+    PolicyWorker(context.rank).prepare()
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megarl.parallel.modules import PackedAttention
+
+    bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    attention = PackedAttention(config=None, layer_number=1, softmax_scale=softmax_scale)
+    out = attention(*inputs, None, packed_seq_params=PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds))
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
+
+
+def rms_norm(
+    context: RankContext, weight: torch.Tensor, x: torch.Tensor, *, eps: float, sequence_parallel: bool
+) -> tuple[torch.Tensor, bool]:
+    """Output of the norm, and whether its weight asks for a reduction of its gradient."""
+    PolicyWorker(context.rank).prepare()
+    from megarl.parallel.modules import RMSNorm
+
+    config = SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=sequence_parallel)
+    norm = RMSNorm(config, len(weight), eps=eps)
+    assert norm.weight.dtype == weight.dtype
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        return norm(x), getattr(norm.weight, "sequence_parallel", False)

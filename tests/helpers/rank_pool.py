@@ -1,0 +1,170 @@
+"""Ordinary processes, one per rank, that run a function on all ranks at once.
+
+Starting a rank costs seconds of imports, so a session shares its pools. Nothing heavy is imported here: the
+environment is set before a rank imports torch.
+"""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from megarl.parallel.platform import apply_environment
+
+# What the other ranks get to finish once one has failed: usually they wait for it in a collective.
+GRACE_S = 1.0
+# What the first call may take longer: imports, on a machine that does other things too.
+START_S = 90.0
+
+
+class RankError(Exception):
+    """A function failed, hung or ended its process on some rank; the message has each rank's traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What a function is told of the process it runs in, as its first argument."""
+
+    rank: int
+    world_size: int
+    # Shared by the ranks, and gone with them.
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    value: Any = None
+    error: str | None = None
+
+
+class RankPool:
+    """`world_size` processes on the CPU platform. They start with the first call, and again after a failure."""
+
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """`function(context, *args, **kwargs)` on every rank; results by rank. A failure ends the processes.
+
+        The function must be importable by name, and arguments and results picklable.
+        """
+        payload = pickle.dumps((function, args, kwargs))
+        timeout_s = timeout_s or self.timeout_s
+        try:
+            if not self._processes:
+                self._start()
+                timeout_s += START_S
+            for connection in self._connections:
+                connection.send_bytes(payload)
+            replies = self._collect(time.monotonic() + timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        errors = [f"rank {rank}: {reply.error}" for rank, reply in sorted(replies.items()) if reply.error]
+        if errors:
+            self.kill()
+            raise RankError("\n".join(errors))
+        return [replies[rank].value for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        """End the processes; the next call starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
+        spawn = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            context = RankContext(rank=rank, world_size=self.world_size, directory=self._directory.name)
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, context), daemon=True)
+            self._connections.append(ours)
+            self._processes.append(process)
+            process.start()
+            theirs.close()
+
+    def _collect(self, deadline: float) -> dict[int, _Reply]:
+        replies: dict[int, _Reply] = {}
+        while len(replies) < self.world_size:
+            pending = {c: rank for rank, c in enumerate(self._connections) if rank not in replies}
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                replies |= {rank: _Reply(error="did not answer in time; it was ended") for rank in pending.values()}
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending[connection]
+                replies[rank] = self._receive(rank)
+                if replies[rank].error:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies
+
+    def _receive(self, rank: int) -> _Reply:
+        try:
+            reply = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join()
+            return _Reply(error=f"the process ended with exit code {self._processes[rank].exitcode}")
+        assert isinstance(reply, _Reply)
+        return reply
+
+
+def _serve(connection: Connection, context: RankContext) -> None:
+    """The life of a rank: run what arrives until the session is gone."""
+    # The session's Ctrl-C is the session's: it ends its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(context.directory,), daemon=True).start()
+    os.environ["MEGARL_DEVICE"] = "cpu"
+    apply_environment()
+    while True:
+        try:
+            payload = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(payload, context))
+
+
+def _answer(payload: bytes, context: RankContext) -> bytes:
+    # Whatever a test's function raises is for the test to see.
+    try:
+        function, args, kwargs = pickle.loads(payload)
+        return pickle.dumps(_Reply(value=function(context, *args, **kwargs)))
+    except Exception:
+        return pickle.dumps(_Reply(error=traceback.format_exc()))
+
+
+def _exit_with_parent(directory: str) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)

@@ -1,0 +1,231 @@
+"""What the multi-rank tests run on every rank of a pool: the real worker and model."""
+
+import gc
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.errors import NonFiniteError
+from megarl.parallel.messages import LoadRequest, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.parallel.worker import PolicyWorker
+from megarl.types import Row
+from tests.helpers.rank_pool import RankContext
+
+# A rank that waits for a dead one gives up well before the pool does.
+COLLECTIVE_TIMEOUT_S = 30.0
+# Each meeting of the ranks needs a file of its own; all ranks count alike.
+_meetings = itertools.count()
+
+
+def join_layout(context: RankContext, config: LayoutConfig) -> PolicyWorker:
+    """A worker in this layout, instead of the one that the process was in."""
+    worker = PolicyWorker(context.rank)
+    worker.prepare()
+    # A model that lingers in a reference cycle keeps its groups, and they their threads.
+    gc.collect()
+    worker.close()
+    worker.join(config, f"file://{context.directory}/meeting-{next(_meetings)}", COLLECTIVE_TIMEOUT_S)
+    return worker
+
+
+def load_worker(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, *, with_reference: bool = False
+) -> PolicyWorker:
+    """A worker with its models loaded."""
+    worker = join_layout(context, actor.layout)
+    worker.load(LoadRequest(model=model, actor=actor, with_reference=with_reference, seed=0))
+    return worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLogits:
+    """A pack's tokens [T], the bounds of its sequences, and logits [T, V] of the true vocabulary."""
+
+    input_ids: torch.Tensor
+    cu_seqlens: list[int]
+    logits: torch.Tensor
+
+
+def pack_logits(
+    context: RankContext, layout: LayoutConfig, model: ModelConfig, rows: Sequence[Row]
+) -> PackLogits | None:
+    """Dense logits of a pack, gathered over the vocabulary; on tensor-parallel rank 0."""
+    worker = load_worker(context, ActorConfig(layout=layout), model)
+    from megarl.parallel.packing import pack_rows
+
+    policy, group = worker.actor, worker.layout.tp_group
+    pack = pack_rows(rows, multiple=layout.tp if layout.sequence_parallel else 1, device=torch.device("cpu"))
+    with torch.no_grad():
+        hidden = policy.hidden_states(pack)[:, 0]
+        if layout.sequence_parallel:
+            hidden = torch.cat(_all_gather(hidden, group))
+        shard = hidden @ policy.output_weight[: policy.vocab_shard.size].t()
+    logits = torch.cat(_all_gather(shard, group), dim=1)
+    if not worker.layout.reports:
+        return None
+    return PackLogits(input_ids=pack.input_ids[0], cu_seqlens=pack.cu_seqlens.tolist(), logits=logits)
+
+
+def score(
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    temperature: float,
+) -> RowScores | None:
+    """The actor's scores of the rows."""
+    worker = load_worker(context, actor, model)
+    return worker.score(rows, micro_batches, role="actor", temperature=temperature, step=0)
+
+
+def load_and_store(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, files: Sequence[str]
+) -> tuple[StoreResult, Mapping[str, tuple[int, ...]]]:
+    """Load a checkpoint and write it again; with the shapes of this rank's parameters."""
+    worker = load_worker(context, actor, model)
+    stored = worker.store_weights(files, with_checksums=True)
+    return stored, {name: tuple(p.shape) for name, p in worker.actor.named_parameters()}
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The tensors of all ranks, which may differ in shape."""
+    parts: list[torch.Tensor | None] = [None] * group.size()
+    dist.all_gather_object(parts, tensor, group=group)
+    return [part for part in parts if part is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCase:
+    """Steps on the same rows: `micro_batches` by data-parallel rank, and by step the files for the weights."""
+
+    actor: ActorConfig
+    model: ModelConfig
+    rows: Sequence[Row]
+    micro_batches: Sequence[Sequence[Sequence[int]]]
+    requests: Sequence[UpdateRequest]
+    files: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOutcome:
+    """What one rank reports: log-probs of actor and reference before the steps, and the steps' results."""
+
+    actor: RowScores | None
+    reference: RowScores | None
+    updates: list[UpdateResult | None]
+
+
+def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
+    """Score and update through the worker, as the trainer's rank does, and write the weights after each step."""
+    worker = load_worker(context, case.actor, case.model, with_reference=True)
+    mine = case.micro_batches[worker.layout.dp_rank]
+    temperature = case.requests[0].temperature
+
+    def scored(role: Role) -> RowScores | None:
+        return worker.score(case.rows, mine, role=role, temperature=temperature, step=0)
+
+    actor, reference = scored("actor"), scored("reference")
+    updates = []
+    for request, files in zip(case.requests, case.files, strict=True):
+        updates.append(worker.update(case.rows, mine, request))
+        worker.store_weights(files, with_checksums=False)
+    return UpdateOutcome(actor=actor, reference=reference, updates=updates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCopies:
+    """A parameter as the model has it and as the optimizer has it, flattened."""
+
+    model: torch.Tensor
+    main: torch.Tensor
+
+
+def final_norm_over_steps(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], requests: Sequence[UpdateRequest]
+) -> list[ParameterCopies]:
+    """The last norm's weight before the first step and after each; all gradients and main parameters are float32."""
+    worker = load_worker(context, actor, model)
+    parameter = worker.actor.decoder.final_layernorm.weight
+    assert {p.main_grad.dtype for p in worker.actor.parameters()} == {torch.float32}
+    assert {p.dtype for group in worker.optimizer.param_groups for p in group["params"]} == {torch.float32}
+
+    def copies() -> ParameterCopies:
+        main = parameter.main_param.detach().clone().flatten()
+        return ParameterCopies(model=parameter.detach().clone().flatten(), main=main)
+
+    history = [copies()]
+    for request in requests:
+        worker.update(rows, [list(range(len(rows)))], request)
+        history.append(copies())
+    return history
+
+
+def non_finite_messages(
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    micro_batches: Sequence[Sequence[int]],
+    request: UpdateRequest,
+) -> tuple[str | None, str | None]:
+    """What scoring and updating complain about."""
+    worker = load_worker(context, actor, model)
+
+    def complaint(call: Callable[[], object]) -> str | None:
+        try:
+            call()
+        except NonFiniteError as error:
+            return str(error)
+        return None
+
+    return (
+        complaint(lambda: worker.score(rows, micro_batches, role="actor", temperature=1.0, step=request.step)),
+        complaint(lambda: worker.update(rows, micro_batches, request)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BothModels:
+    """Parameters of actor and reference, where they lie in memory, and which of the reference's want a gradient."""
+
+    actor: dict[str, torch.Tensor]
+    reference: dict[str, torch.Tensor]
+    shared_addresses: set[int]
+    trainable_reference: list[str]
+
+
+def models_around_update(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], request: UpdateRequest
+) -> tuple[BothModels, BothModels]:
+    """Actor and reference before and after an update."""
+    worker = load_worker(context, actor, model, with_reference=True)
+    assert worker.reference is not None
+    policy, reference = worker.actor, worker.reference
+
+    def snapshot() -> BothModels:
+        parameters = [dict(m.named_parameters()) for m in (policy, reference)]
+        mine, theirs = ({p.data_ptr() for p in named.values()} for named in parameters)
+        copies = [{name: p.detach().clone() for name, p in named.items()} for named in parameters]
+        return BothModels(
+            actor=copies[0],
+            reference=copies[1],
+            shared_addresses=mine & theirs,
+            trainable_reference=[name for name, p in parameters[1].items() if p.requires_grad],
+        )
+
+    before = snapshot()
+    worker.update(rows, [list(range(len(rows)))], request)
+    return before, snapshot()
+
+
+def group_timeouts(context: RankContext, config: LayoutConfig) -> list[float]:
+    """Seconds after which collectives of the layout's groups give up."""
+    layout = join_layout(context, config).layout
+    backends = [group._get_backend(torch.device("cpu")) for group in (layout.tp_group, layout.dp_group)]
+    return [backend.options._timeout.total_seconds() for backend in backends]

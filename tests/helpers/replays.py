@@ -1,0 +1,192 @@
+"""A recorded rollout with everything an update reads, run through the workers of a layout."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from megarl.algos.build import build_algorithm
+from megarl.config.schema import ActorConfig, AlgoConfig, KLConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.data.packing import plan_micro_batches
+from megarl.export import weight_specs
+from megarl.parallel.messages import UpdateRequest, UpdateResult
+from megarl.parallel.weights.families import read_model_spec
+from megarl.rollout.replay import read_record, write_record
+from megarl.safetensors_map import create_model_files
+from megarl.types import Reward, Row, row_from_sample, scored_batch
+from tests.helpers import ranks
+from tests.helpers.dense_trainer import AdamSettings
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.rollouts import assert_same_rollout, random_rollout
+
+TEMPERATURE = 0.8
+LEARNING_RATES = (2e-4, 1e-4)
+ADAM = AdamSettings(betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1, clip_grad_norm=0.5)
+# One reward per sample; no group is all equal.
+REWARDS = (1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.5)
+MICRO_BATCH_TOKENS = 50
+
+ALGORITHMS = {
+    "token-mean": AlgoConfig(aggregation="token-mean"),
+    "seq-mean-token-mean+entropy": AlgoConfig(aggregation="seq-mean-token-mean", entropy_coef=0.05),
+    "token-mean+kl+entropy": AlgoConfig(
+        aggregation="token-mean", entropy_coef=0.02, kl=KLConfig(where="loss", estimator="k3", coef=0.2)
+    ),
+}
+# Ties change which gradients meet in the embedding.
+TIED = {"token-mean": True, "seq-mean-token-mean+entropy": False, "token-mean+kl+entropy": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step: metrics of the mini-batch, log-probs before it by row, weights after it."""
+
+    metrics: dict[str, float]
+    logprobs: list[np.ndarray]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Two steps in one layout, and what scoring passes of actor and reference said before them."""
+
+    steps: list[Step]
+    scored_logprobs: list[np.ndarray]
+    ref_logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A rollout with everything an update reads."""
+
+    name: str
+    path: Path
+    rows: list[Row]
+
+    @property
+    def cfg(self) -> AlgoConfig:
+        return ALGORITHMS[self.name]
+
+    @property
+    def mean_abs_advantage(self) -> float:
+        return float(np.abs(np.concatenate([row.scores["advantages"][row.loss_mask] for row in self.rows])).mean())
+
+
+def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
+    """Record and read a rollout; then old log-probs, a reference and advantages for its rows."""
+    rollout = random_rollout()
+    write_record(record, rollout)
+    replayed = read_record(record)
+    assert_same_rollout(replayed, rollout)
+    rows = [row_from_sample(sample) for sample in replayed.samples]
+    model = ModelConfig(path=str(path), dtype="float32")
+    everything = [list(range(len(rows)))]
+    scores = pool.run(ranks.score, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[0].logprobs
+
+    rng = np.random.default_rng(7)
+
+    def noisy(i: int, scale: float) -> np.ndarray:
+        noise = rng.normal(0, scale, len(scores[i])).astype(np.float32)
+        return np.where(rows[i].loss_mask, scores[i] + noise, np.float32(0))
+
+    rows = [row.with_scores(old_logprobs=noisy(i, 0.3), ref_logprobs=noisy(i, 0.2)) for i, row in enumerate(rows)]
+    algorithm = build_algorithm(ALGORITHMS[name], max_response_tokens=64)
+    rewards = [Reward(score=score, correct=score == 1.0) for score in REWARDS]
+    advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state()).values.numpy()
+    return Replay(
+        name=name,
+        path=path,
+        rows=[
+            row.with_scores(advantages=values[: row.num_response_tokens])
+            for row, values in zip(rows, advantages, strict=True)
+        ],
+    )
+
+
+def run_replay(
+    replay: Replay, pool: RankPool, actor: ActorConfig, plan: Sequence[Sequence[Sequence[int]]], directory: Path
+) -> Run:
+    """Two updates through the workers of a layout."""
+    algorithm = build_algorithm(replay.cfg, max_response_tokens=64)
+    requests = [
+        UpdateRequest(
+            step=step,
+            algorithm=algorithm,
+            state=algorithm.initial_state(),
+            denominators=algorithm.denominators(replay.rows),
+            temperature=TEMPERATURE,
+            lr=lr,
+        )
+        for step, lr in enumerate(LEARNING_RATES)
+    ]
+    specs = weight_specs(read_model_spec(replay.path), "float32")
+    files = [create_model_files(directory / str(step), specs) for step in range(len(requests))]
+    case = ranks.UpdateCase(
+        actor=actor,
+        model=ModelConfig(path=str(replay.path), dtype="float32"),
+        rows=replay.rows,
+        micro_batches=plan,
+        requests=requests,
+        files=[[str(file) for file in names] for names in files],
+    )
+    outcomes = [outcome for outcome in pool.run(ranks.run_updates, case) if outcome.actor is not None]
+    assert len(outcomes) == actor.layout.dp
+    num_rows = len(replay.rows)
+    steps = []
+    for step, (file,) in enumerate(files):
+        results: list[UpdateResult] = [outcome.updates[step] for outcome in outcomes]
+        # Every replica reports the metrics of all of them.
+        assert all(result.metrics == results[0].metrics for result in results)
+        logprobs = merge([result.logprobs for result in results], num_rows)
+        steps.append(Step(metrics=dict(results[0].metrics), logprobs=logprobs, weights=load_file(file)))
+    scored, reference = (
+        merge([getattr(outcome, role).logprobs for outcome in outcomes], num_rows) for role in ("actor", "reference")
+    )
+    return Run(steps=steps, scored_logprobs=scored, ref_logprobs=reference)
+
+
+def merge(parts: Sequence[Mapping[int, np.ndarray]], num_rows: int) -> list[np.ndarray]:
+    """Rows in order from replicas, each of which has its own."""
+    indices = sorted(i for part in parts for i in part)
+    assert indices == list(range(num_rows))
+    together = {i: value for part in parts for i, value in part.items()}
+    return [together[i] for i in range(num_rows)]
+
+
+def one_batch(rows: Sequence[Row]) -> list[list[list[int]]]:
+    return [[list(range(len(rows)))]]
+
+
+def row_by_row(rows: Sequence[Row]) -> list[list[list[int]]]:
+    return [[[i] for i in range(len(rows))]]
+
+
+def planned(dp: int) -> Callable[[Sequence[Row]], list[list[list[int]]]]:
+    """As the trainer plans them."""
+    return lambda rows: plan_micro_batches([row.num_tokens for row in rows], dp, MICRO_BATCH_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A layout and a split."""
+
+    layout: LayoutConfig
+    plan: Callable[[Sequence[Row]], list[list[list[int]]]]
+    distributed: bool = True
+
+    @property
+    def actor(self) -> ActorConfig:
+        return ActorConfig(
+            layout=self.layout,
+            head_chunk_tokens=16,
+            optimizer=OptimizerConfig(
+                betas=ADAM.betas,
+                eps=ADAM.eps,
+                weight_decay=ADAM.weight_decay,
+                clip_grad_norm=ADAM.clip_grad_norm,
+                distributed=self.distributed,
+            ),
+        )

@@ -1,0 +1,74 @@
+"""Packed attention against one dense softmax per sequence, and the norm against its formula."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.helpers import rank_parts
+from tests.helpers.compare import assert_within
+from tests.helpers.rank_pool import RankPool
+
+GetPool = Callable[[int], RankPool]
+HEADS, HEAD_DIM = 4, 8
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[int], scale: float
+) -> torch.Tensor:
+    """softmax(q·kᵀ·scale) over the tokens of the same sequence up to the query's, head by head."""
+    out = torch.zeros_like(query)
+    per_group = query.shape[1] // key.shape[1]
+    for start, stop in itertools.pairwise(bounds):
+        for head in range(query.shape[1]):
+            q, k, v = query[start:stop, head], key[start:stop, head // per_group], value[start:stop, head // per_group]
+            future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+            out[start:stop, head] = (q @ k.t() * scale).masked_fill(future, -math.inf).softmax(-1) @ v
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    "lengths", [[5], [1], [1, 1, 4, 4, 4, 7], [3, 5, 3]], ids=["one", "one-token", "equal-neighbours", "unsorted"]
+)
+def test_packed_attention_equals_dense(rank_pool: GetPool, lengths: list[int], num_kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = (
+        randn(total, HEADS, HEAD_DIM),
+        randn(total, num_kv_heads, HEAD_DIM),
+        randn(total, num_kv_heads, HEAD_DIM),
+    )
+    grad_output = randn(total, HEADS * HEAD_DIM)
+    bounds = [0, *itertools.accumulate(lengths)]
+    for scale in (None, 0.7):
+        got = rank_pool(1).run(rank_parts.packed_attention, query, key, value, bounds, scale, grad_output)[0]
+        q, k, v = inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = dense_attention(q, k, v, bounds, scale or HEAD_DIM**-0.5)
+        expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
+        for name, left, right in zip(("output", "query", "key", "value"), got, expected, strict=True):
+            assert_within(name, left, right, atol=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_rms_norm(rank_pool: GetPool, sequence_parallel: bool) -> None:
+    """x = (3, 4): mean square 12.5."""
+    weight, x = torch.tensor([2.0, 0.5]), torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    got, reduced = rank_pool(1).run(rank_parts.rms_norm, weight, x, eps=0.5, sequence_parallel=sequence_parallel)[0]
+    assert_within("norm", got, [[6 / math.sqrt(13), 2 / math.sqrt(13)], [0.0, 0.0]], atol=1e-6)
+    assert reduced is sequence_parallel
+
+
+def test_rms_norm_keeps_float32_statistics(rank_pool: GetPool) -> None:
+    """Squares of 300 over 4096 entries: summed in bfloat16 they would stall at a fraction of their sum."""
+    x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)
+    weight = torch.ones(4096, dtype=torch.bfloat16)
+    got, _ = rank_pool(1).run(rank_parts.rms_norm, weight, x, eps=1e-6, sequence_parallel=False)[0]
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, torch.ones_like(got))

@@ -1,0 +1,75 @@
+"""Rows end to end, labels shifted by one, and results back in their places."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.types import Row
+from tests.helpers import rank_parts
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.rows import random_rows
+
+GetPool = Callable[[int], RankPool]
+
+
+def make_row(tokens: list[int], loss_mask: list[bool]) -> Row:
+    return Row(
+        uid="q",
+        sample_index=0,
+        token_ids=np.array(tokens),
+        num_prompt_tokens=len(tokens) - len(loss_mask),
+        loss_mask=np.array(loss_mask),
+    )
+
+
+def test_two_rows_by_hand(rank_pool: GetPool) -> None:
+    rows = [make_row([10, 11, 12, 13], [True, True]), make_row([20, 21, 22], [False, True])]
+    pack = rank_pool(1).run(rank_parts.pack_fields, rows, 4)[0]
+    # The shorter row comes first; one token fills up to a multiple of 4.
+    assert pack.input_ids.tolist() == [[20, 21, 22, 10, 11, 12, 13, 0]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert (pack.cu_seqlens.tolist(), pack.cu_seqlens.dtype) == ([0, 3, 7, 8], torch.int32)
+    assert pack.max_length == 4
+    # 22 is predicted at token 21; 12 and 13 at 11 and 12. Token 21 is outside the mask.
+    assert pack.labels.tolist() == [22, 12, 13]
+    assert pack.positions.tolist() == [1, 4, 5]
+    assert pack.scattered.tolist() == [[2.0, 3.0], [0.0, 1.0]]
+    assert pack.scatter_grad.tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(("multiple", "num_sequences"), [(1, 2), (7, 2), (2, 3), (16, 3)])
+def test_filler_is_a_sequence_of_its_own(rank_pool: GetPool, multiple: int, num_sequences: int) -> None:
+    rows = [make_row([1, 2, 3], [True]), make_row([4, 5, 6, 7], [True])]
+    pack = rank_pool(1).run(rank_parts.pack_fields, rows, multiple)[0]
+    assert len(pack.cu_seqlens) - 1 == num_sequences
+    assert pack.input_ids.shape == pack.position_ids.shape == (1, pack.cu_seqlens[-1])
+    assert pack.input_ids.shape[1] == -(-7 // multiple) * multiple
+    assert pack.max_length == pack.cu_seqlens.diff().max()
+    assert pack.labels.tolist() == [3, 7]
+
+
+def test_every_kept_label_is_the_next_token_of_its_row(rank_pool: GetPool) -> None:
+    lengths = [(3, 5), (1, 1), (4, 4), (1, 9), (2, 6)]
+    rows = [*random_rows(lengths, seed=3), make_row([1, 2], [False])]
+    pack = rank_pool(1).run(rank_parts.pack_fields, rows, 2)[0]
+    assert len(pack.labels) == sum(row.num_loss_tokens for row in rows)
+    assert torch.equal(pack.input_ids[0, pack.positions + 1], pack.labels)
+    # The scattered k-th value stands where row and column name the k-th label.
+    assert pack.scattered.shape == (len(rows), 9)
+    for row, values in zip(rows, pack.scattered, strict=True):
+        kept = np.flatnonzero(row.loss_mask)
+        assert np.flatnonzero(values).tolist() == kept.tolist()
+        numbers = values[kept].long() - 1
+        response = row.token_ids[row.num_prompt_tokens :]
+        assert pack.labels[numbers].tolist() == response[kept].tolist()
+        # Same sequence, and as far into it as the token before the label is into the row.
+        in_row = pack.position_ids[0, pack.positions[numbers]]
+        assert in_row.tolist() == (row.num_prompt_tokens + kept - 1).tolist()
+
+
+def test_rows_without_labels(rank_pool: GetPool) -> None:
+    pack = rank_pool(1).run(rank_parts.pack_fields, [make_row([1, 2, 3], [False, False])], 1)[0]
+    assert (len(pack.labels), len(pack.positions)) == (0, 0)
+    assert pack.scattered.tolist() == [[0.0, 0.0]]

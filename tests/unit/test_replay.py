@@ -1,0 +1,61 @@
+"""Many samples, odd numbers and several steps through a record; refusals are tested next to the other sources."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megarl.rollout.replay import ReplaySource, read_record, record_path, write_record
+from megarl.rollout.source import SamplingPlan
+from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource
+from tests.helpers.rollouts import NUM_SAMPLES, assert_same_rollout, random_rollout
+
+
+def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
+    batch = random_rollout()
+    path = tmp_path / "records" / "step.parquet"
+    write_record(path, batch)
+    assert_same_rollout(read_record(path), batch)
+
+
+def sample_of(first: Segment, logprobs: list[float], *, seed: int = 0) -> Sample:
+    """A sample with this prompt segment and a response of these log-probs."""
+    n = len(logprobs)
+    response = Segment(
+        source=SegmentSource.DEMONSTRATION,
+        token_ids=np.arange(n),
+        loss_mask=np.ones(n, dtype=np.bool_),
+        weight_versions=np.zeros(n, dtype=np.int64),
+        rollout_logprobs=np.array(logprobs, dtype=np.float32),
+    )
+    return Sample(
+        uid="prompt-0", sample_index=9, seed=seed, segments=(first, response), finish_reason=FinishReason.ABORT
+    )
+
+
+def test_extreme_values(tmp_path: Path) -> None:
+    """A seed of 63 bits, negative zero, a subnormal, infinity and NaN; an empty response."""
+    usual = random_rollout()
+    prompt = usual.samples[0].segments[0]
+    odd = sample_of(prompt, [-0.0, 1e-45, -np.inf, np.nan, 0.1], seed=2**63 - 1)
+    batch = RolloutBatch(prompts=usual.prompts, samples=(odd, *usual.samples, sample_of(prompt, [])))
+    write_record(tmp_path / "r.parquet", batch)
+    assert_same_rollout(read_record(tmp_path / "r.parquet"), batch)
+
+
+def test_steps_are_answered_in_the_order_they_were_asked(tmp_path: Path) -> None:
+    batches = {step: random_rollout(seed=step) for step in (3, 4)}
+    source = ReplaySource(tmp_path)
+    for step, batch in batches.items():
+        write_record(record_path(tmp_path, step), batch)
+        plan = SamplingPlan(
+            step=step,
+            num_samples=NUM_SAMPLES,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            max_response_tokens=64,
+            run_seed=0,
+        )
+        source.submit(list(batch.prompts.values()), plan)
+    for batch in batches.values():
+        assert_same_rollout(source.collect(len(batch.prompts), timeout_s=1.0), batch)
