@@ -65,7 +65,8 @@ def _leave_on_signals() -> list[int]:
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr)
+    # One line, whatever a library put into its message.
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
     raise SystemExit(code)
 
 

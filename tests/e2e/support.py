@@ -1,0 +1,162 @@
+"""Configurations, policies and rollouts for tests on a live cluster."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.algos.build import build_algorithm
+from megarl.cluster import Cluster
+from megarl.config import load_config
+from megarl.config.schema import Config
+from megarl.data.packing import plan_micro_batches
+from megarl.export import weight_specs
+from megarl.parallel.messages import LoadRequest
+from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.rollout.source import SamplingPlan
+from megarl.rollout.vllm_source import VllmSource
+from megarl.rollout.weight_sync import WeightSync
+from megarl.safetensors_map import TensorSpec
+from megarl.types import FloatArray, Prompt, RolloutBatch, Row
+from megarl.updates import PolicyUpdater
+from tests.helpers.checkpoints import VOCAB_SIZE
+
+REPOSITORY = Path(__file__).parents[2]
+RUN_FILE = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
+SFT_FILE = REPOSITORY / "configs" / "run" / "sums-sft.yaml"
+# Two tensor-parallel ranks with sequence parallelism and one engine, as configs/model/qwen3-tiny.yaml has it.
+SMALL = (
+    "data.max_prompt_tokens=128",
+    "rollout.max_response_tokens=64",
+    "rollout.engine.max_num_seqs=64",
+    "actor.optimizer.warmup_steps=0",
+    "logging.tensorboard=false",
+)
+
+# Which model, and so which cluster, a test wants. Tied comes first in both: pytest groups tests by this index.
+tied_head = pytest.mark.parametrize("model", [True], ids=["tied"], indirect=True)
+both_heads = pytest.mark.parametrize("model", [True, False], ids=["tied", "untied"], indirect=True)
+
+
+def small_config(model: Path, *overrides: str) -> Config:
+    """The reinforcement-learning run of configs/, small, on a model."""
+    return load_config(RUN_FILE, [*SMALL, f"model.path={model}", *overrides])
+
+
+def random_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[Prompt]:
+    """Prompts of random tokens."""
+    rng = np.random.default_rng(seed)
+    return [
+        Prompt(
+            uid=f"p{i}",
+            token_ids=tuple(rng.integers(3, VOCAB_SIZE, n).tolist()),
+            data_source="megarl/sums",
+            ground_truth="1",
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def random_sequences(num: int, length: int, *, seed: int = 0) -> list[list[int]]:
+    """Sequences of random tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB_SIZE, length).tolist() for _ in range(num)]
+
+
+def rows_of(sequences: Sequence[Sequence[int]]) -> list[Row]:
+    """Rows that score every token but the first, as an engine's prompt log-probs do."""
+    return [
+        Row(
+            uid=f"s{i}",
+            sample_index=0,
+            token_ids=np.asarray(tokens, dtype=np.int64),
+            num_prompt_tokens=1,
+            loss_mask=np.ones(len(tokens) - 1, dtype=np.bool_),
+        )
+        for i, tokens in enumerate(sequences)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A freshly loaded policy on a cluster, with its updater and its weight sync (nothing pushed yet)."""
+
+    cluster: Cluster
+    config: Config
+    spec: ModelSpec
+    specs: dict[str, TensorSpec]
+    sync: WeightSync
+    updater: PolicyUpdater
+
+    @property
+    def weights_file(self) -> Path:
+        return self.cluster.scope.shm_file("weights")
+
+    def rollout(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int = 4,
+        temperature: float = 1.0,
+        max_tokens: int = 32,
+        step: int = 1,
+    ) -> RolloutBatch:
+        """Samples of the engine."""
+        plan = SamplingPlan(
+            step=step,
+            num_samples=num_samples,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=-1,
+            max_response_tokens=max_tokens,
+            run_seed=0,
+        )
+        source = VllmSource(self.cluster.engines)
+        source.submit(prompts, plan)
+        return source.collect(len(prompts), timeout_s=60.0)
+
+    def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
+        """The trainer's log-probs."""
+        workers = self.cluster.workers
+        plan = plan_micro_batches([r.num_tokens for r in rows], workers.dp, self.config.actor.micro_batch_tokens)
+        return workers.score("actor", rows, plan, temperature=temperature, step=0)
+
+    def update(self, rows: Sequence[Row], *, step: int) -> None:
+        """A GRPO update that makes every other row likelier and the rest less likely."""
+        old = self.score(rows)
+        judged = [
+            row.with_scores(
+                old_logprobs=old[i], advantages=np.full(row.num_response_tokens, 1 - 2 * (i % 2), dtype=np.float32)
+            )
+            for i, row in enumerate(rows)
+        ]
+        algorithm = build_algorithm(self.config.algo, max_response_tokens=self.config.rollout.max_response_tokens)
+        self.updater.update(judged, algorithm.initial_state(), step=step)
+
+
+def open_policy(cluster: Cluster, config: Config) -> Policy:
+    """Load the configuration's model into the cluster's ranks."""
+    cluster.workers.load(LoadRequest(model=config.model, actor=config.actor, with_reference=False, seed=0))
+    spec = read_model_spec(config.model.path)
+    algorithm = build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens)
+    path, specs = cluster.scope.shm_file("weights"), weight_specs(spec, config.model.dtype)
+    return Policy(
+        cluster=cluster,
+        config=config,
+        spec=spec,
+        specs=specs,
+        sync=WeightSync(cluster.workers, cluster.engines, path, specs),
+        updater=PolicyUpdater(cluster.workers, config.actor, algorithm, total_steps=1000),
+    )
+
+
+def largest_difference(a: Sequence[FloatArray], b: Sequence[FloatArray]) -> float:
+    """max |a − b| over all tokens of all sequences, which must have equal lengths; NaN if anything is."""
+    return float(np.abs(np.concatenate(list(a)) - np.concatenate(list(b))).max())
+
+
+def mean_difference(a: Sequence[FloatArray], b: Sequence[FloatArray]) -> float:
+    """mean |a − b| over all tokens of all sequences, which must have equal lengths."""
+    return float(np.abs(np.concatenate(list(a)) - np.concatenate(list(b))).mean())

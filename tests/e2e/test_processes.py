@@ -1,0 +1,106 @@
+"""However a run ends, nothing of it stays: no process, no shared memory, no temporary file."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megarl.data.tasks.generate import TaskFiles
+from tests.e2e import cli_run
+from tests.e2e.cli_run import CliRun
+from tests.e2e.support import RUN_FILE, SMALL
+from tests.helpers.checkpoints import make_checkpoint
+
+GONE_WITHIN_S = 30.0
+ENDLESS = (
+    "run.name=run",
+    "run.dir=.",
+    "data.val=[]",
+    "rollout.num_samples=4",
+    "rollout.max_response_tokens=16",
+    "trainer.prompts_per_step=4",
+    "trainer.total_steps=100000",
+)
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plain"), tied=True)
+
+
+@pytest.fixture
+def start(plain_model: Path, sums: TaskFiles, tmp_path: Path) -> Iterator[Callable[..., CliRun]]:
+    """Starts a training run that goes on until something ends it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*overrides: str) -> CliRun:
+            inputs = (f"model.path={plain_model}", f"data.train=[{sums.train}]")
+            run = cli_run.start(tmp_path, "train", str(RUN_FILE), *SMALL, *ENDLESS, *inputs, *overrides)
+            stack.callback(run.end)
+            return run
+
+        yield start
+
+
+def in_its_steps(run: CliRun, run_id: str) -> bool:
+    metrics = run.stderr.parent / "run" / "metrics.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= 2
+
+
+def starting_actors(run: CliRun, run_id: str) -> bool:
+    return bool(cli_run.processes(run_id, name="ray::_RankActor"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Which signal goes to which process of the run, and when; the exit code, and what is printed."""
+
+    signum: signal.Signals
+    target: str
+    exit_code: int
+    error: str = ""
+    when: Callable[[CliRun, str], bool] = in_its_steps
+
+
+ENDINGS = {
+    "ctrl-c": Ending(signum=signal.SIGINT, target="driver", exit_code=130),
+    "terminated": Ending(signum=signal.SIGTERM, target="driver", exit_code=143),
+    "killed": Ending(signum=signal.SIGKILL, target="driver", exit_code=-9),
+    "terminated-early": Ending(signum=signal.SIGTERM, target="driver", exit_code=143, when=starting_actors),
+    "rank-killed": Ending(
+        signum=signal.SIGKILL, target="ray::_RankActor", exit_code=1, error=r"trainer rank [01] died"
+    ),
+    "engine-killed": Ending(signum=signal.SIGKILL, target="ray::_EngineActor", exit_code=1, error=r"engine 0 died"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
+    run = start()
+    run_id = run.run_id()
+    run.wait_until(lambda: ending.when(run, run_id))
+    assert cli_run.leftovers(run_id)
+    os.kill(run.pid_of(ending.target, run_id), ending.signum)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    assert run.process.wait(GONE_WITHIN_S) == ending.exit_code
+    while cli_run.leftovers(run_id) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert cli_run.leftovers(run_id) == []
+    errors = run.stderr.read_text().splitlines()
+    assert len(errors) == bool(ending.error), errors
+    assert all(re.fullmatch(f"error: .*{ending.error}; .*", line) for line in errors), errors
+
+
+def test_a_layout_that_the_cluster_cannot_place(start: Callable[..., CliRun]) -> None:
+    run = start("cluster.num_cpus=1", "cluster.start_timeout_s=2")
+    run_id = run.run_id()
+    assert run.process.wait(cli_run.START_S) == 1
+    (error,) = run.stderr.read_text().splitlines()
+    assert re.fullmatch(r"error: the cluster cannot place 2 .*: lower actor.layout or raise cluster.num_cpus", error)
+    assert cli_run.leftovers(run_id) == []

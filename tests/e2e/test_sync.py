@@ -1,0 +1,229 @@
+"""The weights that the engine generates with are the trainer's, to float32 rounding."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megarl.cluster import Cluster, EngineGroup
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.errors import WeightSyncError
+from megarl.export import export_model
+from megarl.rollout.engine import engine_spec
+from megarl.rollout.weight_sync import WeightSync
+from megarl.types import FinishReason, row_from_sample
+from tests.e2e import engines
+from tests.e2e.support import (
+    Policy,
+    both_heads,
+    largest_difference,
+    mean_difference,
+    open_policy,
+    random_prompts,
+    random_sequences,
+    rows_of,
+    small_config,
+    tied_head,
+)
+from tests.helpers.checkpoints import VOCAB_SIZE
+from tests.helpers.rank_pool import RankPool
+
+# float32 rounding of two implementations; wrong or stale weights are off by 1e-2 and more.
+NATS = 1e-5
+# The engine's name of a layer that holds several checkpoint tensors.
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+@pytest.fixture
+def policy(model: Path, cluster: Cluster) -> Policy:
+    """The model of the cluster, loaded anew and pushed."""
+    policy = open_policy(cluster, small_config(model, "actor.optimizer.lr=0.003"))
+    policy.sync.push(0, verify=True)
+    return policy
+
+
+def train(policy: Policy, *, steps: int) -> None:
+    """Update on fresh rollouts and push, `steps` times."""
+    for step in range(1, steps + 1):
+        rollout = policy.rollout(random_prompts([12] * 8, seed=step), step=step)
+        policy.update([row_from_sample(sample) for sample in rollout.samples], step=step)
+        policy.sync.push(step, verify=True)
+
+
+@both_heads
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_first_rollout_has_the_trainers_logprobs(policy: Policy, temperature: float) -> None:
+    rollout = policy.rollout(random_prompts(range(4, 20)), temperature=temperature)
+    rows = [row_from_sample(sample) for sample in rollout.samples]
+    scored = policy.score(rows, temperature=temperature)
+    sampled = [row.scores["rollout_logprobs"] for row in rows]
+    assert mean_difference(sampled, scored) <= NATS
+
+
+@both_heads
+def test_after_updates_the_engine_equals_a_new_one_and_the_trainer(
+    policy: Policy, engine_process: RankPool, tmp_path: Path
+) -> None:
+    sequences = random_sequences(8, 48)
+    before = policy.cluster.engines.prompt_logprobs(sequences)
+    train(policy, steps=3)
+    after = policy.cluster.engines.prompt_logprobs(sequences)
+    export_model(policy.cluster.workers, policy.spec, "float32", tmp_path / "export")
+    spec = engine_spec(small_config(tmp_path / "export"))
+    fresh = engine_process.run(engines.view, spec, sequences)[0].given
+    trainer = policy.score(rows_of(sequences))
+    assert mean_difference(before, after) > 1e-3
+    assert largest_difference(after, fresh) <= NATS
+    assert largest_difference(after, trainer) <= NATS
+
+
+def engine_layer(tensor: str) -> str:
+    """How vLLM names the layer of a checkpoint tensor, without the prefix `model.`."""
+    layer, name = tensor.removeprefix("model.").removesuffix(".weight").rpartition(".")[::2]
+    return f"{layer}.{FUSED.get(name, name)}".removeprefix(".")
+
+
+@both_heads
+@pytest.mark.parametrize("edit", ["missing", "renamed"])
+def test_a_sync_without_one_tensor_raises_and_the_next_one_recovers(policy: Policy, edit: str, tmp_path: Path) -> None:
+    """Every tensor of the model in turn."""
+    complete, engine_group = load_file(policy.weights_file), policy.cluster.engines
+    sequences = random_sequences(2, 16)
+    before = engine_group.prompt_logprobs(sequences)
+    assert ("lm_head.weight" in complete) is not policy.spec.dims.tied
+    for name in complete:
+        edited = {n: t for n, t in complete.items() if n != name}
+        if edit == "renamed":
+            edited[name.replace(".weight", "_v2.weight")] = complete[name]
+        save_file(edited, tmp_path / "edited.safetensors")
+        with pytest.raises(WeightSyncError, match=re.escape(engine_layer(name))):
+            engine_group.load_weights([tmp_path / "edited.safetensors"], version=1, with_checksums=False)
+    engine_group.load_weights([policy.weights_file], version=2, with_checksums=False)
+    assert largest_difference(before, engine_group.prompt_logprobs(sequences)) == 0
+
+
+@dataclass(frozen=True)
+class FlipsOneBit:
+    """Engines that find one bit of the shared file's last tensor changed."""
+
+    engine_group: EngineGroup
+
+    def load_weights(self, files: Sequence[Path], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
+        content = bytearray(files[0].read_bytes())
+        content[-1] ^= 1
+        files[0].write_bytes(content)
+        return self.engine_group.load_weights(files, version=version, with_checksums=with_checksums)
+
+
+def last_tensor(file: Path) -> str:
+    """The tensor at the end of a safetensors file."""
+    content = file.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header.pop("__metadata__")
+    return str(max(header, key=lambda name: header[name]["data_offsets"][1]))
+
+
+@tied_head
+def test_verify_finds_a_flipped_bit(policy: Policy, tmp_path: Path) -> None:
+    cluster, file = policy.cluster, tmp_path / "weights"
+    sync = WeightSync(cluster.workers, FlipsOneBit(cluster.engines), file, policy.specs)
+    sync.push(1, verify=False)
+    with pytest.raises(WeightSyncError, match=f"1 tensors differ .*{re.escape(last_tensor(file))}"):
+        sync.push(2, verify=True)
+
+
+@tied_head
+def test_a_cached_prefix_is_forgotten_with_its_weights(policy: Policy) -> None:
+    """`test_moe_reload_equals_a_new_engine` measures what a cache that is kept would do."""
+    # Three blocks of 32 tokens, which the engine caches.
+    shared = random_sequences(1, 96)[0]
+    prompts = [replace(prompt, token_ids=(*shared, *prompt.token_ids)) for prompt in random_prompts([8] * 4)]
+    policy.rollout(prompts)
+    train(policy, steps=1)
+    rows = [row_from_sample(sample) for sample in policy.rollout(prompts, step=2).samples]
+    assert mean_difference([row.scores["rollout_logprobs"] for row in rows], policy.score(rows)) <= NATS
+
+
+@tied_head
+def test_a_sample_does_not_depend_on_its_batch(policy: Policy) -> None:
+    prompts = random_prompts(range(4, 16))
+    together = policy.rollout(prompts).samples
+    alone = [sample for prompt in reversed(prompts) for sample in policy.rollout([prompt]).samples]
+    expected = {(s.uid, s.sample_index): s.response_token_ids.tolist() for s in together}
+    assert {(s.uid, s.sample_index): s.response_token_ids.tolist() for s in alone} == expected
+    # Seeds differ between samples and steps, so tokens do.
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(together)
+    other_step = policy.rollout(prompts, step=2).samples
+    assert not any(s.response_token_ids.tolist() == expected[s.uid, s.sample_index] for s in other_step)
+
+
+@tied_head
+def test_every_token_names_the_weights_that_chose_it(policy: Policy) -> None:
+    for version in (3, 4):
+        policy.sync.push(version, verify=False)
+        for sample in policy.rollout(random_prompts([8] * 2)).samples:
+            prompt, response = sample.segments
+            assert prompt.weight_versions.tolist() == [-1] * 8
+            assert response.weight_versions.tolist() == [version] * len(sample.response_token_ids)
+
+
+@tied_head
+def test_finish_reasons(policy: Policy) -> None:
+    """A sample ends with the stop token, which is part of it, or at the limit."""
+    limit, stop = 48, policy.spec.hf_config["eos_token_id"]
+    samples = policy.rollout(random_prompts([8] * 16), max_tokens=limit).samples
+    assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
+    for sample in samples:
+        *body, last = sample.response_token_ids.tolist()
+        assert stop not in body
+        assert (last == stop) is (sample.finish_reason is FinishReason.STOP)
+        assert len(body) + 1 == limit or sample.finish_reason is FinishReason.STOP
+
+
+def make_moe(path: Path, *, seed: int) -> Path:
+    """A small mixture of experts with two of four experts per token."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.08,
+        max_position_embeddings=512,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    make_byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_moe_reload_equals_a_new_engine(engine_process: RankPool, tmp_path: Path) -> None:
+    """vLLM's CPU kernels read packed copies of the experts' weights, which a reload alone leaves as they were."""
+    # Two blocks of 32 tokens and more, so that generation reads the prefix cache.
+    sequences = random_sequences(4, 80)
+    old, new = (engine_spec(small_config(make_moe(tmp_path / f"seed{s}", seed=s))) for s in (0, 1))
+    files = [str(file) for file in sorted((tmp_path / "seed1").glob("*.safetensors"))]
+    reload = engine_process.run(engines.reload, old, files, sequences)[0]
+    fresh = engine_process.run(engines.view, new, sequences)[0]
+    assert mean_difference(reload.before.given, fresh.given) > 0.1
+    assert largest_difference(reload.after.given, fresh.given) <= NATS
+    assert largest_difference(reload.after.generated, fresh.generated) <= NATS
+    # What a sync that keeps the prefix cache would give.
+    assert mean_difference(reload.stale_cache, fresh.generated) > 0.1

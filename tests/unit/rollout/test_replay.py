@@ -1,0 +1,138 @@
+"""A recorded rollout comes back bit for bit, and only where it belongs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.errors import DataError, NonFiniteError
+from megarl.rollout.replay import ReplaySource, record_path, require_records, write_record
+from megarl.rollout.source import SamplingPlan
+from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+
+PROMPT = Prompt(
+    uid="sums:7",
+    token_ids=(5, 6),
+    data_source="sums",
+    ground_truth="12",
+    extra_info={"index": 7, "note": None, "tags": ["a", "é"]},
+)
+# Neither is a short decimal: a detour over text or float64 rounding would show.
+LOGPROBS = np.asarray([np.float32(-1) / np.float32(3), np.nextafter(np.float32(-2), np.float32(0))], dtype=np.float32)
+
+
+def policy_segment() -> Segment:
+    return Segment(
+        source=SegmentSource.POLICY,
+        token_ids=np.asarray([8, 2], dtype=np.int64),
+        loss_mask=np.asarray([True, True]),
+        weight_versions=np.asarray([3, 4], dtype=np.int64),
+        rollout_logprobs=LOGPROBS,
+    )
+
+
+def environment_segment() -> Segment:
+    return Segment(
+        source=SegmentSource.ENVIRONMENT,
+        token_ids=np.asarray([9], dtype=np.int64),
+        loss_mask=np.asarray([False]),
+        weight_versions=np.asarray([-1], dtype=np.int64),
+    )
+
+
+def batch() -> RolloutBatch:
+    samples = [
+        Sample(
+            uid=PROMPT.uid,
+            sample_index=i,
+            seed=2**63 - 1 - i,
+            segments=(prompt_segment(PROMPT.token_ids), *segments),
+            finish_reason=reason,
+        )
+        for i, (segments, reason) in enumerate(
+            [((policy_segment(), environment_segment()), FinishReason.STOP), ((policy_segment(),), FinishReason.LENGTH)]
+        )
+    ]
+    return RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=tuple(samples))
+
+
+def plan(step: int) -> SamplingPlan:
+    return SamplingPlan(
+        step=step, num_samples=2, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=4, run_seed=0
+    )
+
+
+def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    write_record(record_path(tmp_path / "records", 12), batch())
+    source = ReplaySource(tmp_path / "records")
+    source.submit([PROMPT], plan(12))
+    replayed = source.collect(1, timeout_s=1.0)
+    assert replayed.prompts == batch().prompts
+    for got, expected in zip(replayed.samples, batch().samples, strict=True):
+        assert (got.uid, got.sample_index, got.seed) == (expected.uid, expected.sample_index, expected.seed)
+        assert got.finish_reason is expected.finish_reason
+        for segment, original in zip(got.segments, expected.segments, strict=True):
+            assert segment.source is original.source
+            for name in ("token_ids", "loss_mask", "weight_versions", "rollout_logprobs"):
+                value, wanted = getattr(segment, name), getattr(original, name)
+                assert (value is None) is (wanted is None)
+                if wanted is not None:
+                    assert value.dtype == wanted.dtype
+                    assert value.tobytes() == wanted.tobytes()
+
+
+def test_records_are_named_by_step(tmp_path: Path) -> None:
+    assert record_path(tmp_path, 12).name == "step_000012.parquet"
+
+
+def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+    for step in (1, 2, 4):
+        write_record(record_path(tmp_path, step), batch())
+    require_records(tmp_path, 2)
+    with pytest.raises(DataError, match=r"step_000003\.parquet does not exist; record it with rollout\.record=true"):
+        require_records(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Prompt(uid="sums:8", token_ids=PROMPT.token_ids, data_source="sums", ground_truth="12"),
+        Prompt(uid=PROMPT.uid, token_ids=(5, 7), data_source="sums", ground_truth="12"),
+    ],
+    ids=["uid", "tokens"],
+)
+def test_other_prompts_than_the_recorded_are_refused(tmp_path: Path, other: Prompt) -> None:
+    write_record(record_path(tmp_path, 1), batch())
+    source = ReplaySource(tmp_path)
+    source.submit([other], plan(1))
+    with pytest.raises(DataError, match=r"step_000001\.parquet: .* \(first differences: \['sums:7'"):
+        source.collect(1, timeout_s=1.0)
+
+
+def test_another_group_size_is_refused(tmp_path: Path) -> None:
+    write_record(record_path(tmp_path, 1), batch())
+    source = ReplaySource(tmp_path)
+    source.submit([PROMPT], replace(plan(1), num_samples=8))
+    with pytest.raises(DataError, match=r"has 2 samples of sums:7; replay with rollout\.num_samples=2"):
+        source.collect(1, timeout_s=1.0)
+
+
+def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
+    first, second = batch().samples
+    spoiled = replace(second.segments[1], rollout_logprobs=np.asarray([-1.0, np.nan], dtype=np.float32))
+    samples = (first, replace(second, segments=(second.segments[0], spoiled)))
+    write_record(record_path(tmp_path, 3), RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=samples))
+    source = ReplaySource(tmp_path)
+    source.submit([PROMPT], plan(3))
+    with pytest.raises(NonFiniteError, match="step 3: rollout log-probs of row sums:7/1 are not finite"):
+        source.collect(1, timeout_s=1.0)
+
+
+def test_loading_state_forgets_what_was_submitted(tmp_path: Path) -> None:
+    write_record(record_path(tmp_path, 2), batch())
+    source = ReplaySource(tmp_path)
+    source.submit([PROMPT], plan(1))
+    source.load_state_dict(source.state_dict())
+    source.submit([PROMPT], plan(2))
+    assert len(source.collect(1, timeout_s=1.0).samples) == 2

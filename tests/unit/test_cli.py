@@ -1,0 +1,293 @@
+"""Mistakes are told in one line with the remedy, before anything is started: exit code 2."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.cli import main
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
+from megarl.errors import (
+    ConfigError,
+    DataError,
+    MismatchError,
+    NonFiniteError,
+    RunError,
+    WeightSyncError,
+    WorkerError,
+)
+from tests.helpers.checkpoints import make_checkpoint
+
+REPOSITORY = Path(__file__).parents[2]
+TRAIN_FILE, SFT_FILE = (REPOSITORY / "configs" / "run" / f"sums-{kind}.yaml" for kind in ("rl", "sft"))
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> TaskFiles:
+    sizes = GenerateConfig(seed=0, num_sft=40, num_train=40, num_val=4)
+    return generate(TASKS.get("sums"), tmp_path_factory.mktemp("sums"), sizes)
+
+
+@pytest.fixture(scope="module")
+def complete_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In two safetensors files with an index."""
+    model = make_checkpoint(tmp_path_factory.mktemp("model"), tied=False, max_shard_size="200KB")
+    assert len(list(model.glob("*.safetensors"))) > 1
+    return model
+
+
+@pytest.fixture
+def model(complete_model: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(complete_model, tmp_path / "model"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_may_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cluster would be a failure; signal handlers are the test session's again afterwards."""
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a cluster was started")
+
+    monkeypatch.setattr("megarl.cluster.Cluster", refuse)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def error_of(model: Path, sums: TaskFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command whose other settings are right; the one line that it prints."""
+
+    def run(*overrides: str, command: str = "train", file: Path | None = None) -> str:
+        data = [f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", f"sft.train=[{sums.sft}]"]
+        settings = [f"run.dir={tmp_path}/runs", "run.name=run", f"model.path={model}", *data, *overrides]
+        with pytest.raises(SystemExit) as exit_info:
+            main([command, str(file or (TRAIN_FILE if command == "train" else SFT_FILE)), *settings])
+        output = capsys.readouterr()
+        assert exit_info.value.code == 2
+        assert output.out == ""
+        (line,) = output.err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
+
+
+def test_the_settings_are_right_but_for_the_mistake(
+    model: Path, sums: TaskFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the tests below would prove nothing: without a mistake the cluster is reached."""
+
+    class ReachedError(Exception):
+        pass
+
+    def reached(*_: object, **__: object) -> None:
+        raise ReachedError
+
+    monkeypatch.setattr("megarl.cluster.Cluster", reached)
+    data = [f"data.train=[{sums.train}]", f"data.val=[{sums.val}]", f"sft.train=[{sums.sft}]"]
+    for command, file in (("train", TRAIN_FILE), ("sft", SFT_FILE)):
+        with pytest.raises(ReachedError):
+            main([command, str(file), f"run.dir={tmp_path}/runs", f"model.path={model}", *data])
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("actor.optimiser.lr=1e-5", ["unknown key 'actor.optimiser'", "did you mean 'actor.optimizer'?"]),
+        ("actor.layout.tp=3", ["actor.layout.tp: got 3", "num_attention_heads=4", "valid values: 1, 2"]),
+        ("actor.layout.tp=1", ["sequence_parallel: got true with tp=1", "set actor.layout.sequence_parallel=false"]),
+        ("rollout.top_p=0.9", ["rollout.top_p: got 0.9", "set rollout.top_p=1.0"]),
+        ("rollout.top_k=20", ["rollout.top_k: got 20", "set rollout.top_k=-1"]),
+        ("data.train=[nowhere.parquet]", ["nowhere.parquet: no such file", "check data.train"]),
+        ("trainer.prompts_per_step=41", ["got 41", "expected 1 to 40", "lower trainer.prompts_per_step"]),
+        ("data.max_prompt_tokens=4", ["train.parquet row 0", "data.max_prompt_tokens"]),
+        ("algo.policy_loss.name=ppo", ["algo.policy_loss.name", "'ppo'", "ppo_clip"]),
+        ("use.algo=grop", ["grop.yaml", "grpo.yaml"]),
+        ("model.path=", ["model.path"]),
+        ("rollout.source=replay", ["rollout.replay_dir", "rollout.record=true"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings(error_of: Callable[..., str], override: str, parts: list[str], tmp_path: Path) -> None:
+    line = error_of(override)
+    assert [part for part in parts if part not in line] == [], line
+    # Nothing that a second try would meet.
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_record_of_a_replay(error_of: Callable[..., str], tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"step_00000{step}.parquet").touch()
+    line = error_of("rollout.source=replay", f"rollout.replay_dir={tmp_path}")
+    assert "step_000003.parquet does not exist; record it with rollout.record=true, or lower" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sft_is_checked_too(error_of: Callable[..., str], tmp_path: Path) -> None:
+    assert "sft.train: is empty" in error_of("sft.train=[]", command="sft")
+    assert "the demonstration has" in error_of("rollout.max_response_tokens=3", command="sft")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_run_file(error_of: Callable[..., str], tmp_path: Path) -> None:
+    assert "sums-rl.yaml" in error_of(file=TRAIN_FILE.with_name("sums-grpo.yaml"))
+
+
+def rows_of(sums: TaskFiles) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = pq.read_table(sums.train).to_pylist()
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_missing_column(error_of: Callable[..., str], sums: TaskFiles, tmp_path: Path) -> None:
+    rows = [{k: v for k, v in row.items() if k != "reward_model"} for row in rows_of(sums)]
+    line = error_of(f"data.train=[{write_jsonl(tmp_path / 'bad.jsonl', rows)}]")
+    assert f"{tmp_path}/bad.jsonl: column 'reward_model' is missing; there are: " in line
+
+
+def test_row_without_its_column(error_of: Callable[..., str], sums: TaskFiles, tmp_path: Path) -> None:
+    rows = rows_of(sums)
+    del rows[5]["prompt"]
+    line = error_of(f"data.val=[{write_jsonl(tmp_path / 'bad.jsonl', rows)}]")
+    assert f"{tmp_path}/bad.jsonl row 5" in line
+
+
+def test_unknown_data_source(error_of: Callable[..., str], sums: TaskFiles, tmp_path: Path) -> None:
+    rows = [{**row, "data_source": "megarl/chess"} for row in rows_of(sums)]
+    assert "megarl/chess" in error_of(f"data.train=[{write_jsonl(tmp_path / 'bad.jsonl', rows)}]")
+
+
+def test_empty_data_set(error_of: Callable[..., str], tmp_path: Path) -> None:
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    assert f"the data set is empty ({empty})" in error_of(f"data.train=[{empty}]")
+
+
+def test_config_json_missing(error_of: Callable[..., str], model: Path) -> None:
+    (model / "config.json").unlink()
+    assert f"{model}/config.json does not exist; give a Hugging Face model directory" in error_of()
+
+
+def test_safetensors_missing(error_of: Callable[..., str], model: Path) -> None:
+    for file in (*model.glob("*.safetensors"), model / "model.safetensors.index.json"):
+        file.unlink()
+    assert f"{model}/model.safetensors does not exist" in error_of()
+
+
+def test_file_of_the_index_missing(error_of: Callable[..., str], model: Path) -> None:
+    (gone := sorted(model.glob("*.safetensors"))[1]).unlink()
+    assert f"{gone} does not exist" in error_of()
+
+
+def test_tensor_missing(error_of: Callable[..., str], model: Path) -> None:
+    file = sorted(model.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    del tensors[name]
+    save_file(tensors, file)
+    assert f"missing ['{name}'] (1)" in error_of()
+
+
+def test_tensor_misshapen(error_of: Callable[..., str], model: Path) -> None:
+    file = next(f for f in model.glob("*.safetensors") if "model.norm.weight" in load_file(f))
+    save_file({**load_file(file), "model.norm.weight": torch.ones(65)}, file)
+    assert "model.norm.weight has shape (65,), config.json implies (64,)" in error_of()
+
+
+def test_file_cut_off(error_of: Callable[..., str], model: Path) -> None:
+    file = sorted(model.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:5])
+    assert f"{file}: 5 bytes, not a safetensors file; copy the model again" in error_of()
+
+
+def test_unknown_family(error_of: Callable[..., str], model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    line = error_of()
+    assert "['MambaForCausalLM'] is not supported; known: " in line
+    assert "Qwen3ForCausalLM" in line
+
+
+def test_run_name_that_exists(error_of: Callable[..., str], tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert f"{run} already holds a run; choose another run.name, or pass --overwrite" in error_of()
+    assert [file.name for file in run.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (ConfigError, 2),
+        (DataError, 2),
+        (MismatchError, 1),
+        (NonFiniteError, 1),
+        (RunError, 1),
+        (WeightSyncError, 1),
+        (WorkerError, 1),
+    ],
+)
+def test_exit_codes(
+    error: type[Exception], exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("gloo said:\n  connection closed")
+
+    monkeypatch.setattr("megarl.runs.train", fail)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", str(TRAIN_FILE)])
+    assert exit_info.value.code == exit_code
+    assert capsys.readouterr().err == "error: gloo said: connection closed\n"
+
+
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_decides_the_exit_code(signum: int, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where Ray turns the SystemExit of a handler into one of its own, with code 1."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signum)
+        except SystemExit:
+            raise SystemExit(1) from None
+
+    monkeypatch.setattr("megarl.runs.train", interrupted)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", str(TRAIN_FILE)])
+    assert exit_info.value.code == exit_code
+    assert signal.getsignal(signum) is signal.SIG_IGN
+
+
+def test_report_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["report", str(tmp_path / "nowhere")])
+    assert exit_info.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "nowhere" in line
+
+
+def test_console_script(tmp_path: Path) -> None:
+    megarl = Path(sys.executable).with_name("megarl")
+    done = subprocess.run(
+        [megarl, "train", TRAIN_FILE, "trainer.total_step=4"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown key 'trainer.total_step'; did you mean 'trainer.total_steps'?")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

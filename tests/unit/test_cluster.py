@@ -1,0 +1,221 @@
+"""Calls to groups of remote processes: order, merging, and which failure is reported. Ray is real, the work is not."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from megarl.algos.sft import SftAlgorithm
+from megarl.cluster import RAY_ENVIRONMENT, EngineGroup, Process, WorkerGroup, put_rows, wait_all
+from megarl.errors import NonFiniteError, WorkerError
+from megarl.janitor import Janitor
+from megarl.parallel.messages import RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.parallel.platform import apply_environment
+from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.types import AlgoState, Denominators, FinishReason, Row
+
+NUM_PROCESSES = 4
+
+
+class Worker:
+    """Stands in for a rank or an engine: does as it is told, slowly if asked to."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method)(*args, **kwargs)
+
+    def answer(self, after_s: float) -> int:
+        time.sleep(after_s)
+        return self.index
+
+    def fail(self, error: Exception, after_s: float) -> None:
+        time.sleep(after_s)
+        raise error
+
+    def die(self, after_s: float) -> None:
+        time.sleep(after_s)
+        os._exit(1)
+
+    # --- as a rank
+
+    def call_with_rows(self, method: str, shards: Any, micro_batches: Any, **kwargs: Any) -> Any:
+        return getattr(self, method)(shards.fetch(micro_batches), micro_batches, **kwargs)
+
+    def score(self, rows: dict[int, Row], micro_batches: Any, **_: Any) -> RowScores | None:
+        """[replica, first token] for every row, from the first rank of each replica."""
+        values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
+        return RowScores(logprobs=values, entropy=values) if self.index % 2 == 0 else None
+
+    def update(self, rows: dict[int, Row], micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
+        scores = self.score(rows, micro_batches)
+        return None if scores is None else UpdateResult(metrics={"lr": request.lr}, logprobs=scores.logprobs)
+
+    def store_weights(self, files: Sequence[str], *, with_checksums: bool) -> StoreResult:
+        sums = {"w": 2**63 + self.index} if with_checksums else {}
+        return StoreResult(num_elements={"w": 10, f"w{self.index}": 1}, checksums=sums)
+
+    # --- as an engine
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        time.sleep(0.1 * (2 - self.index % 3))
+        return [
+            Completion(
+                token_ids=np.asarray([request.seed, self.index]),
+                logprobs=np.zeros(2, np.float32),
+                finish_reason=FinishReason.STOP,
+                weight_version=0,
+            )
+            for request in requests
+        ]
+
+    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> dict[str, int]:
+        return {files[0]: version + self.index}
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    janitor = Janitor()
+    apply_environment()
+    os.environ.update(RAY_ENVIRONMENT)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=NUM_PROCESSES,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(janitor.scope.temp_dir),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        janitor.close()
+
+
+@pytest.fixture(scope="module")
+def processes(ray_session: None) -> list[Process]:
+    return [start(index) for index in range(NUM_PROCESSES)]
+
+
+def start(index: int) -> Process:
+    return Process(f"trainer rank {index}", ray.remote(Worker).options(num_cpus=0.5).remote(index))
+
+
+def calls(processes: Sequence[Process], *requests: tuple[Any, ...]) -> list[tuple[Process, Any]]:
+    return [(p, p.actor.call.remote(*r)) for p, r in zip(processes, requests, strict=False)]
+
+
+def test_answers_come_in_the_order_of_the_calls(processes: list[Process]) -> None:
+    pending = calls(processes, ("answer", 0.4), ("answer", 0.0), ("answer", 0.2))
+    assert wait_all(pending, timeout_s=30.0, doing="waiting") == [0, 1, 2]
+
+
+def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
+    pending = calls(processes, ("answer", 0.0), ("answer", 2.0), ("answer", 0.0))
+    with pytest.raises(WorkerError, match="waiting: no answer from trainer rank 1 within 0 s"):
+        wait_all(pending, timeout_s=0.5, doing="waiting")
+
+
+def test_a_dead_process_is_the_cause_and_not_its_peers_errors(processes: list[Process]) -> None:
+    """As with a rank: its peers' collectives fail first, with what sounds like a network problem."""
+    doomed = start(7)
+    ray.get(doomed.actor.call.remote("answer", 0.0))
+    pending = calls([processes[0], doomed], ("fail", RuntimeError("Connection closed by peer"), 0.0), ("die", 0.3))
+    with pytest.raises(WorkerError, match="updating: trainer rank 7 died; see RUN/logs"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+
+
+def test_megarls_own_error_is_raised_as_it_is(processes: list[Process]) -> None:
+    pending = calls(
+        processes, ("fail", RuntimeError("gloo"), 0.0), ("fail", NonFiniteError("step 3: loss is nan"), 0.2)
+    )
+    with pytest.raises(NonFiniteError, match=r"^step 3: loss is nan$"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+
+
+def test_other_errors_name_the_process(processes: list[Process]) -> None:
+    pending = calls(processes, ("answer", 0.0), ("fail", KeyError("lm_head"), 0.0))
+    with pytest.raises(WorkerError, match="loading: trainer rank 1 failed with KeyError: 'lm_head'; see RUN/logs"):
+        wait_all(pending, timeout_s=30.0, doing="loading")
+
+
+def rows(count: int) -> list[Row]:
+    """Row i holds token i."""
+    return [
+        Row(uid=f"u{i}", sample_index=0, token_ids=np.asarray([i, 1]), num_prompt_tokens=1, loss_mask=np.ones(1, bool))
+        for i in range(count)
+    ]
+
+
+def test_only_the_shards_of_the_wanted_rows_are_fetched(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = put_rows(rows(130))
+    assert len(shards.refs) == 3
+    fetched: list[Any] = []
+    get = ray.get
+
+    def recording_get(refs: list[Any]) -> Any:
+        fetched.extend(refs)
+        return get(refs)
+
+    monkeypatch.setattr(ray, "get", recording_get)
+    got = shards.fetch([[129, 3], [128]])
+    assert {i: int(row.token_ids[0]) for i, row in got.items()} == {3: 3, 128: 128, 129: 129}
+    assert fetched == [shards.refs[0], shards.refs[2]]
+
+
+PLAN = [[[4, 0], [2]], [[1], [3]]]
+# Which replica has which row, and the row's own token: what `Worker.score` answers.
+SCORES = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
+
+
+def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> None:
+    """Four ranks: two replicas of two tensor-parallel neighbours."""
+    group = WorkerGroup(processes, tp=2, timeout_s=30.0)
+    assert group.dp == 2
+    scored = group.score("actor", rows(5), PLAN, temperature=1.0, step=1)
+    assert [s.tolist() for s in scored] == [SCORES[i] for i in range(5)]
+
+
+def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> None:
+    request = UpdateRequest(
+        step=1,
+        algorithm=SftAlgorithm(),
+        state=AlgoState(),
+        denominators=Denominators(loss=1.0, tokens=1.0),
+        temperature=1.0,
+        lr=0.25,
+    )
+    result = WorkerGroup(processes, tp=2, timeout_s=30.0).update(rows(5), PLAN, request)
+    assert result.metrics == {"lr": 0.25}
+    assert {i: v.tolist() for i, v in result.logprobs.items()} == SCORES
+
+
+def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None:
+    stored = WorkerGroup(processes, tp=2, timeout_s=30.0).store_weights([Path("f")], with_checksums=True)
+    assert stored.num_elements == {"w": 40, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
+    # 4 · 2⁶³ is 0 modulo 2⁶⁴.
+    assert stored.checksums == {"w": 0 + 1 + 2 + 3}
+
+
+def test_requests_are_dealt_out_and_collected_in_their_order(processes: list[Process]) -> None:
+    group = EngineGroup(processes[:3], timeout_s=30.0)
+    requests = [
+        GenerationRequest(token_ids=(1,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2)
+        for seed in range(7)
+    ]
+    completions = group.collect(group.submit(requests), timeout_s=30.0)
+    assert [c.token_ids.tolist() for c in completions] == [[seed, seed % 3] for seed in range(7)]
+    assert group.collect(group.submit(requests[:1]), timeout_s=30.0)[0].token_ids.tolist() == [0, 0]
+
+
+def test_every_engine_loads_the_same_files(processes: list[Process]) -> None:
+    loaded = EngineGroup(processes[:3], timeout_s=30.0).load_weights([Path("f")], version=5, with_checksums=True)
+    assert loaded == [{"f": 5}, {"f": 6}, {"f": 7}]
