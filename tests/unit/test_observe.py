@@ -31,7 +31,7 @@ def test_the_resolved_configuration_and_versions_are_kept(tmp_path: Path) -> Non
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     root = finished_run(tmp_path)
-    with pytest.raises(ConfigError, match="already holds a run; choose another run.name, or pass --overwrite"):
+    with pytest.raises(ConfigError, match=r"already holds a run; choose another run\.name, or pass --overwrite"):
         RunRecorder(config(tmp_path))
     (root / "old").write_text("x")
     RunRecorder(config(tmp_path), overwrite=True)
