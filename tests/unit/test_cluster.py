@@ -119,9 +119,10 @@ def test_answers_come_in_the_order_of_the_calls(processes: list[Process]) -> Non
 
 
 def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
-    pending = calls(processes, ("answer", 0.0), ("answer", 2.0), ("answer", 0.0))
+    pending = calls(processes, ("answer", 0.0), ("answer", 3.0), ("answer", 0.0))
+    ray.get([pending[0][1], pending[2][1]])
     with pytest.raises(WorkerError, match="waiting: no answer from trainer rank 1 within 0 s"):
-        wait_all(pending, timeout_s=0.5, doing="waiting")
+        wait_all(pending, timeout_s=0.2, doing="waiting")
 
 
 def test_a_dead_process_is_the_cause_and_not_its_peers_errors(processes: list[Process]) -> None:
