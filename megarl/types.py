@@ -13,7 +13,7 @@ never by position. `loss_mask` marks the tokens that the policy chose.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -315,6 +315,16 @@ class PolicyOutputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOutputs:
+    """What a critic says of a `RowBatch`: float32 values [B, T], 0 outside the loss mask."""
+
+    values: torch.Tensor
+
+
+ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
     """[B, T] advantages, 0 outside the loss mask, and what to log about them."""
 
@@ -350,7 +360,21 @@ class AlgoState:
     kl_coef: float = 0.0
 
 
-class Algorithm(Protocol):
+OutputsT = TypeVar("OutputsT", contravariant=True)
+
+
+class Objective(Protocol[OutputsT]):
+    """What a worker differentiates: a picklable, stateless loss of a model's outputs."""
+
+    @property
+    def entropy_needs_grad(self) -> bool:
+        """Whether the loss differentiates the entropy."""
+
+    def loss(self, rows: RowBatch, out: OutputsT, state: AlgoState) -> LossSums:
+        """Local sums over a micro-batch."""
+
+
+class Algorithm(Objective[PolicyOutputs], Protocol):
     """The seam between the trainer and what it optimises. Implementations are picklable and stateless."""
 
     def requires(self) -> frozenset[Score]:
@@ -364,13 +388,6 @@ class Algorithm(Protocol):
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Global counts of an optimizer mini-batch, known before its first backward."""
-
-    @property
-    def entropy_needs_grad(self) -> bool:
-        """Whether the loss differentiates the entropy."""
-
-    def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
-        """Local sums over a micro-batch."""
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         """State for the next step, from this step's reduced metrics."""

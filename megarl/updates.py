@@ -35,7 +35,7 @@ class PolicyUpdater:
         """One optimizer step on these rows; its log-probs are those before the step, in row order."""
         request = UpdateRequest(
             step=step,
-            algorithm=self._algorithm,
+            objective=self._algorithm,
             state=state,
             denominators=self._algorithm.denominators(rows),
             temperature=self._temperature,
@@ -43,7 +43,14 @@ class PolicyUpdater:
         )
         self.num_optimizer_steps += 1
         result = self._workers.update(rows, self._plan(rows), request)
-        return replace(result, logprobs={i: result.logprobs[i] for i in range(len(rows))})
+        return replace(result, before={i: result.before[i] for i in range(len(rows))})
 
     def _plan(self, rows: Sequence[Row]) -> list[list[list[int]]]:
-        return plan_micro_batches([row.num_tokens for row in rows], self._workers.dp, self._actor.micro_batch_tokens)
+        layout = self._actor.layout
+        return plan_micro_batches(
+            [row.num_tokens for row in rows],
+            layout.dp,
+            self._actor.micro_batch_tokens,
+            # Interleaved pipelines take micro-batches in groups of pp.
+            multiple=layout.pp if layout.virtual_pp > 1 else 1,
+        )

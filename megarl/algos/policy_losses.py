@@ -67,3 +67,25 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
             "actor/ppo_kl": -log_ratio.detach(),
         },
     )
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Group sequence policy optimisation (arXiv:2507.18071): one ratio per row, the same on all its tokens.
+
+    s = exp(Σ m·(logprobs − old_logprobs) / Σ m) over the row; l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
+    It belongs to the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4; `dual_clip` is not part of it.
+    """
+    mask = x.loss_mask.to(x.logprobs.dtype)
+    log_ratio = torch.where(x.loss_mask, x.logprobs - x.old_logprobs.detach(), 0.0)
+    row_log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(x.logprobs)
+    unclipped = -x.advantages * ratio
+    clipped = -x.advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return PolicyLossTerms(
+        loss=torch.maximum(unclipped, clipped),
+        diagnostics={
+            "actor/pg_clipfrac": (clipped > unclipped).to(ratio.dtype),
+            "actor/ppo_kl": -log_ratio.detach(),
+        },
+    )

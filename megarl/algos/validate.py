@@ -1,11 +1,16 @@
 """Checks that an algorithm's choices exist and agree; `megarl.config` checks types and ranges."""
 
+import warnings
+
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, LOSS_REFUSALS
 from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.config.schema import AlgoConfig, KLConfig
 from megarl.errors import ConfigError
+
+# A clip range beyond this is a PPO value, not a GSPO one.
+GSPO_LARGE_CLIP = 0.01
 
 
 def check_algo_config(cfg: AlgoConfig) -> None:
@@ -15,10 +20,27 @@ def check_algo_config(cfg: AlgoConfig) -> None:
     AGGREGATIONS.get(cfg.aggregation)
     KL_CONTROLLERS.get(cfg.kl.controller)
     _check_kl_estimator(cfg.kl)
+    _check_gspo(cfg)
     if cfg.kl.where != "none" and cfg.kl.controller == "adaptive" and cfg.kl.coef == 0:
         raise ConfigError(
             "algo.kl.coef: got 0 with algo.kl.controller=adaptive, which scales the coefficient and so never "
             "leaves 0; set algo.kl.coef > 0, or algo.kl.where=none"
+        )
+
+
+def _check_gspo(cfg: AlgoConfig) -> None:
+    if cfg.policy_loss.name != "gspo":
+        return
+    if cfg.aggregation != "seq-mean-token-mean":
+        raise ConfigError(
+            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name=gspo, whose ratio is one per row; "
+            f"set algo.aggregation=seq-mean-token-mean"
+        )
+    if cfg.policy_loss.clip_high > GSPO_LARGE_CLIP:
+        warnings.warn(
+            f"algo.policy_loss.clip_high={cfg.policy_loss.clip_high} hardly ever clips under gspo, whose ratio is a "
+            f"mean over the row; the paper uses 3e-4 and 4e-4",
+            stacklevel=2,
         )
 
 

@@ -67,8 +67,8 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
         num_bins = min(num_bins + max(1, num_bins // 50), len(lengths))
 
 
-def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int) -> list[Bins]:
-    """For each of `dp` ranks its micro-batches, the same number on every rank.
+def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1) -> list[Bins]:
+    """For each of `dp` ranks its micro-batches, the same number on every rank, a `multiple` (interleaved pipelines).
 
     Ranks get row counts that differ by at most one. A micro-batch is empty only if there are fewer rows than
     `dp` × the number of micro-batches, which takes a row count that `dp` does not divide.
@@ -79,13 +79,13 @@ def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int) -> list
             f"raise trainer.prompts_per_step or lower actor.layout.dp"
         )
     for_rank = balance(lengths, dp, equal_size=True)
-    num_bins = 1
+    num_bins = multiple
     while True:
         plan = [_rank_micro_batches(lengths, indices, max_tokens, num_bins) for indices in for_rank]
         counts = {len(bins) for bins in plan}
-        if len(counts) == 1:
+        if len(counts) == 1 and max(counts) % multiple == 0:
             return plan
-        num_bins = max(counts)
+        num_bins = -(-max(counts) // multiple) * multiple
 
 
 def _rank_micro_batches(lengths: Sequence[int], indices: list[int], max_tokens: int, min_bins: int) -> Bins:

@@ -18,28 +18,44 @@ class Layout:
     config: LayoutConfig
     rank: int
     tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    # Ranks that hold the same parameter shards: data and context parallel.
+    replica_group: dist.ProcessGroup
 
     @property
     def tp_rank(self) -> int:
         return self.tp_group.rank()
 
     @property
+    def is_last_stage(self) -> bool:
+        return self.pp_group.rank() == self.config.pp - 1
+
+    @property
     def dp_rank(self) -> int:
         return self.dp_group.rank()
+
+    def is_first_chunk(self, vp_stage: int | None) -> bool:
+        """Whether a model chunk of this rank holds the embedding."""
+        return self.pp_group.rank() == 0 and vp_stage in (None, 0)
+
+    def is_last_chunk(self, vp_stage: int | None) -> bool:
+        """Whether a model chunk of this rank holds the output head."""
+        return self.is_last_stage and vp_stage in (None, self.config.virtual_pp - 1)
 
     @property
     def reports(self) -> bool:
         """Whether this rank speaks for its data-parallel replica."""
-        return self.tp_rank == 0
+        return self.tp_rank == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 
     @property
     def shard_position(self) -> ShardPosition:
         return ShardPosition(
             tp_rank=self.tp_rank,
             tp_size=self.config.tp,
-            replica=self.dp_rank,
-            num_replicas=self.config.dp,
+            replica=self.replica_group.rank(),
+            num_replicas=self.replica_group.size(),
         )
 
 
@@ -53,13 +69,20 @@ def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, time
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tp, distributed_timeout_minutes=timeout_s / 60
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.virtual_pp if config.virtual_pp > 1 else None,
+        context_parallel_size=config.cp,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     return Layout(
         config=config,
         rank=rank,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
 
 

@@ -53,6 +53,7 @@ def vocab_parallel_logprobs(
     temperature: torch.Tensor | float = 1.0,
     chunk_tokens: int = 1024,
     entropy_needs_grad: bool = False,
+    fp32_logits: bool = False,
 ) -> TokenLogprobs:
     """Log-probs of `labels` and entropies from hidden states and this rank's rows of the output weight.
 
@@ -63,10 +64,13 @@ def vocab_parallel_logprobs(
         labels: [N] int64 ids in the true vocabulary.
         temperature: a float, or [N] per-row temperatures, > 0.
         chunk_tokens: rows of logits held at a time.
+        fp32_logits: multiply in float32 (a float32 copy of the weight shard lives during each pass).
     """
     if hidden.shape[0] != labels.shape[0]:
         raise ValueError(f"hidden has {hidden.shape[0]} rows, labels {labels.shape[0]}; they must agree")
     inverse_temperature = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).reciprocal()
+    if fp32_logits:
+        hidden, weight = hidden.float(), weight.float()
     logprobs, entropy = _LinearLogprobs.apply(
         hidden,
         weight,

@@ -2,30 +2,64 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from enum import StrEnum
+from typing import Any
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.types import Algorithm, AlgoState, Denominators, FloatArray
+from megarl.types import AlgoState, Denominators, FloatArray, Objective
 
-Role: TypeAlias = Literal["actor", "reference"]
+
+class Role(StrEnum):
+    """What a model is for."""
+
+    ACTOR = "actor"
+    REFERENCE = "reference"
+    CRITIC = "critic"
+
+
+class Head(StrEnum):
+    """What a model's last layer answers per token: log-probs over the vocabulary, or one value."""
+
+    LM = "lm"
+    SCALAR = "scalar"
+
+
+class Part(StrEnum):
+    """What of a role's memory moves between device and host on its own."""
+
+    PARAMS = "params"
+    GRADS = "grads"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """A model of the run. One without `trainable` gets neither gradient buffers nor an optimizer."""
+
+    role: Role
+    model: ModelConfig
+    settings: ActorConfig
+    head: Head = Head.LM
+    trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The models of a run: the actor with its optimizer, and a frozen reference if the algorithm reads one."""
+    """The models that a group of ranks hosts, all under one layout."""
 
-    model: ModelConfig
-    actor: ActorConfig
-    with_reference: bool
+    roles: tuple[RoleSpec, ...]
     seed: int
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """Per-token float32 results of some rows: index in the batch → [R] arrays, 0 outside the loss mask."""
+    """Per-token float32 results of some rows, 0 outside the loss mask.
 
-    logprobs: Mapping[int, FloatArray]
-    entropy: Mapping[int, FloatArray]
+    scores: `logprobs` and `entropy`, or `values` for a scalar head → index in the batch → [R].
+    """
+
+    scores: Mapping[str, Mapping[int, FloatArray]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +83,11 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
-    """One optimizer step."""
+    """One optimizer step of one role."""
 
+    role: Role = Role.ACTOR
     step: int
-    algorithm: Algorithm
+    objective: Objective[Any]
     state: AlgoState
     denominators: Denominators
     temperature: float
@@ -61,7 +96,8 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """Metrics of the whole mini-batch, and the log-probs that its rows had before the step, by index."""
+    """Metrics of the whole mini-batch, and what the role said of its rows before the step, by index: log-probs of
+    a policy, values of a critic."""
 
     metrics: Mapping[str, float]
-    logprobs: Mapping[int, FloatArray]
+    before: Mapping[int, FloatArray]

@@ -1,7 +1,9 @@
-"""Actor and reference as Megatron GPT models that return log-probs instead of logits."""
+"""Actor, reference and critic as Megatron GPT models that return log-probs or values instead of logits."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,17 +11,26 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.schema import ModelConfig
+from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.layout import Layout
 from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
+from megarl.parallel.messages import Head
 from megarl.parallel.packing import Pack
 from megarl.parallel.platform import platform
-from megarl.parallel.weights.families import ModelSpec
+from megarl.parallel.weights.families import VALUE_HEAD, ModelSpec
 from megarl.parallel.weights.slices import Slice, load_slices, shard_slices
 from megarl.safetensors_map import dtype_of, map_model, model_files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValues:
+    """[N] float32 values of the kept labels."""
+
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +39,40 @@ class HeadRequest:
 
     temperature: float
     chunk_tokens: int
+    fp32_logits: bool = False
     entropy_needs_grad: bool = False
 
 
-class PolicyModel(GPTModel):
-    """A `GPTModel` whose output is log-probs and entropies of a pack's kept labels.
+class PackedModel(GPTModel):
+    """A `GPTModel` over packs of rows, without an output of its own: heads are subclasses.
 
-    Rows outside the loss mask are dropped before the head, so prompt tokens never meet the vocabulary.
+    Positions outside the loss mask are dropped before the head, so prompt tokens never meet it.
     """
 
-    def __init__(self, *, spec: ModelSpec, layout: Layout, config: TransformerConfig, vocab_multiple: int) -> None:
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        layout: Layout,
+        config: TransformerConfig,
+        vocab_multiple: int,
+        vp_stage: int | None,
+    ) -> None:
         padded_vocab = _round_up(spec.dims.vocab, vocab_multiple * layout.config.tp)
         super().__init__(
             config=config,
-            transformer_layer_spec=platform().block_spec(config),
+            transformer_layer_spec=platform().block_spec(config, vp_stage),
             vocab_size=padded_vocab,
             max_sequence_length=spec.max_positions,
-            share_embeddings_and_output_weights=spec.dims.tied,
+            pre_process=layout.is_first_chunk(vp_stage),
+            post_process=layout.is_last_chunk(vp_stage),
+            # A scalar head leaves nothing to share.
+            share_embeddings_and_output_weights=spec.dims.tied and isinstance(self, PolicyModel),
             position_embedding_type="rope",
             rotary_base=spec.rope_theta,
+            vp_stage=vp_stage,
         )
+        self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
         self.spec, self.layout = spec, layout
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
@@ -63,13 +88,38 @@ class PolicyModel(GPTModel):
             packed_seq_params=pack.packed_seq_params,
         )
 
+    def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
+        """[N] values of this rank's labels → complete rows [B, R], the same on every context-parallel rank.
+
+        The gradient of a value is that of its place in the rows: each rank differentiates its own labels.
+        """
+        rows = pack.scatter(values)
+        group = self.layout.cp_group
+        return reduce_from_tensor_model_parallel_region(rows, group=group) if group.size() > 1 else rows
+
+    def named_shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This chunk's parameters under names with global layer numbers."""
+        layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(self.decoder.layers)}
+        for name, parameter in self.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = layers[parts[2]]
+            yield ".".join(parts), parameter.data
+
+
+class PolicyModel(PackedModel):
+    """Answers log-probs and entropies of a pack's kept labels."""
+
     @property
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output embedding, vocabulary padding included."""
         return self.shared_embedding_or_output_weight() if self.spec.dims.tied else self.output_layer.weight
 
-    def forward(self, pack: Pack, request: HeadRequest) -> TokenLogprobs:
+    def forward(self, pack: Pack, request: HeadRequest) -> TokenLogprobs | torch.Tensor:
+        """Log-probs on the last pipeline stage, hidden states for the next stage on the others."""
         hidden = self.hidden_states(pack)
+        if not self.post_process:
+            return hidden
         group = self.layout.tp_group
         if self.config.sequence_parallel:
             kept = gather_from_sequence_parallel_region(hidden, group=group)[pack.positions, 0]
@@ -83,31 +133,81 @@ class PolicyModel(GPTModel):
             temperature=request.temperature,
             chunk_tokens=request.chunk_tokens,
             entropy_needs_grad=request.entropy_needs_grad,
+            fp32_logits=request.fp32_logits,
         )
 
-    def slices(self) -> Iterator[Slice]:
-        """This rank's parts of the Hugging Face tensors, as views of the live parameters."""
-        parameters = ((name, parameter.data) for name, parameter in self.named_parameters())
-        return shard_slices(parameters, self.spec, self.layout.shard_position)
+
+class ScalarHead(torch.nn.Module):
+    """v = w·h in float32. One output cannot be split over ranks: every tensor-parallel rank holds all of w."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] → [N]."""
+        return (hidden.float() @ self.weight.float().t())[:, 0]
 
 
-def build_model(spec: ModelSpec, model: ModelConfig, layout: Layout) -> PolicyModel:
-    """Build the model for this rank and load its shard straight from the safetensors files."""
-    config = transformer_config(spec, dtype_of(model.dtype), layout)
-    policy = PolicyModel(spec=spec, layout=layout, config=config, vocab_multiple=model.vocab_multiple)
-    policy.to(platform().device())
-    with torch.no_grad():
-        # Vocabulary padding has no source; it must not hold random weights.
-        policy.embedding.word_embeddings.weight.zero_()
-        if not spec.dims.tied:
-            policy.output_layer.weight.zero_()
-    load_slices(policy.slices(), map_model(model_files(spec.path)))
-    return policy
+class ValueModel(PackedModel):
+    """Answers one value per kept label: the state before that token was chosen."""
+
+    def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(config=config, **arguments)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ScalarHead(config)
+
+    def forward(self, pack: Pack, request: HeadRequest) -> TokenValues | torch.Tensor:
+        """Values on the last pipeline stage, hidden states for the next stage on the others."""
+        hidden = self.hidden_states(pack)
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            # Every rank computes the same values from all positions: gradients must not be summed over ranks.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.layout.tp_group
+            )
+        return TokenValues(values=self.value_head(hidden[pack.positions, 0]))
 
 
-def transformer_config(spec: ModelSpec, dtype: torch.dtype, layout: Layout) -> TransformerConfig:
+HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: ValueModel}
+
+
+def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
+    """This rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
+    spec, position = chunks[0].spec, chunks[0].layout.shard_position
+    return shard_slices(itertools.chain.from_iterable(c.named_shards() for c in chunks), spec, position)
+
+
+def build_model(
+    spec: ModelSpec, model: ModelConfig, actor: ActorConfig, layout: Layout, head: Head = Head.LM
+) -> list[PackedModel]:
+    """Build this rank's model chunks (one, unless virtual pipelining) and load them from the safetensors files."""
+    config = transformer_config(spec, dtype_of(model.dtype), actor, layout)
+    virtual = layout.config.virtual_pp
+    chunks = [
+        HEADS[head](spec=spec, layout=layout, config=config, vocab_multiple=model.vocab_multiple, vp_stage=stage)
+        for stage in (range(virtual) if virtual > 1 else (None,))
+    ]
+    for chunk in chunks:
+        chunk.to(platform().device())
+        _zero_vocabulary_padding(chunk)
+    load_slices(model_slices(chunks), map_model(model_files(spec.path)), optional=(VALUE_HEAD,))
+    return chunks
+
+
+@torch.no_grad()
+def _zero_vocabulary_padding(chunk: PackedModel) -> None:
+    """Vocabulary padding has no source; it must not hold random weights."""
+    for name, parameter in chunk.named_parameters():
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            parameter.zero_()
+
+
+def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout) -> TransformerConfig:
     """Megatron's configuration of a model under a layout."""
-    dims, family = spec.dims, spec.family
+    dims, family, parallel = spec.dims, spec.family, layout.config
     return TransformerConfig(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,
@@ -124,8 +224,19 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, layout: Layout) -> T
         qk_layernorm=family.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=layout.config.tp,
-        sequence_parallel=layout.config.sequence_parallel,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pp if parallel.virtual_pp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        context_parallel_size=parallel.cp,
+        # Packs differ in length, so stages tell each other the shape of what they send.
+        variable_seq_lengths=parallel.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        overlap_p2p_comm=parallel.overlap_p2p,
+        batch_p2p_comm=not parallel.overlap_p2p,
+        **_RECOMPUTE[actor.recompute],
+        sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -133,6 +244,13 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, layout: Layout) -> T
         calculate_per_token_loss=True,
         **platform().config_overrides(),
     )
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def _round_up(value: int, multiple: int) -> int:

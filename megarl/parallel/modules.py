@@ -1,15 +1,21 @@
 """Layers that Megatron's local spec lacks: a sequence-parallel-aware RMSNorm and packed causal attention."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.parallel.packing import zigzag_indices
 
 
 class RMSNorm(torch.nn.Module):
@@ -36,14 +42,21 @@ class PackedAttention(torch.nn.Module):
 
     query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; `packed_seq_params.cu_seqlens_q` bounds the
     sequences. Neighbours of equal length share one kernel call, so packs ordered by length need few calls and
-    no padding is computed. Context parallelism is not covered.
+    no padding is computed. Under context parallelism keys and values are gathered over the group and each rank
+    answers its own (zigzag) queries.
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale
+        assert pg_collection is not None
+        self.softmax_scale, self.cp_group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -58,22 +71,49 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "PackedAttention needs packed sequences"
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        cp = self.cp_group.size()
+        if cp > 1:
+            key, value = (self._gather(x, lengths) for x in (key, value))
         outputs, start = [], 0
         for length, run in itertools.groupby(lengths):
             count = len(list(run))
             stop = start + count * length
-            q, k, v = (
-                x[start:stop].view(count, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
-            )
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outputs.append(out.transpose(1, 2).reshape(stop - start, -1))
+            out = self._attend(query[start // cp : stop // cp], key[start:stop], value[start:stop], count)
+            outputs.append(out.transpose(1, 2).reshape((stop - start) // cp, -1))
             start = stop
         return torch.cat(outputs)
 
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:
+        """Attention of `count` equally long sequences: [count, heads, local length, d]."""
+        q, k, v = (
+            x.view(count, x.shape[0] // count, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
+        )
+        whole = q.shape[2] == k.shape[2]
+        mask = None if whole else self._zigzag_mask(k.shape[2], query.device)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=whole,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
 
-def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    def _zigzag_mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """[local, length] bool: which keys this rank's queries of one sequence may see."""
+        own = torch.from_numpy(zigzag_indices([length], self.cp_group.size(), self.cp_group.rank())).to(device)
+        return own[:, None] >= torch.arange(length, device=device)
+
+    def _gather(self, local: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All ranks' keys or values in the order of the pack; its gradient is summed over ranks."""
+        cp = self.cp_group.size()
+        parts = gather_from_sequence_parallel_region(local, group=self.cp_group)
+        order = np.concatenate([zigzag_indices(lengths, cp, rank) for rank in range(cp)])
+        return parts[torch.from_numpy(np.argsort(order)).to(local.device)]
+
+
+def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's local layers with our norm and attention, for the layers of this pipeline stage."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     spec.submodules.input_layernorm = RMSNorm
@@ -83,5 +123,5 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         assert attention.q_layernorm is not IdentityOp
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

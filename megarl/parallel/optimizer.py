@@ -1,5 +1,6 @@
 """Megatron's DDP and (distributed) AdamW around a policy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,22 +16,22 @@ from megarl.config.schema import OptimizerConfig
 from megarl.parallel.model import PolicyModel
 
 
-def wrap_ddp(policy: PolicyModel, config: OptimizerConfig) -> DistributedDataParallel:
-    """Data-parallel wrapper: gradients are summed, not averaged, over ranks, in float32."""
+def wrap_ddp(chunks: Sequence[PolicyModel], config: OptimizerConfig) -> list[DistributedDataParallel]:
+    """Data-parallel wrappers of a rank's model chunks: gradients are summed, not averaged, in float32."""
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed)
-    ddp = DistributedDataParallel(policy.config, ddp_config, policy)
+    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
 
     def finalize(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
         # The loss is already divided by global denominators: no second division by tokens.
         finalize_model_grads(models, None, **kwargs)
 
-    policy.config.finalize_model_grads_func = finalize
-    return ddp
+    chunks[0].config.finalize_model_grads_func = finalize
+    return wrapped
 
 
-def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
-    """AdamW over the wrapped policy; norms and biases are not decayed. bfloat16 parameters have float32 main ones."""
-    dtype = ddp.module.config.params_dtype
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
+    """AdamW over the wrapped chunks; norms and biases are not decayed. bfloat16 parameters have float32 main ones."""
+    dtype = chunks[0].module.config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -45,7 +46,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
             bf16=dtype is torch.bfloat16,
             use_distributed_optimizer=config.distributed,
         ),
-        [ddp],
+        list(chunks),
     )
     for group in optimizer.param_groups:
         # Megatron leaves this to its own scheduler, which we do not use.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -17,11 +18,30 @@ from megarl.types import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
-    """A micro-batch as the model reads it. T = packed tokens, N = tokens under the loss mask.
+class PackAlignment:
+    """What a layout asks of a pack: `tp` > 1 under sequence parallelism, and this rank's context-parallel place."""
 
-    positions: [N] where in the pack each kept label is predicted; labels: [N]; row_index, column_index: [N] its
-    place in the [B, R] batch of `rows` (in the order given).
+    tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence splits into 2·cp chunks, of which a rank takes one early and one late: equal work."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        return self.sequence_multiple * self.tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """A micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
+
+    cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
+    rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]
+    batch of `rows` (in the order given).
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -40,6 +60,8 @@ class Pack:
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,
+            cu_seqlens_q_padded=self.cu_seqlens,
+            cu_seqlens_kv_padded=self.cu_seqlens,
             max_seqlen_q=self.max_length,
             max_seqlen_kv=self.max_length,
         )
@@ -50,36 +72,61 @@ class Pack:
         return out.index_put((self.row_index, self.column_index), values)
 
 
-def pack_rows(rows: Sequence[Row], *, multiple: int, device: torch.device) -> Pack:
-    """Pack rows; the total is padded to `multiple` tokens (the tensor-parallel size under sequence parallelism)."""
+def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray[np.int64]:
+    """Positions of a pack that one context-parallel rank holds: chunks r and 2·cp − 1 − r of every sequence."""
+    parts, offset = [], 0
+    for length in lengths:
+        chunk = length // (2 * cp)
+        for k in (cp_rank, 2 * cp - 1 - cp_rank):
+            parts.append(np.arange(offset + k * chunk, offset + (k + 1) * chunk))
+        offset += length
+    return np.concatenate(parts)
+
+
+def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.device) -> Pack:
+    """Pack rows. Under context parallelism each is padded to 2·cp tokens; a filler sequence ends the pack where
+    tensor parallelism needs a multiple."""
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
-    lengths = [rows[i].num_tokens for i in order]
-    filler = -sum(lengths) % multiple
+    lengths = [_round_up(rows[i].num_tokens, alignment.sequence_multiple) for i in order]
+    filler = -sum(lengths) % alignment.total_multiple
     if filler:
         lengths.append(filler)
     offsets = [0, *itertools.accumulate(lengths)]
 
-    tokens = np.concatenate([*(rows[i].token_ids for i in order), np.zeros(filler, np.int64)])
+    tokens = np.zeros(offsets[-1], dtype=np.int64)
     positions, labels, row_index, column_index = [], [], [], []
     for i, offset in zip(order, offsets, strict=False):
         row = rows[i]
+        tokens[offset : offset + row.num_tokens] = row.token_ids
         kept = np.flatnonzero(row.loss_mask)
         positions.append(offset + row.num_prompt_tokens + kept - 1)
         labels.append(row.token_ids[row.num_prompt_tokens + kept])
         row_index.append(np.full(len(kept), i))
         column_index.append(kept)
 
-    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    local = zigzag_indices(lengths, alignment.cp, alignment.cp_rank) if alignment.cp > 1 else np.arange(len(tokens))
+    # Where each position of the pack lies on this rank; -1 if another rank has it.
+    place = np.full(len(tokens), -1, dtype=np.int64)
+    place[local] = np.arange(len(local))
+    predicted_at = place[np.concatenate(positions).astype(np.int64)]
+    mine = predicted_at >= 0
+    position_ids = np.concatenate([np.arange(n) for n in lengths])[local]
+
+    def tensor(values: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
 
     return Pack(
-        input_ids=torch.from_numpy(tokens).to(device)[None],
-        position_ids=torch.cat([torch.arange(n) for n in lengths]).to(device)[None],
+        input_ids=tensor(tokens[local])[None],
+        position_ids=tensor(position_ids)[None],
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device),
         max_length=max(lengths),
-        positions=tensor(positions),
-        labels=tensor(labels),
-        row_index=tensor(row_index),
-        column_index=tensor(column_index),
+        positions=tensor(predicted_at[mine]),
+        labels=tensor(np.concatenate(labels)[mine]),
+        row_index=tensor(np.concatenate(row_index)[mine]),
+        column_index=tensor(np.concatenate(column_index)[mine]),
         batch_shape=(len(rows), max(row.num_response_tokens for row in rows)),
     )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

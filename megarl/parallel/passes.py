@@ -1,6 +1,8 @@
 """Forward-only and forward-backward passes of a model over micro-batches, on Megatron's schedules."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,56 +12,73 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megarl.errors import NonFiniteError
 from megarl.parallel.logprobs import TokenLogprobs
-from megarl.parallel.messages import RowScores, UpdateResult
-from megarl.parallel.model import HeadRequest, PolicyModel
-from megarl.parallel.packing import Pack, pack_rows
+from megarl.parallel.messages import RowScores, UpdateRequest, UpdateResult
+from megarl.parallel.model import HeadRequest, PackedModel, TokenValues
+from megarl.parallel.optimizer import set_learning_rate
+from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.platform import platform
+from megarl.parallel.roles import LoadedRole
 from megarl.types import (
-    Algorithm,
-    AlgoState,
     Denominators,
     FloatArray,
     LossSums,
+    ModelOutputs,
     PolicyOutputs,
     RowBatch,
     Rows,
+    ValueOutputs,
     row_batch,
 )
 
+TokenOutputs: TypeAlias = TokenLogprobs | TokenValues
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
 
 
 def _run_schedule(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     rows: Rows,
     micro_batches: MicroBatches,
     request: HeadRequest,
-    on_output: Callable[[Pack, Sequence[int], TokenLogprobs], Any],
+    on_output: Callable[[PackedModel, Pack, Sequence[int], TokenOutputs], Any],
     *,
     forward_only: bool,
-) -> list[Any]:
-    """Feed packs to the model in Megatron's schedule; `on_output` ends each micro-batch's forward."""
-    policy = model if isinstance(model, PolicyModel) else model.module
-    assert isinstance(policy, PolicyModel)
-    multiple = policy.config.tensor_model_parallel_size if policy.config.sequence_parallel else 1
+) -> None:
+    """Feed packs to a rank's model chunks in Megatron's schedule; on the last stage `on_output` ends each forward."""
+    alignment = _alignment(_unwrap(chunks[0]))
     device = platform().device()
 
-    def forward_step(batches: Iterator[Sequence[int]], stage: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
-        pack = pack_rows([rows[i] for i in indices], multiple=multiple, device=device)
-        return stage(pack, request), lambda out, **_: on_output(pack, indices, out)
+        pack = pack_rows([rows[i] for i in indices], alignment=alignment, device=device)
+        return chunk(pack, request), lambda out, **_: on_output(_unwrap(chunk), pack, indices, out)
 
-    results: list[Any] = get_forward_backward_func()(
+    several = len(chunks) > 1
+    get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=[iter(micro_batches) for _ in chunks] if several else iter(micro_batches),
+        model=list(chunks) if several else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=1,
+        # Only the divisibility by tensor and context parallelism matters: stages exchange real shapes.
+        seq_length=alignment.total_multiple * alignment.cp,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
-    return results
+
+
+def _unwrap(chunk: torch.nn.Module) -> PackedModel:
+    policy = chunk if isinstance(chunk, PackedModel) else chunk.module
+    assert isinstance(policy, PackedModel)
+    return policy
+
+
+def _alignment(policy: PackedModel) -> PackAlignment:
+    layout = policy.layout
+    return PackAlignment(
+        tp=layout.config.tp if layout.config.sequence_parallel else 1,
+        cp=layout.config.cp,
+        cp_rank=layout.cp_group.rank(),
+    )
 
 
 def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[int, FloatArray]:
@@ -67,74 +86,102 @@ def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[i
     return {i: host[b, : rows[i].num_response_tokens] for b, i in enumerate(indices)}
 
 
-def _require_finite(logprobs: torch.Tensor, rows: Rows, indices: Sequence[int], step: int) -> None:
-    """Raise with the step and the first row whose log-probs are NaN or infinite."""
-    bad = ~torch.isfinite(logprobs).all(1)
+# How messages call a score.
+_SPOKEN = {"logprobs": "log-probs"}
+
+
+def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int) -> None:
+    """Raise with the step and the first row of which a model said something NaN or infinite."""
+    bad = ~torch.isfinite(values).all(1)
     if bad.any():
         row = rows[indices[int(bad.nonzero()[0])]]
         raise NonFiniteError(
-            f"step {step}: log-probs of row {row.label} are not finite; the weights or inputs have diverged: "
-            f"lower actor.optimizer.lr, or start from an earlier checkpoint"
+            f"step {step}: {_SPOKEN.get(name, name)} of row {row.label} are not finite; the weights or inputs have "
+            f"diverged: lower actor.optimizer.lr, or start from an earlier checkpoint"
         )
 
 
 @torch.no_grad()
 def score_rows(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     rows: Rows,
     micro_batches: MicroBatches,
     request: HeadRequest,
     *,
     step: int,
 ) -> RowScores:
-    """Log-probs and entropies of the rows named by `micro_batches`, without a graph."""
-    logprobs: dict[int, FloatArray] = {}
-    entropy: dict[int, FloatArray] = {}
+    """What the model says of the rows named by `micro_batches`, without a graph."""
+    scores: dict[str, dict[int, FloatArray]] = {}
 
-    def collect(pack: Pack, indices: Sequence[int], out: TokenLogprobs) -> None:
-        padded = pack.scatter(out.logprobs)
-        _require_finite(padded, rows, indices, step)
-        logprobs.update(_to_rows(padded, rows, indices))
-        entropy.update(_to_rows(pack.scatter(out.entropy), rows, indices))
+    def collect(model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs) -> None:
+        for name, values in _by_name(out).items():
+            complete = model.complete_rows(pack, values)
+            _require_finite(name, complete, rows, indices, step)
+            scores.setdefault(name, {}).update(_to_rows(complete, rows, indices))
 
-    _run_schedule(model, rows, micro_batches, request, collect, forward_only=True)
-    return RowScores(logprobs=logprobs, entropy=entropy)
+    _run_schedule(chunks, rows, micro_batches, request, collect, forward_only=True)
+    return RowScores(scores=scores)
 
 
 def accumulate_gradients(
-    ddp: torch.nn.Module,
+    loaded: LoadedRole,
     rows: Rows,
     micro_batches: MicroBatches,
-    request: HeadRequest,
+    request: UpdateRequest,
     *,
-    algorithm: Algorithm,
-    state: AlgoState,
-    denominators: Denominators,
     dp_group: dist.ProcessGroup,
-    step: int,
 ) -> UpdateResult:
     """Forward and backward of one optimizer mini-batch; gradients end up reduced in Megatron's buffers."""
-    device = platform().device()
-    logprobs: dict[int, FloatArray] = {}
-    sums: dict[str, float] = {"actor/loss": 0.0}
+    assert loaded.optimizer is not None, f"the {request.role} is frozen"
+    for chunk in loaded.ddp:
+        chunk.zero_grad_buffer()
+    loaded.optimizer.zero_grad()
+    device, total = platform().device(), f"{request.role}/loss"
+    before: dict[int, FloatArray] = {}
+    sums: dict[str, float] = {total: 0.0}
 
     def loss_of(
-        pack: Pack, indices: Sequence[int], out: TokenLogprobs
+        model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        outputs = PolicyOutputs(logprobs=pack.scatter(out.logprobs), entropy=pack.scatter(out.entropy))
-        _require_finite(outputs.logprobs, rows, indices, step)
-        logprobs.update(_to_rows(outputs.logprobs, rows, indices))
+        complete = {name: model.complete_rows(pack, values) for name, values in _by_name(out).items()}
+        primary = next(iter(complete))
+        _require_finite(primary, complete[primary], rows, indices, request.step)
+        before.update(_to_rows(complete[primary], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=device)
-        parts = algorithm.loss(batch, outputs, state)
-        loss = parts.loss / denominators.loss
+        parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
+        loss = parts.loss / request.denominators.loss
         if not torch.isfinite(loss):
-            raise NonFiniteError(f"step {step}: loss is {loss.item()}; {_explain(batch)}")
-        _add_sums(sums, parts, denominators)
+            raise NonFiniteError(f"step {request.step}: loss of the {request.role} is {loss.item()}; {_explain(batch)}")
+        _add_sums(sums, total, parts, request.denominators)
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
-    _run_schedule(ddp, rows, micro_batches, request, loss_of, forward_only=False)
-    return UpdateResult(metrics=_reduce_sums(sums, dp_group, device), logprobs=logprobs)
+    head = loaded.head_request(temperature=request.temperature, entropy_needs_grad=request.objective.entropy_needs_grad)
+    _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False)
+    return UpdateResult(metrics=_reduce_sums(sums, dp_group, device), before=before)
+
+
+def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:
+    """Clip, step at `request.lr`, and return the gradient norm before clipping."""
+    assert loaded.optimizer is not None
+    set_learning_rate(loaded.optimizer, request.lr)
+    _, grad_norm, _ = loaded.optimizer.step()
+    norm = float(grad_norm)
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"step {request.step}: gradient norm of the {request.role} is {norm}; the weights of this process are "
+            f"spoiled: restart from the last checkpoint with a lower learning rate"
+        )
+    return norm
+
+
+# Token outputs of a head → the rows an objective sees.
+_ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOutputs, TokenValues: ValueOutputs}
+
+
+def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
+    """A head's outputs by field, the one that a pass is about first."""
+    return {field.name: getattr(out, field.name) for field in fields(out)}
 
 
 def _explain(batch: RowBatch) -> str:
@@ -146,8 +193,8 @@ def _explain(batch: RowBatch) -> str:
     return f"all scores are finite; its micro-batch starts with row {batch.labels[0]}: lower actor.optimizer.lr"
 
 
-def _add_sums(sums: dict[str, float], parts: LossSums, denominators: Denominators) -> None:
-    sums["actor/loss"] += float(parts.loss.detach()) / denominators.loss
+def _add_sums(sums: dict[str, float], total: str, parts: LossSums, denominators: Denominators) -> None:
+    sums[total] += float(parts.loss.detach()) / denominators.loss
     for name, value in parts.loss_parts.items():
         sums[name] = sums.get(name, 0.0) + float(value) / denominators.loss
     for name, value in parts.token_sums.items():

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megarl.parallel.platform_devices import Device
+
 TESTED_MEGATRON = "0.16.1"
 
 # What every process of a run needs, whatever the device.
@@ -27,6 +30,8 @@ COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # Engine workers rename themselves; the new name must not overwrite the environment by which they are found.
+    "SPT_NOENV": "1",
 }
 
 
@@ -48,29 +53,82 @@ class Platform(ABC):
     def device(self) -> "torch.device":
         """The device of this process."""
 
+    def devices(self) -> "list[Device]":
+        """The accelerators of this host, without using them."""
+        return []
+
     @abstractmethod
     def config_overrides(self) -> dict[str, Any]:
         """TransformerConfig fields that depend on the device."""
 
     @abstractmethod
-    def block_spec(self, config: "TransformerConfig") -> "TransformerBlockSubmodules":
-        """The decoder block's layers for this pipeline stage."""
+    def block_spec(self, config: "TransformerConfig", vp_stage: int | None) -> "TransformerBlockSubmodules":
+        """The decoder block's layers for this pipeline stage (and model chunk)."""
 
-    @abstractmethod
     def seed(self, seed: int) -> None:
         """Seed torch and Megatron's RNG tracker."""
+        import torch
+        from megatron.core import tensor_parallel
+
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def use_deterministic_algorithms(self, enabled: bool) -> None:
+        """Let torch choose algorithms that give equal results for equal inputs; it warns where it has none."""
+        import torch
+
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(enabled, warn_only=True)
+
+    def rng_state(self) -> dict[str, Any]:
+        """States of torch's generators (host and device) and of Megatron's RNG tracker."""
+        import torch
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tracker = get_cuda_rng_tracker().get_states()
+        return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), "tracker": tracker}
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        """Continue from `rng_state`."""
+        import torch
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.cuda.set_rng_state(state["device"])
+        torch.set_rng_state(state["host"])
+        get_cuda_rng_tracker().set_states(state["tracker"])
 
     @abstractmethod
-    def bundle(self) -> dict[str, float]:
-        """Ray resources of one device, which a trainer rank and an engine may share."""
+    def device_resources(self) -> dict[str, float]:
+        """Ray resources of one device and of the host's share for the processes that use it."""
 
     @abstractmethod
-    def actor_options(self) -> dict[str, float]:
-        """Ray options of a process that takes half of a device's bundle."""
+    def select_devices(self, ids: Sequence[str]) -> None:
+        """Narrow this process, before it uses any, to the devices that Ray gave others under these ids."""
+
+    @abstractmethod
+    def host_buffer(self, num_bytes: int) -> "torch.Tensor":
+        """[num_bytes] uint8 in host memory that a device copies from and to at full speed."""
+
+    @abstractmethod
+    def release_cached_memory(self) -> None:
+        """Give memory that torch keeps for itself back to the device."""
 
     @abstractmethod
     def engine_defaults(self) -> dict[str, Any]:
         """vLLM engine arguments where the configuration leaves the choice open."""
+
+    @abstractmethod
+    def sleep_arguments(self) -> dict[str, Any]:
+        """vLLM engine arguments without which an engine cannot sleep."""
+
+    @abstractmethod
+    def sleep_engine(self, llm: Any) -> None:
+        """Drop an engine's weights and KV cache."""
+
+    @abstractmethod
+    def wake_engine(self, llm: Any, parts: Sequence[str]) -> None:
+        """Allocate `weights` (their values come with the next sync) or `kv_cache` again."""
 
 
 class CpuPlatform(Platform):
@@ -118,19 +176,25 @@ class CpuPlatform(Platform):
             "batch_p2p_sync": False,
         }
 
-    def block_spec(self, config: "TransformerConfig") -> "TransformerBlockSubmodules":
+    def block_spec(self, config: "TransformerConfig", vp_stage: int | None) -> "TransformerBlockSubmodules":
         from megarl.parallel.modules import local_block_spec
 
-        return local_block_spec(config)
+        return local_block_spec(config, vp_stage)
 
-    def seed(self, seed: int) -> None:
-        _seed(seed)
+    def device_resources(self) -> dict[str, float]:
+        # Logical: two ranks and a tensor-parallel engine share two cores.
+        return {"CPU": 0.5}
 
-    def bundle(self) -> dict[str, float]:
-        return {"CPU": 1}
+    def select_devices(self, ids: Sequence[str]) -> None:
+        """Processes share the host's cores."""
 
-    def actor_options(self) -> dict[str, float]:
-        return {"num_cpus": 0.5}
+    def host_buffer(self, num_bytes: int) -> "torch.Tensor":
+        import torch
+
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def release_cached_memory(self) -> None:
+        """The allocator keeps none."""
 
     def engine_defaults(self) -> dict[str, Any]:
         return {
@@ -140,6 +204,15 @@ class CpuPlatform(Platform):
             # vLLM rewinds a seeded request's generator after a chunk of prefill; CPU generators cannot be rewound.
             "enable_chunked_prefill": False,
         }
+
+    def sleep_arguments(self) -> dict[str, Any]:
+        return {}
+
+    def sleep_engine(self, llm: Any) -> None:
+        """vLLM's CPU engines do not sleep."""
+
+    def wake_engine(self, llm: Any, parts: Sequence[str]) -> None:
+        """vLLM's CPU engines do not sleep."""
 
 
 class CudaPlatform(Platform):
@@ -163,6 +236,11 @@ class CudaPlatform(Platform):
         # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.
         return torch.device("cuda", 0)
 
+    def devices(self) -> "list[Device]":
+        from megarl.parallel.platform_devices import nvidia_devices
+
+        return nvidia_devices()
+
     @property
     def has_transformer_engine(self) -> bool:
         return importlib.util.find_spec("transformer_engine") is not None
@@ -179,26 +257,42 @@ class CudaPlatform(Platform):
             "attention_softmax_in_fp32": True,
         }
 
-    def block_spec(self, config: "TransformerConfig") -> "TransformerBlockSubmodules":
+    def block_spec(self, config: "TransformerConfig", vp_stage: int | None) -> "TransformerBlockSubmodules":
         from megarl.parallel.modules import local_block_spec
 
         if not self.has_transformer_engine:
-            return local_block_spec(config)
+            return local_block_spec(config, vp_stage)
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
-    def seed(self, seed: int) -> None:
-        _seed(seed)
-
-    def bundle(self) -> dict[str, float]:
+    def device_resources(self) -> dict[str, float]:
         return {"CPU": 1, "GPU": 1}
 
-    def actor_options(self) -> dict[str, float]:
-        return {"num_cpus": 0.5, "num_gpus": 0.5}
+    def select_devices(self, ids: Sequence[str]) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
+
+    def host_buffer(self, num_bytes: int) -> "torch.Tensor":
+        import torch
+
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def release_cached_memory(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
 
     def engine_defaults(self) -> dict[str, Any]:
         return {}
+
+    def sleep_arguments(self) -> dict[str, Any]:
+        return {"enable_sleep_mode": True}
+
+    def sleep_engine(self, llm: Any) -> None:
+        llm.sleep(level=2)
+
+    def wake_engine(self, llm: Any, parts: Sequence[str]) -> None:
+        llm.wake_up(tags=list(parts))
 
 
 PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform}
@@ -207,12 +301,19 @@ PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform
 @functools.cache
 def platform() -> Platform:
     """This process's platform: MEGARL_DEVICE if set, else CUDA where a driver is and torch is not the CPU build."""
-    cpu_build = importlib.metadata.version("torch").endswith("+cpu")
-    detected = "cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu"
+    detected = "cuda" if Path("/dev/nvidiactl").exists() and not _is_cpu_torch() else "cpu"
     name = os.environ.get("MEGARL_DEVICE", detected)
     if name not in PLATFORMS:
         raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")
     return PLATFORMS[name]()
+
+
+def _is_cpu_torch() -> bool:
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        # `megarl doctor` says that it is missing.
+        return False
 
 
 def apply_environment() -> dict[str, str]:
@@ -261,11 +362,3 @@ def _parameters(cls: type, method: str) -> set[str]:
 
     function = getattr(cls, method, None)
     return set(inspect.signature(function).parameters) if function else set()
-
-
-def _seed(seed: int) -> None:
-    import torch
-    from megatron.core import tensor_parallel
-
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)

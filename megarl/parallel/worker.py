@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.messages import LoadRequest, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.parallel.messages import LoadRequest, Part, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.types import Rows
 
 if TYPE_CHECKING:
-    from megarl.parallel.model import HeadRequest
+    from megarl.parallel.roles import LoadedRole
 
 
 class PolicyWorker:
@@ -45,26 +45,21 @@ class PolicyWorker:
 
     def load(self, request: LoadRequest) -> None:
         """Build the models and read their weights; a later call starts a new run on the same processes."""
-        from megarl.parallel.model import build_model
-        from megarl.parallel.optimizer import build_optimizer, wrap_ddp
+        from megarl.parallel.checkpoint import RankCheckpoints
+        from megarl.parallel.offload import Offloader
         from megarl.parallel.platform import platform
-        from megarl.parallel.weights.families import read_model_spec
+        from megarl.parallel.roles import load_role
 
         self._forget_models()
         platform().seed(request.seed)
-        self.config = request.actor
-        self.spec = read_model_spec(request.model.path)
-        self.actor = build_model(self.spec, request.model, self.layout)
-        self.ddp = wrap_ddp(self.actor, request.actor.optimizer)
-        self.optimizer = build_optimizer(self.ddp, request.actor.optimizer)
-        self.reference = None
-        if request.with_reference:
-            self.reference = build_model(self.spec, request.model, self.layout)
-            self.reference.requires_grad_(False)
+        platform().use_deterministic_algorithms(request.deterministic)
+        self.roles = {spec.role: load_role(spec, self.layout) for spec in request.roles}
+        self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
+        self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
 
     def _forget_models(self) -> None:
         """Free an earlier run's models before building new ones."""
-        for name in ("actor", "ddp", "optimizer", "reference"):
+        for name in ("roles", "offloaders", "checkpoints"):
             self.__dict__.pop(name, None)
         gc.collect()
 
@@ -80,74 +75,83 @@ class PolicyWorker:
         """Score this replica's rows; only the rank that reports for the replica returns them."""
         from megarl.parallel.passes import score_rows
 
-        model = self.actor if role == "actor" else self.reference
-        assert model is not None, "the reference was not built"
-        scores = score_rows(model, rows, micro_batches, self._head(temperature), step=step)
+        loaded = self._role(role, Part.PARAMS)
+        scores = score_rows(loaded.chunks, rows, micro_batches, loaded.head_request(temperature=temperature), step=step)
         return scores if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
         """One optimizer step on a mini-batch, of which this replica has `micro_batches`."""
-        from megarl.parallel.optimizer import set_learning_rate
-        from megarl.parallel.passes import accumulate_gradients
+        from megarl.parallel.passes import accumulate_gradients, optimizer_step
 
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        result = accumulate_gradients(
-            self.ddp,
-            rows,
-            micro_batches,
-            self._head(request.temperature, entropy_needs_grad=request.algorithm.entropy_needs_grad),
-            algorithm=request.algorithm,
-            state=request.state,
-            denominators=request.denominators,
-            dp_group=self.layout.dp_group,
-            step=request.step,
-        )
-        set_learning_rate(self.optimizer, request.lr)
-        grad_norm = self._optimizer_step(request.step)
+        loaded = self._role(request.role, *Part)
+        result = accumulate_gradients(loaded, rows, micro_batches, request, dp_group=self.layout.dp_group)
+        grad_norm = optimizer_step(loaded, request)
         if not self.layout.reports:
             return None
-        metrics = {**result.metrics, "actor/grad_norm": grad_norm, "actor/lr": request.lr}
-        return UpdateResult(metrics=metrics, logprobs=result.logprobs)
+        own = {f"{request.role}/grad_norm": grad_norm, f"{request.role}/lr": request.lr}
+        return UpdateResult(metrics={**result.metrics, **own}, before=result.before)
 
-    def _optimizer_step(self, step: int) -> float:
-        from megarl.errors import NonFiniteError
-
-        _, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm)
-        if not abs(norm) < float("inf"):
-            raise NonFiniteError(
-                f"step {step}: gradient norm is {norm}; the weights of this process are spoiled: restart from "
-                f"the last export with a lower actor.optimizer.lr"
-            )
-        return norm
-
-    def store_weights(self, files: Sequence[str], *, with_checksums: bool) -> StoreResult:
+    def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices this rank owns into preallocated safetensors files (sync and export alike)."""
+        from megarl.parallel.model import model_slices
         from megarl.parallel.weights.slices import count_elements, slice_checksums, store_slices
         from megarl.safetensors_map import map_model
 
-        store_slices(self.actor.slices(), map_model([Path(f) for f in files], writable=True))
-        shapes = self.spec.expected_tensors()
+        loaded = self._role(role, Part.PARAMS)
+        store_slices(model_slices(loaded.chunks), map_model([Path(f) for f in files], writable=True))
+        shapes = loaded.expected_tensors()
         return StoreResult(
-            num_elements=count_elements(self.actor.slices()),
-            checksums=slice_checksums(self.actor.slices(), shapes) if with_checksums else {},
+            num_elements=count_elements(model_slices(loaded.chunks)),
+            checksums=slice_checksums(model_slices(loaded.chunks), shapes) if with_checksums else {},
         )
+
+    def save_checkpoint(self, directory: str) -> None:
+        """Start writing the trained roles and the RNG states; the next call may be a training pass."""
+        self.checkpoints.start_save(Path(directory))
+
+    def finish_checkpoint(self, *, wait: bool) -> bool:
+        """Whether the checkpoint under way is written on all ranks; with `wait`, return when it is."""
+        return self.checkpoints.finish_save(wait=wait)
+
+    def load_checkpoint(self, directory: str, *, same_layout: bool) -> None:
+        """Continue from a complete checkpoint: weights, optimizer states, and under the same layout RNG states."""
+        self.checkpoints.load(Path(directory), same_layout=same_layout)
+
+    def offload(self, role: Role, parts: Sequence[Part]) -> int:
+        """Move parts of a role to the host; returns the bytes released on this rank's device."""
+        return self.offloaders[role].offload(parts)
+
+    def onload(self, role: Role, parts: Sequence[Part]) -> None:
+        """Bring parts of a role back to the device."""
+        self.offloaders[role].onload(parts)
+
+    def start_profile(self) -> None:
+        """Record what this process does, on its host and its device."""
+        import torch
+
+        self.profiler = torch.profiler.profile()
+        self.profiler.start()
+
+    def stop_profile(self, directory: str) -> None:
+        """Write DIRECTORY/rank_N.json.gz."""
+        self.profiler.stop()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(Path(directory) / f"rank_{self.rank}.json.gz"))
+        del self.profiler
+
+    def _role(self, role: Role, *needed: Part) -> "LoadedRole":
+        """A role of which these parts are on the device."""
+        assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
+        self.offloaders[role].require(*needed)
+        return self.roles[role]
 
     def close(self) -> None:
-        """Leave the process group."""
+        """End helper processes and leave the process group."""
+        from megarl.parallel.checkpoint import end_writer
         from megarl.parallel.layout import destroy_layout
 
+        end_writer()
         destroy_layout()
-
-    def _head(self, temperature: float, *, entropy_needs_grad: bool = False) -> "HeadRequest":
-        from megarl.parallel.model import HeadRequest
-
-        return HeadRequest(
-            temperature=temperature,
-            chunk_tokens=self.config.head_chunk_tokens,
-            entropy_needs_grad=entropy_needs_grad,
-        )
 
 
 def _host_address() -> str:

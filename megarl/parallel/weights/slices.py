@@ -4,7 +4,7 @@
 export and sync copy out of them, checksums read them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,22 +98,29 @@ def shard_slices(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec
         if name not in rules:
             raise KeyError(f"parameter {name} is not in the weight table of family {spec.family.name}")
         layer, rule = rules[name]
-        yield from _slices_of(parameter, rule, layer, spec.dims, at, turn=position % at.num_replicas)
+        writes = at.replica == position % at.num_replicas and not spec.is_copy(rule)
+        yield from _slices_of(parameter, rule, layer, spec, at, writes=writes)
 
 
 def _slices_of(
-    parameter: torch.Tensor, rule: WeightRule, layer: int | None, dims: Dims, at: ShardPosition, *, turn: int
+    parameter: torch.Tensor, rule: WeightRule, layer: int | None, spec: ModelSpec, at: ShardPosition, *, writes: bool
 ) -> Iterator[Slice]:
-    replicated = rule.partition is Partition.REPLICATED
-    owned = at.replica == turn and (at.tp_rank == 0 or not replicated)
-    for part, index, view in _PARTITIONERS[rule.partition](parameter, dims, at):
-        yield Slice(tensor=rule.tensors[part].name.format(layer=layer), index=index, view=view, owned=owned)
+    """The slices of one parameter; of a replicated one only the first tensor-parallel rank's are owned."""
+    owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)
+    for part, index, view in _PARTITIONERS[rule.partition](parameter, spec.dims, at):
+        name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else rule.tensors[part].name
+        yield Slice(tensor=name.format(layer=layer), index=index, view=view, owned=owned)
 
 
 @torch.no_grad()
-def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor]) -> None:
-    """Fill local shards from full tensors (memory-mapped: only the pages of the slice are read)."""
+def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, optional: Collection[str] = ()) -> None:
+    """Fill local shards from full tensors (memory-mapped: only the pages of the slice are read).
+
+    An `optional` tensor that the source lacks leaves its shard as it was initialised.
+    """
     for part in slices:
+        if part.tensor in optional and part.tensor not in source:
+            continue
         part.view.copy_(source[part.tensor][part.index].reshape(part.view.shape))
 
 

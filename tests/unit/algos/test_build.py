@@ -73,3 +73,13 @@ def test_survives_pickling() -> None:
     algorithm = build_algorithm(AlgoConfig(), max_response_tokens=8)
     assert isinstance(algorithm, ComposedAlgorithm)
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+
+
+def test_gspo_needs_its_aggregation() -> None:
+    loss = PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)
+    with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' .*; set algo\.aggregation=seq-mean"):
+        build_algorithm(AlgoConfig(policy_loss=loss), max_response_tokens=8)
+    build_algorithm(AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean"), max_response_tokens=8)
+    wide = AlgoConfig(policy_loss=PolicyLossConfig(name="gspo"), aggregation="seq-mean-token-mean")
+    with pytest.warns(UserWarning, match=r"clip_high=0\.2 hardly ever clips under gspo"):
+        build_algorithm(wide, max_response_tokens=8)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos.policy_losses import PolicyLossInputs, PolicyLossTerms, ppo_clip
+from megarl.algos.policy_losses import PolicyLossInputs, PolicyLossTerms, gspo, ppo_clip
 from megarl.config.schema import PolicyLossConfig
 
 LN2 = math.log(2)
@@ -100,3 +100,36 @@ def test_nan_is_not_hidden(advantage: float) -> None:
     terms, diagnostics = run(row([math.nan]), [-1.0], [advantage])
     assert terms.loss.isnan().all()
     assert math.isnan(diagnostics["actor/ppo_kl"][0])
+
+
+def test_gspo_golden(golden: Any, check_golden: Any) -> None:
+    case = golden("D.gspo.rollout_False")
+    inputs, params = case["inputs"], case["params"]
+    mask = torch.tensor(inputs["mask"]).bool()
+    terms = gspo(
+        PolicyLossInputs(
+            logprobs=torch.tensor(inputs["logp"], dtype=torch.float64),
+            old_logprobs=torch.tensor(inputs["old_logp"], dtype=torch.float64),
+            advantages=torch.tensor(inputs["adv"], dtype=torch.float64),
+            loss_mask=mask,
+        ),
+        PolicyLossConfig(name="gspo", clip_low=params["eps_low"], clip_high=params["eps_high"]),
+    )
+    # Mean over rows of the row's token mean.
+    loss = (torch.where(mask, terms.loss, 0.0).sum(1) / mask.sum(1)).mean()
+    check_golden(loss, case["expected"]["loss"], case)
+    assert terms.diagnostics["actor/pg_clipfrac"].sum() == 0
+
+
+def test_gspo_gradient_is_shared_by_the_tokens_of_a_row() -> None:
+    # Log-ratios ln 2 and 0: s = √2; inside a clip range of 1, dl/dlogprob_t = −s·A / 2 summed over both tokens.
+    logprobs = row([LN2 - 1, -1.0])
+    inputs = PolicyLossInputs(
+        logprobs=logprobs,
+        old_logprobs=torch.tensor([[-1.0, -1.0]], dtype=torch.float64),
+        advantages=torch.ones(1, 2, dtype=torch.float64),
+        loss_mask=torch.ones(1, 2, dtype=torch.bool),
+    )
+    gspo(inputs, PolicyLossConfig(name="gspo", clip_low=0.9, clip_high=1.0)).loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([-math.sqrt(2), -math.sqrt(2)])

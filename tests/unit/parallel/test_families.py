@@ -1,33 +1,130 @@
-"""Model directories read into specs, and what is refused."""
+"""Model directories read into specs, for every family, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import ConfigError
-from megarl.parallel.weights.families import find_family, read_model_spec
+from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope
+from megarl.parallel.weights.families import FAMILIES, Family, find_family, read_model_spec
+from megarl.safetensors_map import check_tensors
 
-# As published for Qwen3-0.6B.
-QWEN3 = {
+# The keys of published config.json files that matter here.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+MISTRAL_7B_V03 = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN2_5_0_5B = QWEN2_5_7B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
     "head_dim": 128,
     "hidden_act": "silu",
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
     "rope_theta": 1000000,
+    "sliding_window": None,
     "tie_word_embeddings": True,
+    "use_sliding_window": False,
     "vocab_size": 151936,
 }
+PUBLISHED = {
+    "llama": LLAMA_3_1_8B,
+    "mistral": MISTRAL_7B_V03,
+    "qwen2": QWEN2_5_7B,
+    "qwen3": QWEN3_0_6B,
+}
+# What no family can do without.
+ESSENTIAL = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
@@ -35,10 +132,32 @@ def write_config(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-def test_published_config(tmp_path: Path) -> None:
-    spec = read_model_spec(write_config(tmp_path, QWEN3))
-    assert spec.family.name == "qwen3"
-    assert (spec.rope_theta, spec.norm_eps, spec.max_positions) == (1e6, 1e-6, 40960)
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_parameters"),
+    [
+        # As the models' pages count them.
+        (LLAMA_3_1_8B, 8_030_261_248),
+        (MISTRAL_7B_V03, 7_248_023_552),
+        (QWEN2_5_7B, 7_615_616_512),
+        (QWEN2_5_0_5B, 494_032_768),
+        (QWEN3_0_6B, 596_049_920),
+    ],
+    ids=["llama-3.1-8b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-0.6b"],
+)
+def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
+    spec = read_model_spec(write_config(tmp_path, config))
+    assert sum(math.prod(shape) for shape in spec.expected_tensors().values()) == num_parameters
+    assert spec.rope_theta == config["rope_theta"]
+    assert spec.norm_eps == config["rms_norm_eps"]
+    assert spec.max_positions == config["max_position_embeddings"]
+
+
+def test_published_shapes(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, QWEN3_0_6B))
     tensors = spec.expected_tensors()
     # 11 tensors a layer, the embedding and the last norm.
     assert len(tensors) == 28 * 11 + 2
@@ -50,69 +169,179 @@ def test_published_config(tmp_path: Path) -> None:
     assert tensors["model.layers.0.self_attn.q_norm.weight"] == (128,)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_table_is_what_transformers_writes(tmp_path: Path, tied: bool) -> None:
-    sizes = TinyModelConfig(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=48, tied=tied
-    )
-    make_tiny_model(tmp_path, sizes, seed=0)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bool) -> None:
+    small = {
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "vocab_size": 517,
+    }
+    hf_config = AutoConfig.for_model(family.name, **small, architectures=list(family.architectures))
+    hf_config.sliding_window = None
+    hf_config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    assert type(model).__name__ in family.architectures
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert read_model_spec(tmp_path).expected_tensors() == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, family: Family) -> None:
+    published = PUBLISHED[family.name]
+    # As many positions as Mistral's window has by default.
+    config = {key: published[key] for key in ESSENTIAL} | {"num_attention_heads": 64, "max_position_embeddings": 4096}
+    hf = AutoConfig.from_pretrained(write_config(tmp_path, config))
     spec = read_model_spec(tmp_path)
-    assert spec.expected_tensors() == written
-    assert spec.rope_theta == sizes.rope_theta
+    assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
+    assert spec.dims.num_kv_heads == hf.num_key_value_heads
+    assert spec.dims.tied == hf.tie_word_embeddings
+    assert spec.rope_theta == hf.rope_parameters["rope_theta"]
+    for key, value in (*family.defaults.items(), *family.required.items()):
+        assert getattr(type(hf), key) == value
 
 
-def test_older_and_newer_rope_keys(tmp_path: Path) -> None:
-    newer = {k: v for k, v in QWEN3.items() if not k.startswith("rope")}
-    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
-    assert read_model_spec(write_config(tmp_path, newer)).rope_theta == 5e5
-    scaled = QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
-    with pytest.raises(ConfigError, match="rope type 'yarn' is not supported for qwen3"):
-        read_model_spec(write_config(tmp_path, scaled))
+def test_bias_of_attention(tmp_path: Path) -> None:
+    """Queries, keys and values have one bias in Megatron; it is split as their weight is."""
+    rules = read_model_spec(write_config(tmp_path, QWEN2_5_7B)).parameter_rules()
+    layer, bias = rules["decoder.layers.27.self_attention.linear_qkv.bias"]
+    assert layer == 27
+    assert bias.partition == rules["decoder.layers.27.self_attention.linear_qkv.weight"][1].partition
+    assert [tensor.name for tensor in bias.tensors] == [
+        "model.layers.{layer}.self_attn.q_proj.bias",
+        "model.layers.{layer}.self_attn.k_proj.bias",
+        "model.layers.{layer}.self_attn.v_proj.bias",
+    ]
+    for other in (LLAMA_3_1_8B, MISTRAL_7B_V03, QWEN3_0_6B):
+        names = read_model_spec(write_config(tmp_path, other)).parameter_rules()
+        assert not [name for name in names if name.endswith("bias")]
 
 
-def test_head_sizes_that_the_config_leaves_out(tmp_path: Path) -> None:
-    config = {k: v for k, v in QWEN3.items() if k not in ("head_dim", "num_key_value_heads")}
-    dims = read_model_spec(write_config(tmp_path, config)).dims
-    assert (dims.head_dim, dims.num_kv_heads) == (64, 16)
+@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED)
+def test_every_parameter_name_has_one_rule(tmp_path: Path, config: dict[str, Any]) -> None:
+    spec = read_model_spec(write_config(tmp_path, config | {"tie_word_embeddings": False}))
+    assert spec.expected_tensors()["lm_head.weight"] == (config["vocab_size"], config["hidden_size"])
+    names = [name.format(layer=layer) for layer, rule in spec.rules() for name in rule.names]
+    assert len(names) == len(set(names)) == len(spec.parameter_rules())
+    # By the local layers and by Transformer Engine's.
+    assert {
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    } <= set(names)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        read_model_spec(tmp_path)
-    config = {k: v for k, v in QWEN3.items() if k != "vocab_size"}
-    with pytest.raises(ConfigError, match=r"config\.json: key 'vocab_size' is missing"):
+def test_rope_of_older_and_newer_files(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B))
+    scaling = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    assert (spec.rope_theta, spec.rope_scaling) == (500000.0, scaling)
+    newer = without(LLAMA_3_1_8B, "rope_theta", "rope_scaling")
+    newer["rope_parameters"] = {**LLAMA_3_1_8B["rope_scaling"], "rope_theta": 500000.0}  # type: ignore[dict-item]
+    spec = read_model_spec(write_config(tmp_path, newer))
+    assert (spec.rope_theta, spec.rope_scaling) == (500000.0, scaling)
+
+    linear = LLAMA_3_1_8B | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert read_model_spec(write_config(tmp_path, linear)).rope_scaling == LinearRope(factor=4.0)
+    assert read_model_spec(write_config(tmp_path, QWEN3_0_6B)).rope_scaling == DefaultRope()
+    neither = without(QWEN3_0_6B, "rope_theta", "rope_scaling")
+    assert read_model_spec(write_config(tmp_path, neither)).rope_theta == 10000.0
+
+
+def test_an_unknown_rope_type_names_the_file(tmp_path: Path) -> None:
+    config = QWEN2_5_7B | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    message = r"config\.json: rope type 'yarn' is not supported; known: \['default', 'linear', 'llama3'\]"
+    with pytest.raises(ConfigError, match=message):
         read_model_spec(write_config(tmp_path, config))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "config",
     [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
-        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
-        ({"rms_norm_eps": "small"}, "a number is of the wrong type"),
+        MISTRAL_7B_V03 | {"sliding_window": 4096},
+        without(MISTRAL_7B_V03, "sliding_window"),
+        QWEN2_5_7B | {"sliding_window": 4096, "use_sliding_window": True},
+        QWEN3_0_6B | {"sliding_window": 4096, "use_sliding_window": True},
+        without(QWEN3_0_6B, "sliding_window") | {"use_sliding_window": True},
+    ],
+    ids=["mistral", "mistral-by-default", "qwen2", "qwen3", "qwen3-by-default"],
+)
+def test_sliding_windows_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    message = (
+        rf"config\.json: sliding_window: got 4096, expected null or >= "
+        rf"max_position_embeddings={config['max_position_embeddings']}.*set max_position_embeddings to 4096"
+    )
+    with pytest.raises(ConfigError, match=message):
+        read_model_spec(write_config(tmp_path, config))
+    # What the message proposes.
+    spec = read_model_spec(write_config(tmp_path, config | {"max_position_embeddings": 4096}))
+    assert spec.max_positions == 4096
+
+
+def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
+    for config in (
+        MISTRAL_7B_V03 | {"sliding_window": 32768},
+        QWEN2_5_7B | {"use_sliding_window": True},
+        without(QWEN2_5_7B, "use_sliding_window") | {"sliding_window": 4096},
+    ):
+        assert read_model_spec(write_config(tmp_path, config)).max_positions == config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (LLAMA_3_1_8B, "attention_bias", True),
+        (LLAMA_3_1_8B, "mlp_bias", True),
+        (QWEN3_0_6B, "attention_bias", True),
+        *((config, "hidden_act", "gelu") for config in PUBLISHED.values()),
     ],
 )
-def test_settings_that_are_not_supported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_variants_of_a_family_are_refused(tmp_path: Path, config: dict[str, Any], key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: {key}: got {value!r}, expected .*not supported"):
+        read_model_spec(write_config(tmp_path, config | {key: value}))
+
+
+@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("key", without(dict.fromkeys(ESSENTIAL), "architectures", "model_type"))
+def test_a_missing_key_is_named(tmp_path: Path, config: dict[str, Any], key: str) -> None:
+    message = rf"config\.json: key '{key}' is missing; it is needed for a {config['model_type']} model"
     with pytest.raises(ConfigError, match=message):
-        read_model_spec(write_config(tmp_path, QWEN3 | changes))
+        read_model_spec(write_config(tmp_path, without(config, key)))
 
 
-def test_config_that_is_not_json(tmp_path: Path) -> None:
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        read_model_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: not JSON"):
         read_model_spec(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: a number is of the wrong type"):
+        read_model_spec(write_config(tmp_path, QWEN3_0_6B | {"rms_norm_eps": "small"}))
 
 
 @pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "Qwen3ForCausalLM"])
 def test_unknown_architecture(architectures: object) -> None:
-    with pytest.raises(ConfigError, match=r"is not supported; known: \['Qwen3ForCausalLM'"):
+    message = r"is not supported; known: \['LlamaForCausalLM', 'MistralForCausalLM', 'Qwen2ForCausalLM', 'Qwen3"
+    with pytest.raises(ConfigError, match=message):
         find_family(architectures)
 
 
-def test_every_parameter_name_has_one_rule(tmp_path: Path) -> None:
-    spec = read_model_spec(write_config(tmp_path, QWEN3 | {"tie_word_embeddings": False}))
-    assert spec.expected_tensors()["lm_head.weight"] == (151936, 1024)
-    names = [name.format(layer=layer) for layer, rule in spec.rules() for name in rule.names]
-    assert len(names) == len(set(names)) == len(spec.parameter_rules())
+def test_tensors_that_nothing_reads(tmp_path: Path) -> None:
+    """Early Llama checkpoints carry their rotary frequencies, tied ones may carry the output head."""
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 8, "tie_word_embeddings": True}
+    spec = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | small))
+    tensors = {name: torch.zeros(shape) for name, shape in spec.expected_tensors().items()}
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(1) for layer in range(2)}
+    ignored = {"lm_head.weight": torch.zeros(8, 64), **buffers}
+    assert set(spec.ignored_tensors()) == set(ignored)
+    save_file(tensors | ignored, tmp_path / "model.safetensors")
+    check_tensors(tmp_path, spec.expected_tensors(), ignored=spec.ignored_tensors())
+
+    untied = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | small | {"tie_word_embeddings": False}))
+    assert set(untied.ignored_tensors()) == set(buffers)
+    assert read_model_spec(write_config(tmp_path, QWEN2_5_0_5B)).ignored_tensors() == ("lm_head.weight",)

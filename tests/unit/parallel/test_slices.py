@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.parallel.rope import DefaultRope
 from megarl.parallel.weights.families import FAMILIES, Dims, ModelSpec
 from megarl.parallel.weights.slices import (
     ShardPosition,
@@ -39,9 +40,10 @@ def make_spec(*, tied: bool) -> ModelSpec:
     )
     return ModelSpec(
         path=Path("model"),
-        family=FAMILIES[0],
+        family=next(family for family in FAMILIES if family.name == "qwen3"),
         dims=dims,
         rope_theta=1e4,
+        rope_scaling=DefaultRope(),
         norm_eps=1e-6,
         max_positions=64,
         hf_config={},

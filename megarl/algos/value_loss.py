@@ -1,0 +1,41 @@
+"""The critic's objective: regression of values on returns."""
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.algos.masked import masked_sum
+from megarl.types import AlgoState, LossSums, RowBatch, ValueOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """½·max((v − R)², (clip(v, v_old ± clip) − R)²), token mean (PPO, arXiv:1707.06347, and its reference code).
+
+    R is the score `returns` of a row, v_old its `values`; `clip` None turns the second term off and needs no `values`.
+    """
+
+    clip: float | None = None
+
+    @property
+    def entropy_needs_grad(self) -> bool:
+        return False
+
+    def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
+        """Local sums over a micro-batch; token sums `critic/vf_clipfrac` and `critic/vpred_mean`."""
+        mask, returns = rows.loss_mask, rows.score("returns")
+        error = (out.values - returns).square()
+        clipped = torch.zeros_like(error)
+        if self.clip is not None:
+            old = rows.score("values")
+            near_old = out.values.clamp(old - self.clip, old + self.clip)
+            clipped = (near_old - returns).square()
+        loss = masked_sum(0.5 * torch.maximum(error, clipped), mask)
+        return LossSums(
+            loss=loss,
+            loss_parts={"critic/vf_loss": loss.detach()},
+            token_sums={
+                "critic/vf_clipfrac": masked_sum((clipped > error).to(error.dtype), mask),
+                "critic/vpred_mean": masked_sum(out.values.detach(), mask),
+            },
+        )

@@ -1,0 +1,130 @@
+"""A rank's part of a checkpoint: trained roles in Megatron's torch_dist format, and its RNG states in a file.
+
+The format does not depend on the layout: what tp=2 × dp=2 wrote, tp=1 × pp=2 reads, optimizer state included.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint import CheckpointException
+
+from megarl.errors import WorkerError
+from megarl.parallel.platform import platform
+from megarl.parallel.roles import LoadedRole
+
+# Megatron's default for the distributed optimizer cannot be saved in 0.16.1.
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class RankCheckpoints:
+    """Saves and loads the roles that a rank trains. All ranks call the same methods in the same order.
+
+    A forked process writes a snapshot while training goes on; one checkpoint at a time.
+    """
+
+    def __init__(self, roles: Sequence[LoadedRole], *, rank: int) -> None:
+        self._trained = {role.spec.role.value: role for role in roles if role.optimizer is not None}
+        self._rank = rank
+        # A persistent writer would need a CUDA device.
+        self._writes = AsyncCallsQueue(persistent=False)
+
+    def start_save(self, directory: Path) -> None:
+        """Start writing into an empty directory; what is there is complete once `finish_save` says so."""
+        torch.save(platform().rng_state(), directory / _rng_file(self._rank))
+        for name, role in self._trained.items():
+            _give_moments(_optimizer(role))
+            (directory / name).mkdir(exist_ok=True)
+            with _failures_raised(f"writing {directory / name}"):
+                request = dist_checkpointing.save(
+                    _sharded_state(role, is_loading=False),
+                    str(directory / name),
+                    sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                    async_sharded_save=True,
+                    content_metadata=dict(_METADATA),
+                )
+            self._writes.schedule_async_request(request)
+
+    def finish_save(self, *, wait: bool) -> bool:
+        """Whether nothing is being written any more; an error of a writing process is raised here."""
+        with _failures_raised("writing a checkpoint"):
+            self._writes.maybe_finalize_async_calls(blocking=wait)
+        return self._writes.get_num_unfinalized_calls() == 0
+
+    def load(self, directory: Path, *, same_layout: bool) -> None:
+        """Restore weights and optimizer states, and the RNG states if these ranks are laid out as those that saved."""
+        for name, role in self._trained.items():
+            with _failures_raised(f"reading {directory / name}"):
+                state = dist_checkpointing.load(
+                    _sharded_state(role, is_loading=True), str(directory / name), strict=StrictHandling.RAISE_ALL
+                )
+            for i, chunk in enumerate(role.chunks):
+                chunk.load_state_dict(state[_chunk_key(i)])
+            # The main parameters are leaves that require gradients.
+            with torch.no_grad():
+                _optimizer(role).load_state_dict(state["optimizer"])
+        if same_layout:
+            platform().set_rng_state(torch.load(directory / _rng_file(self._rank), weights_only=True))
+
+
+@contextlib.contextmanager
+def _failures_raised(doing: str) -> Iterator[None]:
+    """What ranks report of a failed read or write is no `Exception` in torch, and would end the process."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise WorkerError(f"{doing} failed: {causes}; check the free space and the health of this storage") from None
+
+
+def end_writer() -> None:
+    """End the process that Megatron starts to collect what writers report; it would outlive this one."""
+    if filesystem_async._results_queue is not None:
+        filesystem_async._results_queue._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
+def _sharded_state(role: LoadedRole, *, is_loading: bool) -> dict[str, Any]:
+    # A copy: Megatron adds the process group that it finds.
+    metadata = dict(_METADATA)
+    chunks: Mapping[str, Any] = {
+        _chunk_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(role.chunks)
+    }
+    optimizer = _optimizer(role).sharded_state_dict(dict(chunks), is_loading=is_loading, metadata=metadata)
+    return {**chunks, "optimizer": optimizer}
+
+
+def _give_moments(optimizer: MegatronOptimizer) -> None:
+    """An optimizer that has not stepped gets the zeros it would start from: Megatron cannot save it without."""
+    for each in optimizer.chained_optimizers:
+        adam = each.optimizer
+        for group in adam.param_groups:
+            group.setdefault("step", 0)
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.state[parameter] = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+
+
+def _optimizer(role: LoadedRole) -> MegatronOptimizer:
+    assert role.optimizer is not None
+    return role.optimizer
+
+
+def _chunk_key(index: int) -> str:
+    return f"model{index}"
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_{rank:05d}.pt"
