@@ -64,10 +64,10 @@ def test_nan_weight(rank_pool: GetPool, spoiled: Path, layout: LayoutConfig) -> 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("advantages", np.nan, "step 3: loss is nan; advantages of row p2/0 are not finite"),
-        ("old_logprobs", np.nan, "step 3: loss is nan; old_logprobs of row p2/0 are not finite"),
+        ("advantages", np.nan, "step 3: loss of the actor is nan; advantages of row p2/0 are not finite"),
+        ("old_logprobs", np.nan, "step 3: loss of the actor is nan; old_logprobs of row p2/0 are not finite"),
         # Still finite as a loss, but not as the sum of squared gradients.
-        ("advantages", 1e30, "step 3: gradient norm is inf; "),
+        ("advantages", 1e30, "step 3: gradient norm of the actor is inf; "),
     ],
 )
 def test_scores_that_are_not_finite(

@@ -51,6 +51,18 @@ CASES = {
     "tp2-sp row by row": Case(layout=LayoutConfig(tp=2, sequence_parallel=True), plan=row_by_row),
     "dp2": Case(layout=LayoutConfig(dp=2), plan=planned(2)),
     "dp2 plain optimizer": Case(layout=LayoutConfig(dp=2), plan=planned(2), distributed=False),
+    "pp2": Case(layout=LayoutConfig(pp=2), plan=planned(1)),
+    "pp2 uneven": Case(layout=LayoutConfig(pp=2, first_stage_layers=3), plan=row_by_row),
+    "tp2-sp pp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, pp=2), plan=planned(1)),
+    "pp2 vpp2": Case(layout=LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True), plan=planned(1, multiple=2)),
+    "cp2": Case(layout=LayoutConfig(cp=2), plan=planned(1)),
+    "tp2-sp cp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, cp=2), plan=planned(1)),
+    "cp2 dp2": Case(layout=LayoutConfig(cp=2, dp=2), plan=planned(2)),
+    "pp2 dp2 plain optimizer": Case(layout=LayoutConfig(pp=2, dp=2), plan=planned(2), distributed=False),
+    "tp2-sp, full recompute": Case(
+        layout=LayoutConfig(tp=2, sequence_parallel=True), plan=planned(1), recompute="full"
+    ),
+    "tp1, selective recompute": Case(layout=LayoutConfig(), plan=planned(1), recompute="selective"),
     "tp2-sp dp2": Case(layout=LayoutConfig(tp=2, sequence_parallel=True, dp=2), plan=planned(2)),
 }
 
@@ -72,7 +84,7 @@ def baseline(
     def get(name: str) -> Baseline:
         if name not in made:
             directory = tmp_path_factory.mktemp("baseline")
-            replay = make_replay(name, checkpoint(tied=TIED[name]), directory / "r.parquet", rank_pool(1))
+            replay = make_replay(name, checkpoint(tied=TIED[name], num_layers=4), directory / "r.parquet", rank_pool(1))
             plan = BASELINE.plan(replay.rows)
             run = run_replay(replay, rank_pool(1), BASELINE.actor, plan, directory)
             made[name] = Baseline(replay=replay, run=run)
@@ -106,8 +118,24 @@ def assert_same_weights(got: dict[str, torch.Tensor], expected: dict[str, torch.
     assert_within(f"weights (worst: {worst})", errors[worst], 0.0, atol=WEIGHT)
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-@pytest.mark.parametrize("case", list(CASES))
+# Every layout with one algorithm, every algorithm with the basic layouts; the other pairs are long.
+BASIC = ("tp1", "tp2", "dp2")
+PAIRS = [
+    pytest.param(
+        case,
+        algorithm,
+        marks=()
+        if algorithm == "token-mean"
+        or (algorithm == "gspo" and case in ("pp2", "cp2"))
+        or (algorithm != "gspo" and case.split()[0].split("-")[0] in BASIC and "recompute" not in case)
+        else pytest.mark.long,
+    )
+    for case in CASES
+    for algorithm in ALGORITHMS
+]
+
+
+@pytest.mark.parametrize(("case", "algorithm"), PAIRS)
 def test_layouts_and_splits(
     rank_pool: GetPool, baseline: Callable[[str], Baseline], tmp_path: Path, case: str, algorithm: str
 ) -> None:
@@ -126,6 +154,7 @@ def dense_steps(replay: Replay) -> list[DenseStep]:
         entropy_coef=replay.cfg.entropy_coef,
         kl_coef=replay.cfg.kl.coef if replay.cfg.kl.where == "loss" else 0.0,
         temperature=TEMPERATURE,
+        sequence_clip=replay.cfg.policy_loss.clip_low if replay.name == "gspo" else None,
     )
     trainer = DenseTrainer(replay.path, objective, ADAM)
     return [trainer.step(replay.rows, lr) for lr in LEARNING_RATES]
@@ -144,7 +173,7 @@ def test_one_rank_equals_plain_torch(baseline: Callable[[str], Baseline], algori
         assert_same_logprobs("actor", got.logprobs, dense.logprobs)
         assert_same_weights(got.weights, {name: dense.weights[name] for name in got.weights})
         # Clipping was active, the loss is not about 0, and the tolerances are small against what a step moves.
-        assert dense.grad_norm > 1.5 * ADAM.clip_grad_norm
+        assert dense.grad_norm > 1.2 * ADAM.clip_grad_norm
         assert abs(dense.loss) > 100 * LOSS_PER_ADVANTAGE * replay.mean_abs_advantage
     moved = expected[1].weights["model.norm.weight"] - expected[0].weights["model.norm.weight"]
     assert moved.abs().mean() > 30 * WEIGHT

@@ -16,11 +16,19 @@ def make_checkpoint(
     tied: bool,
     dtype: str = "float32",
     seed: int = 0,
+    num_layers: int = 2,
     max_shard_size: str | int = "50GB",
 ) -> Path:
-    """A two-layer model whose norm weights are spread over [0.5, 2] and whose attention is not uniform."""
+    """A model whose norm weights are spread over [0.5, 2] and whose attention is not uniform."""
     sizes = TinyModelConfig(
-        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96, tied=tied, dtype=dtype
+        hidden_size=64,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_size=96,
+        tied=tied,
+        dtype=dtype,
     )
     make_tiny_model(path, sizes, seed=seed)
     model = Qwen3ForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -30,7 +38,7 @@ def make_checkpoint(
             if parameter.ndim == 1:
                 parameter.copy_(0.5 + 1.5 * torch.rand(parameter.shape, generator=generator))
             else:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(0.12 * torch.randn(parameter.shape, generator=generator))
     for file in path.glob("*.safetensors"):
         file.unlink()
     model.save_pretrained(path, max_shard_size=max_shard_size)

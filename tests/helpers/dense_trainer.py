@@ -25,6 +25,8 @@ class Objective:
     entropy_coef: float
     kl_coef: float
     temperature: float
+    # GSPO's clip range: one ratio per row and no dual clip.
+    sequence_clip: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +98,15 @@ class DenseTrainer:
         advantage, old, ref = (
             torch.from_numpy(row.scores[name]).double() for name in ("advantages", "old_logprobs", "ref_logprobs")
         )
-        ratio = torch.exp(logprobs - old)
-        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        policy = -torch.min(ratio * advantage, clipped * advantage)
-        policy = torch.where(advantage < 0, torch.min(policy, -DUAL_CLIP * advantage), policy)
+        clip = self.objective.sequence_clip
+        if clip is None:
+            ratio = torch.exp(logprobs - old)
+            policy = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+            policy = torch.where(advantage < 0, torch.min(policy, -DUAL_CLIP * advantage), policy)
+        else:
+            mask = torch.from_numpy(row.loss_mask)
+            ratio = torch.exp((logprobs - old)[mask].mean()).expand_as(logprobs)
+            policy = -torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
         kl = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=MAX_K3)
         entropy = -(log_p.exp() * log_p).sum(-1)
         losses = policy + self.objective.kl_coef * kl - self.objective.entropy_coef * entropy

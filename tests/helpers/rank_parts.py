@@ -57,9 +57,9 @@ class PackFields:
 def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int) -> PackFields:
     """`pack_rows`, and `scatter` with the gradient of Σ k² over the scattered values."""
     PolicyWorker(context.rank).prepare()
-    from megarl.parallel.packing import pack_rows
+    from megarl.parallel.packing import PackAlignment, pack_rows
 
-    pack = pack_rows(rows, multiple=multiple, device=torch.device("cpu"))
+    pack = pack_rows(rows, alignment=PackAlignment(tp=multiple), device=torch.device("cpu"))
     assert pack.packed_seq_params.cu_seqlens_q is pack.packed_seq_params.cu_seqlens_kv is pack.cu_seqlens
     values = torch.arange(1.0, 1 + len(pack.labels)).requires_grad_()
     scattered = pack.scatter(values)
@@ -94,7 +94,8 @@ def packed_attention(
 
     bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    attention = PackedAttention(config=None, layer_number=1, softmax_scale=softmax_scale)
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    attention = PackedAttention(config=None, layer_number=1, softmax_scale=softmax_scale, pg_collection=groups)
     out = attention(*inputs, None, packed_seq_params=PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds))
     return [out.detach(), *torch.autograd.grad(out, inputs, grad_output)]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError
-from megarl.parallel.messages import LoadRequest, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.parallel.messages import LoadRequest, Role, RoleSpec, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
 from tests.helpers.rank_pool import RankContext
@@ -37,7 +37,10 @@ def load_worker(
 ) -> PolicyWorker:
     """A worker with its models loaded."""
     worker = join_layout(context, actor.layout)
-    worker.load(LoadRequest(model=model, actor=actor, with_reference=with_reference, seed=0))
+    roles = [RoleSpec(role=Role.ACTOR, model=model, settings=actor)]
+    if with_reference:
+        roles.append(RoleSpec(role=Role.REFERENCE, model=model, settings=actor, trainable=False))
+    worker.load(LoadRequest(roles=tuple(roles), seed=0))
     return worker
 
 
@@ -55,10 +58,11 @@ def pack_logits(
 ) -> PackLogits | None:
     """Dense logits of a pack, gathered over the vocabulary; on tensor-parallel rank 0."""
     worker = load_worker(context, ActorConfig(layout=layout), model)
-    from megarl.parallel.packing import pack_rows
+    from megarl.parallel.packing import PackAlignment, pack_rows
 
-    policy, group = worker.actor, worker.layout.tp_group
-    pack = pack_rows(rows, multiple=layout.tp if layout.sequence_parallel else 1, device=torch.device("cpu"))
+    policy, group = worker.roles[Role.ACTOR].chunks[0], worker.layout.tp_group
+    alignment = PackAlignment(tp=layout.tp if layout.sequence_parallel else 1)
+    pack = pack_rows(rows, alignment=alignment, device=torch.device("cpu"))
     with torch.no_grad():
         hidden = policy.hidden_states(pack)[:, 0]
         if layout.sequence_parallel:
@@ -81,7 +85,7 @@ def score(
 ) -> RowScores | None:
     """The actor's scores of the rows."""
     worker = load_worker(context, actor, model)
-    return worker.score(rows, micro_batches, role="actor", temperature=temperature, step=0)
+    return worker.score(rows, micro_batches, role=Role.ACTOR, temperature=temperature, step=0)
 
 
 def load_and_store(
@@ -90,7 +94,13 @@ def load_and_store(
     """Load a checkpoint and write it again; with the shapes of this rank's parameters."""
     worker = load_worker(context, actor, model)
     stored = worker.store_weights(files, with_checksums=True)
-    return stored, {name: tuple(p.shape) for name, p in worker.actor.named_parameters()}
+    return stored, {name: tuple(p.shape) for name, p in _parameters(worker, Role.ACTOR).items()}
+
+
+def _parameters(worker: PolicyWorker, role: Role) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a role that is a single model chunk here."""
+    (chunk,) = worker.roles[role].chunks
+    return dict(chunk.named_parameters())
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -130,7 +140,7 @@ def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
     def scored(role: Role) -> RowScores | None:
         return worker.score(case.rows, mine, role=role, temperature=temperature, step=0)
 
-    actor, reference = scored("actor"), scored("reference")
+    actor, reference = scored(Role.ACTOR), scored(Role.REFERENCE)
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
         updates.append(worker.update(case.rows, mine, request))
@@ -151,9 +161,11 @@ def final_norm_over_steps(
 ) -> list[ParameterCopies]:
     """The last norm's weight before the first step and after each; all gradients and main parameters are float32."""
     worker = load_worker(context, actor, model)
-    parameter = worker.actor.decoder.final_layernorm.weight
-    assert {p.main_grad.dtype for p in worker.actor.parameters()} == {torch.float32}
-    assert {p.dtype for group in worker.optimizer.param_groups for p in group["params"]} == {torch.float32}
+    loaded, named = worker.roles[Role.ACTOR], _parameters(worker, Role.ACTOR)
+    parameter = named["decoder.final_layernorm.weight"]
+    assert {p.main_grad.dtype for p in named.values()} == {torch.float32}
+    assert loaded.optimizer is not None
+    assert {p.dtype for group in loaded.optimizer.param_groups for p in group["params"]} == {torch.float32}
 
     def copies() -> ParameterCopies:
         main = parameter.main_param.detach().clone().flatten()
@@ -185,7 +197,7 @@ def non_finite_messages(
         return None
 
     return (
-        complaint(lambda: worker.score(rows, micro_batches, role="actor", temperature=1.0, step=request.step)),
+        complaint(lambda: worker.score(rows, micro_batches, role=Role.ACTOR, temperature=1.0, step=request.step)),
         complaint(lambda: worker.update(rows, micro_batches, request)),
     )
 
@@ -205,11 +217,9 @@ def models_around_update(
 ) -> tuple[BothModels, BothModels]:
     """Actor and reference before and after an update."""
     worker = load_worker(context, actor, model, with_reference=True)
-    assert worker.reference is not None
-    policy, reference = worker.actor, worker.reference
 
     def snapshot() -> BothModels:
-        parameters = [dict(m.named_parameters()) for m in (policy, reference)]
+        parameters = [_parameters(worker, role) for role in (Role.ACTOR, Role.REFERENCE)]
         mine, theirs = ({p.data_ptr() for p in named.values()} for named in parameters)
         copies = [{name: p.detach().clone() for name, p in named.items()} for named in parameters]
         return BothModels(

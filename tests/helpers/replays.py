@@ -3,13 +3,22 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
-from megarl.config.schema import ActorConfig, AlgoConfig, KLConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import (
+    ActorConfig,
+    AlgoConfig,
+    KLConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+)
 from megarl.data.packing import plan_micro_batches
 from megarl.export import weight_specs
 from megarl.parallel.messages import UpdateRequest, UpdateResult
@@ -35,9 +44,13 @@ ALGORITHMS = {
     "token-mean+kl+entropy": AlgoConfig(
         aggregation="token-mean", entropy_coef=0.02, kl=KLConfig(where="loss", estimator="k3", coef=0.2)
     ),
+    "gspo": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="gspo", clip_low=0.01, clip_high=0.01, dual_clip=None),
+        aggregation="seq-mean-token-mean",
+    ),
 }
 # Ties change which gradients meet in the embedding.
-TIED = {"token-mean": True, "seq-mean-token-mean+entropy": False, "token-mean+kl+entropy": True}
+TIED = {"token-mean": True, "seq-mean-token-mean+entropy": False, "token-mean+kl+entropy": True, "gspo": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +97,9 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
     rows = [row_from_sample(sample) for sample in replayed.samples]
     model = ModelConfig(path=str(path), dtype="float32")
     everything = [list(range(len(rows)))]
-    scores = pool.run(ranks.score, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[0].logprobs
+    scores = pool.run(ranks.score, ActorConfig(), model, rows, everything, temperature=TEMPERATURE)[0].scores[
+        "logprobs"
+    ]
 
     rng = np.random.default_rng(7)
 
@@ -114,7 +129,7 @@ def run_replay(
     requests = [
         UpdateRequest(
             step=step,
-            algorithm=algorithm,
+            objective=algorithm,
             state=algorithm.initial_state(),
             denominators=algorithm.denominators(replay.rows),
             temperature=TEMPERATURE,
@@ -140,10 +155,11 @@ def run_replay(
         results: list[UpdateResult] = [outcome.updates[step] for outcome in outcomes]
         # Every replica reports the metrics of all of them.
         assert all(result.metrics == results[0].metrics for result in results)
-        logprobs = merge([result.logprobs for result in results], num_rows)
+        logprobs = merge([result.before for result in results], num_rows)
         steps.append(Step(metrics=dict(results[0].metrics), logprobs=logprobs, weights=load_file(file)))
     scored, reference = (
-        merge([getattr(outcome, role).logprobs for outcome in outcomes], num_rows) for role in ("actor", "reference")
+        merge([getattr(outcome, role).scores["logprobs"] for outcome in outcomes], num_rows)
+        for role in ("actor", "reference")
     )
     return Run(steps=steps, scored_logprobs=scored, ref_logprobs=reference)
 
@@ -164,9 +180,9 @@ def row_by_row(rows: Sequence[Row]) -> list[list[list[int]]]:
     return [[[i] for i in range(len(rows))]]
 
 
-def planned(dp: int) -> Callable[[Sequence[Row]], list[list[list[int]]]]:
+def planned(dp: int, multiple: int = 1) -> Callable[[Sequence[Row]], list[list[list[int]]]]:
     """As the trainer plans them."""
-    return lambda rows: plan_micro_batches([row.num_tokens for row in rows], dp, MICRO_BATCH_TOKENS)
+    return lambda rows: plan_micro_batches([row.num_tokens for row in rows], dp, MICRO_BATCH_TOKENS, multiple=multiple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,11 +192,13 @@ class Case:
     layout: LayoutConfig
     plan: Callable[[Sequence[Row]], list[list[list[int]]]]
     distributed: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
 
     @property
     def actor(self) -> ActorConfig:
         return ActorConfig(
             layout=self.layout,
+            recompute=self.recompute,
             head_chunk_tokens=16,
             optimizer=OptimizerConfig(
                 betas=ADAM.betas,

@@ -20,7 +20,7 @@ def update_request(rows: Sequence[Row], *, step: int = 0, lr: float = 1e-3) -> U
     algorithm = build_algorithm(AlgoConfig(), max_response_tokens=64)
     return UpdateRequest(
         step=step,
-        algorithm=algorithm,
+        objective=algorithm,
         state=algorithm.initial_state(),
         denominators=algorithm.denominators(rows),
         temperature=1.0,

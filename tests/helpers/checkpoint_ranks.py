@@ -1,0 +1,99 @@
+"""What the tests of dist checkpoints run on every rank: a few SFT steps around a save or a load."""
+
+import multiprocessing
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.algos.sft import SftAlgorithm
+from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.data.packing import plan_micro_batches
+from megarl.parallel.messages import LoadRequest, Role, RoleSpec, UpdateRequest
+from megarl.parallel.worker import PolicyWorker
+from megarl.types import Row
+from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
+
+
+def open_worker(context: RankContext, actor: ActorConfig, model: ModelConfig) -> PolicyWorker:
+    """A worker that trains the model, in a process that may start others: those that write checkpoints."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    worker = join_layout(context, actor.layout)
+    roles = (RoleSpec(role=Role.ACTOR, model=model, settings=actor),)
+    worker.load(LoadRequest(roles=roles, seed=0))
+    return worker
+
+
+def train(worker: PolicyWorker, actor: ActorConfig, rows: Sequence[Row], steps: range) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, on ranks that report; a step sees its own four rows."""
+    algorithm, history = SftAlgorithm(), []
+    for step in steps:
+        batch = [rows[(4 * step + i) % len(rows)] for i in range(4)]
+        layout = actor.layout
+        plan = plan_micro_batches(
+            [row.num_tokens for row in batch],
+            layout.dp,
+            actor.micro_batch_tokens,
+            multiple=layout.pp if layout.virtual_pp > 1 else 1,
+        )
+        request = UpdateRequest(
+            step=step,
+            objective=algorithm,
+            state=algorithm.initial_state(),
+            denominators=algorithm.denominators(batch),
+            temperature=1.0,
+            lr=actor.optimizer.lr,
+        )
+        result = worker.update(batch, plan[layout.dp_rank_of(worker.rank)], request)
+        if result is not None:
+            history.append((result.metrics["actor/loss"], result.metrics["actor/grad_norm"]))
+    return history
+
+
+def train_save_train(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], directory: str, start: int = 3
+) -> list[tuple[float, float]]:
+    """`start` steps, a save that the next three overlap with, and those steps' history."""
+    worker = open_worker(context, actor, model)
+    from megarl.parallel.checkpoint import end_writer
+
+    train(worker, actor, rows, range(start))
+    Path(directory).mkdir(exist_ok=True)
+    worker.save_checkpoint(directory)
+    history = train(worker, actor, rows, range(start, start + 3))
+    assert worker.finish_checkpoint(wait=True)
+    end_writer()
+    return history
+
+
+def save_with_file_limit(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, directory: str, max_bytes: int
+) -> None:
+    """A save on a file system that takes no file over `max_bytes`."""
+    worker = open_worker(context, actor, model)
+    from megarl.parallel.checkpoint import end_writer
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+    try:
+        worker.save_checkpoint(directory)
+        worker.finish_checkpoint(wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        end_writer()
+
+
+def load_train(
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    directory: str,
+    *,
+    same_layout: bool,
+    start: int = 3,
+) -> list[tuple[float, float]]:
+    """Three steps from a checkpoint that was taken after `start`."""
+    worker = open_worker(context, actor, model)
+    worker.load_checkpoint(directory, same_layout=same_layout)
+    return train(worker, actor, rows, range(start, start + 3))

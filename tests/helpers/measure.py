@@ -1,0 +1,119 @@
+"""All that one rank can say of a checkpoint: log-probs, dense logits, its weights written again, gradients."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.algos.sft import SftAlgorithm
+from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.parallel.messages import LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest
+from megarl.parallel.worker import PolicyWorker
+from megarl.types import FloatArray, Row
+from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureCase:
+    """A model under a layout, rows by micro-batch and data-parallel rank, and the files to write."""
+
+    model: ModelConfig
+    actor: ActorConfig
+    rows: Sequence[Row]
+    micro_batches: Sequence[Sequence[Sequence[int]]]
+    weight_files: Sequence[str]
+    gradient_files: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a rank reports. logprobs: row → [R]; logits: row → [row tokens, V]; both empty off the last stage."""
+
+    logprobs: Mapping[int, FloatArray]
+    logits: Mapping[int, FloatArray]
+    weights: StoreResult
+    gradients: StoreResult
+    grad_norm: float | None
+
+
+def measure(context: RankContext, case: MeasureCase) -> Measured:
+    """Load, score, take one backward pass of the mean negative log-likelihood, and write weights and gradients."""
+    worker = join_layout(context, case.actor.layout)
+    worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
+    mine = case.micro_batches[worker.layout.dp_rank]
+    scores = worker.score(case.rows, mine, role=Role.ACTOR, temperature=1.0, step=0)
+    logits = _dense_logits(worker, case.rows, mine)
+    weights = worker.store_weights(case.weight_files, with_checksums=False)
+
+    algorithm = SftAlgorithm()
+    request = UpdateRequest(
+        step=0,
+        objective=algorithm,
+        state=algorithm.initial_state(),
+        denominators=algorithm.denominators(case.rows),
+        temperature=1.0,
+        lr=0.0,
+    )
+    result = worker.update(case.rows, mine, request)
+    # Written as if they were the weights, gradients get their Hugging Face names.
+    for parameter in itertools.chain.from_iterable(c.parameters() for c in worker.roles[Role.ACTOR].chunks):
+        parameter.data.copy_(parameter.main_grad)
+    return Measured(
+        logprobs=scores.scores["logprobs"] if scores else {},
+        logits=logits if scores else {},
+        weights=weights,
+        gradients=worker.store_weights(case.gradient_files, with_checksums=False),
+        grad_norm=result.metrics["actor/grad_norm"] if result else None,
+    )
+
+
+@torch.no_grad()
+def _dense_logits(
+    worker: PolicyWorker, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]
+) -> dict[int, FloatArray]:
+    """Logits of every token of the rows, through the pipeline, gathered over the vocabulary."""
+    from megarl.parallel.passes import _run_schedule
+
+    collected: dict[int, FloatArray] = {}
+
+    def collect(model: Any, pack: Any, indices: Sequence[int], logits: Any) -> None:
+        by_length = sorted(indices, key=lambda i: rows[i].num_tokens)
+        # A filler sequence may end the pack.
+        for i, (start, stop) in zip(by_length, itertools.pairwise(pack.cu_seqlens.tolist()), strict=False):
+            assert pack.input_ids[0, start:stop].tolist() == rows[i].token_ids.tolist()
+            collected[i] = np.asarray(logits[start:stop])
+
+    loaded = worker.roles[Role.ACTOR]
+    chunks = [_LogitsModel(chunk) for chunk in loaded.chunks]
+    _run_schedule(chunks, rows, micro_batches, loaded.head_request(temperature=1.0), collect, forward_only=True)
+    return collected
+
+
+class _LogitsModel(torch.nn.Module):
+    """A policy that answers dense logits [T, V] of the true vocabulary instead of log-probs."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.module = policy
+
+    def forward(self, pack: Any, request: Any) -> torch.Tensor:
+        policy = self.module
+        hidden: torch.Tensor = policy.hidden_states(pack)
+        if not policy.post_process:
+            return hidden
+        group = policy.layout.tp_group
+        if policy.config.sequence_parallel:
+            hidden = torch.cat(_all_gather(hidden, group))
+        shards = _all_gather(hidden[:, 0] @ policy.output_weight.t(), group)
+        return torch.cat(shards, dim=1)[:, : policy.spec.dims.vocab]
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts

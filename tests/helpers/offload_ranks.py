@@ -1,0 +1,116 @@
+"""What the tests of offloading run on every rank: SFT steps with the role's memory moved away and back between."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.parallel.messages import LoadRequest, Part, Role, RoleSpec
+from megarl.parallel.worker import PolicyWorker
+from megarl.types import Row
+from tests.helpers.checkpoint_ranks import train
+from tests.helpers.rank_pool import RankContext
+from tests.helpers.ranks import join_layout
+
+History = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadTrace:
+    """What was seen while all parts were on the host: bytes released, of which part; bytes that stayed."""
+
+    released: Mapping[Part, int]
+    stayed: int
+    is_exact: bool
+    history: History
+
+
+def open_trained(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], num_steps: int
+) -> tuple[PolicyWorker, History]:
+    """An actor with a reference beside it, after some steps."""
+    worker = join_layout(context, actor.layout)
+    spec = RoleSpec(role=Role.ACTOR, model=model, settings=actor)
+    reference = RoleSpec(role=Role.REFERENCE, model=model, settings=actor, trainable=False)
+    worker.load(LoadRequest(roles=(spec, reference), seed=0))
+    return worker, train(worker, actor, rows, range(num_steps))
+
+
+def named_tensors(worker: PolicyWorker) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the actor computes with, found from the outside: parameters, their gradients, main parameters, moments."""
+    role = worker.roles[Role.ACTOR]
+    for i, chunk in enumerate(role.chunks):
+        for name, parameter in chunk.named_parameters():
+            yield f"{i}.{name}", parameter.data
+            yield f"{i}.{name}.grad", parameter.main_grad
+            if getattr(parameter, "main_param", None) is not None:
+                yield f"{i}.{name}.main", parameter.main_param
+    assert role.optimizer is not None
+    for j, optimizer in enumerate(role.optimizer.chained_optimizers):
+        for k, state in enumerate(optimizer.optimizer.state.values()):
+            yield from ((f"{j}.{k}.{key}", state[key]) for key in ("exp_avg", "exp_avg_sq"))
+
+
+def never_offloaded(context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]) -> History:
+    """Four steps."""
+    return open_trained(context, actor, model, rows, 4)[1]
+
+
+def offload_between(context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]) -> OffloadTrace:
+    """Two steps, everything away and back, two more."""
+    worker, history = open_trained(context, actor, model, rows, 2)
+    before = {name: tensor.clone() for name, tensor in named_tensors(worker)}
+    released = {part: worker.offload(Role.ACTOR, [part]) for part in Part}
+    assert all(worker.offload(Role.ACTOR, [part]) == 0 for part in Part)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for _, t in named_tensors(worker)}
+    for part in (Part.OPTIMIZER, Part.PARAMS, Part.GRADS):
+        worker.onload(Role.ACTOR, [part])
+    after = dict(named_tensors(worker))
+    is_exact = before.keys() == after.keys() and all(_same_bits(before[name], after[name]) for name in before)
+    history += train(worker, actor, rows, range(2, 4))
+    return OffloadTrace(released=released, stayed=sum(storages.values()), is_exact=is_exact, history=history)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def use_while_offloaded(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], files: Sequence[str]
+) -> list[str]:
+    """The errors of a pass, a step and a store that miss a part each."""
+    worker, _ = open_trained(context, actor, model, rows, 1)
+    return [
+        _error_of(worker, Part.PARAMS, lambda: worker.score(rows[:1], [[0]], role=Role.ACTOR, temperature=1.0, step=1)),
+        _error_of(worker, Part.OPTIMIZER, lambda: train(worker, actor, rows, range(1, 2))),
+        _error_of(worker, Part.GRADS, lambda: train(worker, actor, rows, range(1, 2))),
+        _error_of(worker, Part.PARAMS, lambda: worker.store_weights(files, with_checksums=False)),
+    ]
+
+
+def _error_of(worker: PolicyWorker, part: Part, use: object) -> str:
+    worker.offload(Role.ACTOR, [part])
+    try:
+        use()  # type: ignore[operator]
+    except AssertionError as error:
+        return str(error)
+    finally:
+        worker.onload(Role.ACTOR, [part])
+    return ""
+
+
+def offload_reference(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
+) -> tuple[dict[Part, int], bool]:
+    """Bytes released by the parts of a frozen role, and whether it scores the same afterwards."""
+    worker, _ = open_trained(context, actor, model, rows, 0)
+
+    def scores() -> list[list[float]]:
+        result = worker.score(rows[:1], [[0]], role=Role.REFERENCE, temperature=1.0, step=1)
+        return [] if result is None else [array.tolist() for of in result.scores.values() for array in of.values()]
+
+    before = scores()
+    released = {part: worker.offload(Role.REFERENCE, [part]) for part in Part}
+    worker.onload(Role.REFERENCE, list(Part))
+    return released, before == scores()
