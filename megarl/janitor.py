@@ -3,9 +3,13 @@
 Every process of a run inherits MEGARL_RUN_ID. The janitor is started by the driver, in a session of its own, and
 reads a pipe that only the driver can write to. When the pipe closes, for whatever reason (clean end, crash,
 SIGKILL), it ends every process that carries the run's id and unlinks the run's names. It touches nothing else.
+
+Libraries make shared memory under names of their own (vLLM's workers, multiprocessing). The janitor notes what the
+run's processes have mapped while it waits, and unlinks that too once no process maps it any more.
 """
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -13,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +26,7 @@ SHM_DIR = Path("/dev/shm")
 GRACE_S = 3.0
 # Ray's own processes end within seconds of the driver after a clean shutdown; let them.
 SETTLE_S = 1.0
+WATCH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +53,32 @@ class RunScope:
         """Live processes that inherited this run's id, this one excluded."""
         marker = f"{RUN_ID_VARIABLE}={self.run_id}".encode()
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
+        for pid in _all_processes():
+            entry = Path(f"/proc/{pid}")
             try:
-                if marker in (entry / "environ").read_bytes().split(b"\0") and not _is_zombie(entry):
-                    found.append(int(entry.name))
+                if (
+                    pid != os.getpid()
+                    and marker in (entry / "environ").read_bytes().split(b"\0")
+                    and not _is_zombie(entry)
+                ):
+                    found.append(pid)
             except (FileNotFoundError, PermissionError, ProcessLookupError):
                 continue
         return found
+
+    def mapped_files(self) -> set[Path]:
+        """Shared-memory files that the run's processes have mapped, whatever their names."""
+        return {file for pid in self.processes() for file in mapped_files(pid)}
+
+
+def mapped_files(pid: int) -> set[Path]:
+    """Existing files in shared memory that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return set()
+    start = f" {SHM_DIR}/"
+    return {Path(line[line.index(start) + 1 :]) for line in lines if start in line and not line.endswith(" (deleted)")}
 
 
 def _is_zombie(entry: Path) -> bool:
@@ -87,8 +110,12 @@ class Janitor:
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
-def clean_up(scope: RunScope) -> None:
-    """End the run's processes, then unlink its names. The driver does not carry its own id."""
+def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
+    """End the run's processes, then unlink its names and the `noted` files of its libraries.
+
+    The driver does not carry its own id.
+    """
+    libraries = {*noted, *scope.mapped_files()}
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline and scope.processes():
         time.sleep(0.1)
@@ -104,6 +131,13 @@ def clean_up(scope: RunScope) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    in_use = {file for pid in _all_processes() for file in mapped_files(pid)} if libraries else set()
+    for path in libraries - in_use:
+        path.unlink(missing_ok=True)
+
+
+def _all_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
 def _signal(pid: int, signum: int) -> None:
@@ -118,9 +152,11 @@ def main(argv: list[str]) -> None:
     read_end, run_id = int(argv[0]), argv[1]
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    with os.fdopen(read_end, "rb") as pipe:
-        pipe.read()
-    clean_up(RunScope(run_id=run_id))
+    scope, noted = RunScope(run_id=run_id), set[Path]()
+    # Nothing is ever written: the pipe becomes readable when the driver's end closes.
+    while not select.select([read_end], [], [], WATCH_S)[0]:
+        noted |= scope.mapped_files()
+    clean_up(scope, noted)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A vLLM engine: token ids in, token ids with their log-probs out, weights reloaded in place.
+"""A vLLM engine, tensor-parallel or not: token ids in, token ids with their log-probs out, weights reloaded in place.
 
 `VllmEngine` is a plain class; Ray actors wrap it, tests use it in an ordinary process. vLLM is imported when the
 engine is built, never before.
@@ -6,7 +6,7 @@ engine is built, never before.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,22 +48,28 @@ class EngineSpec:
     seed: int
     max_model_tokens: int
     config: EngineConfig
+    can_sleep: bool = False
 
 
 def engine_spec(config: Config) -> EngineSpec:
     """The engine of a run; the context length covers the longest prompt and response where it is left open."""
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    engine = config.rollout.engine
+    if config.run.deterministic:
+        # A cached prefix is computed in other batches than a new one, and depends on what ran before.
+        engine = replace(engine, prefix_caching=False)
     return EngineSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
         seed=config.run.seed,
-        max_model_tokens=config.rollout.engine.max_model_tokens or needed,
-        config=config.rollout.engine,
+        max_model_tokens=engine.max_model_tokens or needed,
+        config=engine,
+        can_sleep=config.placement.offload,
     )
 
 
 class VllmEngine:
-    """One vLLM engine in this process."""
+    """One vLLM engine in this process; with tp > 1 its workers are children of it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
@@ -71,9 +77,10 @@ class VllmEngine:
         self.weight_version = 0
         self.llm = LLM(**_engine_arguments(spec))
 
-    def ready(self) -> int:
-        """This process's id, once the engine can generate."""
-        return os.getpid()
+    def process_ids(self) -> list[int]:
+        """This process, then the workers that are processes of their own."""
+        workers: list[int] = self.llm.collective_rpc("process_id")
+        return list(dict.fromkeys([os.getpid(), *workers]))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Finish all requests; results in request order."""
@@ -116,8 +123,10 @@ class VllmEngine:
             for o, s in zip(outputs, sequences, strict=True)
         ]
 
-    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> dict[str, int]:
-        """Replace the weights by those of safetensors files (Hugging Face names); returns checksums if asked.
+    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
+        """Replace the weights by those of safetensors files (Hugging Face names).
+
+        Returns each worker's checksums of what it read, empty unless asked for.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
@@ -125,12 +134,22 @@ class VllmEngine:
         results = self.llm.collective_rpc(
             "receive_weights", kwargs={"files": list(files), "with_checksums": with_checksums}
         )
+        problems = list(dict.fromkeys(problem for _, problem in results if problem))
+        if problems:
+            raise WeightSyncError("; ".join(problems))
         # Cached keys and values belong to the old weights.
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache; requests are still running during a sync")
         self.weight_version = version
-        checksums: dict[str, int] = results[0]
-        return checksums
+        return [checksums for checksums, _ in results]
+
+    def sleep(self) -> None:
+        """Drop weights and KV cache where the platform can; `wake` both before generating."""
+        platform().sleep_engine(self.llm)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Bring back `weights`, which the next sync fills, or `kv_cache`."""
+        platform().wake_engine(self.llm, parts)
 
     def close(self) -> None:
         """Stop the engine and the processes it started."""
@@ -143,6 +162,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
         "block_size": config.block_size,
         "enforce_eager": config.enforce_eager or None,
+        # Inside a Ray actor vLLM would choose its Ray executor, which needs a GPU and devices of its own.
+        "distributed_executor_backend": "mp" if config.tp > 1 else None,
     }
     return {
         "model": spec.model_path,
@@ -150,6 +171,7 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tp,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": config.prefix_caching,
         # Raw log-probs ignore the temperature and would differ from the trainer's.
@@ -158,6 +180,7 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "skip_tokenizer_init": False,
         "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
         **platform().engine_defaults(),
+        **(platform().sleep_arguments() if spec.can_sleep else {}),
         **{key: value for key, value in chosen.items() if value is not None},
     }
 

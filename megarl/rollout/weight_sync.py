@@ -1,4 +1,4 @@
-"""Weights from the trainer's ranks to the engines, through one file in shared memory.
+"""Weights from the trainer's ranks to the engines, through one file in shared memory per host.
 
 The file is a safetensors file of full Hugging Face tensors. Every rank writes the slices it owns; nobody gathers
 the model. Engines read the file through vLLM's layerwise reload. Both sides are checked: names against the family
@@ -6,14 +6,14 @@ table, parameters against what their loaders consumed, and on request every tens
 """
 
 import math
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from megarl.errors import WeightSyncError
 from megarl.parallel.messages import StoreResult
-from megarl.safetensors_map import TensorSpec, create_file
+from megarl.rollout.transport import SharedFile, WeightTransport
+from megarl.safetensors_map import TensorSpec
 
 
 class WeightWriters(Protocol):
@@ -23,26 +23,29 @@ class WeightWriters(Protocol):
 
 
 class WeightReaders(Protocol):
-    """The engines' side."""
+    """The engines' side; checksums come from every worker of every engine."""
 
     def load_weights(self, files: Sequence[Path], *, version: int, with_checksums: bool) -> list[dict[str, int]]: ...
 
 
 class WeightSync:
-    """Owns the shared file; `push` makes the engines generate with the trainer's current weights."""
+    """`push` makes the engines generate with the trainer's current weights.
+
+    Ranks and engines open `path` on their hosts; `transport` makes the files the same (default: there is one host).
+    """
 
     def __init__(
-        self, writers: WeightWriters, readers: WeightReaders, path: Path, specs: Mapping[str, TensorSpec]
+        self,
+        writers: WeightWriters,
+        readers: WeightReaders,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        *,
+        transport: WeightTransport | None = None,
     ) -> None:
         self._writers, self._readers, self._path = writers, readers, path
-        needed = sum(spec.num_bytes for spec in specs.values())
-        free = shutil.disk_usage(path.parent).free
-        if needed > free:
-            raise WeightSyncError(
-                f"weight sync needs {needed / 2**30:.2f} GiB in {path.parent}, {free / 2**30:.2f} GiB are free; "
-                f"enlarge it, or remove what other runs left there"
-            )
-        create_file(path, specs)
+        self._transport = transport or SharedFile(path)
+        self._transport.create(specs)
         self._num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}
 
     def push(self, version: int, *, verify: bool) -> None:
@@ -51,15 +54,17 @@ class WeightSync:
         Raises:
             WeightSyncError: a tensor is missing on either side, or its checksums differ.
         """
+        self._transport.clear()
         sent = self._writers.store_weights([self._path], with_checksums=verify)
         check_complete(self._num_elements, sent.num_elements)
+        self._transport.deliver()
         for received in self._readers.load_weights([self._path], version=version, with_checksums=verify):
             if verify:
                 compare_checksums(self._num_elements.keys(), sent.checksums, received)
 
     def close(self) -> None:
-        """Remove the shared file."""
-        self._path.unlink(missing_ok=True)
+        """Remove the shared files."""
+        self._transport.remove()
 
 
 def check_complete(expected: Mapping[str, int], written: Mapping[str, int]) -> None:

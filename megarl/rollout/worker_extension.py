@@ -1,8 +1,9 @@
-"""Runs inside vLLM's workers: takes new weights through vLLM's layerwise-reload life cycle.
+"""Runs inside vLLM's workers (one per tensor-parallel rank): takes new weights through vLLM's layerwise reload.
 
 vLLM imports this module by name in each worker process, so it imports vLLM at the top.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from megarl.errors import WeightSyncError
 from megarl.parallel.weights.slices import checksum
 from megarl.safetensors_map import iter_tensors
 
@@ -24,12 +24,21 @@ from megarl.safetensors_map import iter_tensors
 class WeightReceiver:
     """Mixed into vLLM's worker class; `self.model_runner` and `self.vllm_config` are the worker's."""
 
+    def process_id(self) -> int:
+        """This worker's process."""
+        return os.getpid()
+
     @torch.no_grad()
-    def receive_weights(self, files: Sequence[str], with_checksums: bool) -> dict[str, int]:
-        """Load Hugging Face tensors from files into the live model, checking that every parameter was filled."""
+    def receive_weights(self, files: Sequence[str], with_checksums: bool) -> tuple[dict[str, int], str]:
+        """Load Hugging Face tensors from files into the live model, checking that every parameter was filled.
+
+        Returns checksums and what is wrong, "" if nothing: an error raised in one of several workers would reach the
+        engine without its type, and leave the others' answers unread.
+        """
         model = self.model_runner.model  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
         checksums: dict[str, int] = {}
+        unknown, unfilled = "", list[str]()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in iter_tensors([Path(f) for f in files]):
@@ -43,17 +52,17 @@ class WeightReceiver:
                 model.load_weights(tensors())
                 unfilled = unfilled_layers(model)
             except (KeyError, ValueError) as error:
-                raise WeightSyncError(f"the engine does not know a tensor that the trainer sent: {error}") from error
+                unknown = f"the engine does not know a tensor that the trainer sent: {error}"
             finally:
                 # After an error too, or the engine could never take another sync.
                 finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
                 repack_cpu_weights(model)
-        if unfilled:
-            raise WeightSyncError(
-                f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
-                f"tensors are missing or named differently"
-            )
-        return checksums
+        if unknown or not unfilled:
+            return checksums, unknown
+        return checksums, (
+            f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
+            f"tensors are missing or named differently"
+        )
 
 
 def _storage_of(layer: torch.nn.Module) -> set[int]:

@@ -11,15 +11,18 @@ import pytest
 import ray
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster import RAY_ENVIRONMENT, EngineGroup, Process, WorkerGroup, put_rows, wait_all
+from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
+from megarl.cluster.cluster import RAY_ENVIRONMENT
+from megarl.config.schema import LayoutConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.janitor import Janitor
-from megarl.parallel.messages import RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.platform import apply_environment
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import AlgoState, Denominators, FinishReason, Row
 
 NUM_PROCESSES = 4
+LAYOUT = LayoutConfig(tp=2, dp=2)
 
 
 class Worker:
@@ -51,11 +54,11 @@ class Worker:
     def score(self, rows: dict[int, Row], micro_batches: Any, **_: Any) -> RowScores | None:
         """[replica, first token] for every row, from the first rank of each replica."""
         values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
-        return RowScores(logprobs=values, entropy=values) if self.index % 2 == 0 else None
+        return RowScores(scores={"logprobs": values}) if self.index % 2 == 0 else None
 
     def update(self, rows: dict[int, Row], micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
         scores = self.score(rows, micro_batches)
-        return None if scores is None else UpdateResult(metrics={"lr": request.lr}, logprobs=scores.logprobs)
+        return None if scores is None else UpdateResult(metrics={"lr": request.lr}, before=scores.scores["logprobs"])
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool) -> StoreResult:
         sums = {"w": 2**63 + self.index} if with_checksums else {}
@@ -75,8 +78,8 @@ class Worker:
             for request in requests
         ]
 
-    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> dict[str, int]:
-        return {files[0]: version + self.index}
+    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
+        return [{files[0]: version + self.index}]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def processes(ray_session: None) -> list[Process]:
 
 
 def start(index: int) -> Process:
-    return Process(f"trainer rank {index}", ray.remote(Worker).options(num_cpus=0.5).remote(index))
+    return Process(name=f"trainer rank {index}", actor=ray.remote(Worker).options(num_cpus=0.5).remote(index))
 
 
 def calls(processes: Sequence[Process], *requests: tuple[Any, ...]) -> list[tuple[Process, Any]]:
@@ -179,28 +182,27 @@ SCORES = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
 
 def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> None:
     """Four ranks: two replicas of two tensor-parallel neighbours."""
-    group = WorkerGroup(processes, tp=2, timeout_s=30.0)
-    assert group.dp == 2
-    scored = group.score("actor", rows(5), PLAN, temperature=1.0, step=1)
+    group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
+    scored = group.score(Role.ACTOR, rows(5), PLAN, temperature=1.0, step=1)
     assert [s.tolist() for s in scored] == [SCORES[i] for i in range(5)]
 
 
 def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> None:
     request = UpdateRequest(
         step=1,
-        algorithm=SftAlgorithm(),
+        objective=SftAlgorithm(),
         state=AlgoState(),
         denominators=Denominators(loss=1.0, tokens=1.0),
         temperature=1.0,
         lr=0.25,
     )
-    result = WorkerGroup(processes, tp=2, timeout_s=30.0).update(rows(5), PLAN, request)
+    result = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0).update(rows(5), PLAN, request)
     assert result.metrics == {"lr": 0.25}
-    assert {i: v.tolist() for i, v in result.logprobs.items()} == SCORES
+    assert {i: v.tolist() for i, v in result.before.items()} == SCORES
 
 
 def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None:
-    stored = WorkerGroup(processes, tp=2, timeout_s=30.0).store_weights([Path("f")], with_checksums=True)
+    stored = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0).store_weights([Path("f")], with_checksums=True)
     assert stored.num_elements == {"w": 40, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
     # 4 · 2⁶³ is 0 modulo 2⁶⁴.
     assert stored.checksums == {"w": 0 + 1 + 2 + 3}
@@ -209,7 +211,7 @@ def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None
 def test_requests_are_dealt_out_and_collected_in_their_order(processes: list[Process]) -> None:
     group = EngineGroup(processes[:3], timeout_s=30.0)
     requests = [
-        GenerationRequest(token_ids=(1,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2)
+        GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2)
         for seed in range(7)
     ]
     completions = group.collect(group.submit(requests), timeout_s=30.0)

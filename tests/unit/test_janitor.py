@@ -134,3 +134,33 @@ def test_a_signal_to_the_drivers_group_does_not_end_the_janitor() -> None:
     while scope.leftovers() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert scope.leftovers() == []
+
+
+MAPPER = """
+import mmap, sys, time
+with open(sys.argv[1], "wb+") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+print(flush=True)
+time.sleep(300)
+"""
+
+
+def test_shared_memory_of_libraries_goes_too_unless_another_process_uses_it(scope: RunScope) -> None:
+    files = [SHM_DIR / f"psm_{scope.run_id}_{name}" for name in ("mapped", "noted", "shared", "foreign")]
+    files[1].write_bytes(b"left by a process that has ended")
+    ours = [start([sys.executable, "-c", MAPPER, str(f)], scope.run_id) for f in (files[0], files[2])]
+    foreign = [start([sys.executable, "-c", MAPPER, str(f)], None) for f in (files[2], files[3])]
+    try:
+        for process in (*ours, *foreign):
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert scope.mapped_files() == {files[0], files[2]}
+        clean_up(scope, noted=[files[1]])
+        assert [f.exists() for f in files] == [False, False, True, True]
+    finally:
+        for process in (*ours, *foreign):
+            process.kill()
+            process.wait()
+        for file in files:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,15 @@
+"""The processes of a run: Ray, the trainer's ranks, the engines. Built before trainers, and shared by several.
+
+    with Cluster(config) as cluster:
+        Trainer(inputs, cluster, recorder).fit()
+
+Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engine`.
+"""
+
+from megarl.cluster.cluster import Cluster
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.rows import RowShards, put_rows
+from megarl.cluster.workers import WorkerGroup
+
+__all__ = ["Cluster", "EngineGroup", "Process", "RowShards", "WorkerGroup", "put_rows", "wait_all"]

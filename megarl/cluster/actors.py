@@ -1,0 +1,65 @@
+"""Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from megarl.cluster.processes import Location
+from megarl.cluster.rows import RowShards
+from megarl.parallel.platform import platform
+from megarl.parallel.worker import PolicyWorker
+from megarl.rollout.engine import EngineSpec, VllmEngine
+from megarl.rollout.transport import HostFile
+
+
+class RunActor:
+    """What every process of a run can be asked."""
+
+    def __init__(self) -> None:
+        self._host_file = HostFile()
+
+    def locate(self) -> Location:
+        """Where this process runs."""
+        context = ray.get_runtime_context()
+        return Location(
+            host=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            device_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+
+    def call_host_file(self, method: str, *args: Any) -> Any:
+        """Call the `HostFile` of this host; one process of each host is asked."""
+        return getattr(self._host_file, method)(*args)
+
+
+class RankActor(RunActor):
+    """One trainer rank in a Ray actor: synchronous, so that Megatron stays on the actor's main thread."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.worker = PolicyWorker(rank)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker, method)(*args, **kwargs)
+
+    def call_with_rows(
+        self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+    ) -> Any:
+        rows = shards.fetch(micro_batches)
+        bound = getattr(self.worker, method)
+        return bound(rows, micro_batches, *args, **kwargs)
+
+
+class EngineActor(RunActor):
+    """One engine in a Ray actor."""
+
+    def start(self, spec: EngineSpec, device_ids: Sequence[str]) -> list[int]:
+        """Build the engine, on the devices of others if any are named; the ids of its processes, this one first."""
+        if device_ids:
+            platform().select_devices(device_ids)
+        self.engine = VllmEngine(spec)
+        return self.engine.process_ids()
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.engine, method)(*args, **kwargs)

@@ -1,0 +1,89 @@
+"""The remote processes of a run, and how the driver waits for them."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+
+from megarl.errors import WorkerError
+
+# How long to look for the cause once a rank failed: its peers fail too, with less telling errors.
+CAUSE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where a process runs: Ray's id and the address of its host, and the ids of the devices that Ray gave it."""
+
+    host: str
+    address: str
+    device_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A remote process of the run, how messages name it, and where it runs."""
+
+    name: str
+    actor: Any
+    location: Location = Location(host="", address="", device_ids=())
+
+
+def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
+    """The processes of named actors (`RunActor`), once all have started."""
+    processes = [Process(name=name, actor=actor) for name, actor in actors.items()]
+    locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
+    return [replace(p, location=location) for p, location in zip(processes, locations, strict=True)]
+
+
+def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
+    """Results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
+
+    Raises:
+        WorkerError: a process died, is unreachable, or the calls did not finish in time.
+        Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
+    """
+    names = {ref: process.name for process, ref in calls}
+    pending, deadline = [ref for _, ref in calls], time.monotonic() + timeout_s
+    while pending:
+        done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            late = ", ".join(names[ref] for ref in pending)
+            raise WorkerError(f"{doing}: no answer from {late} within {timeout_s:.0f} s; see RUN/logs")
+        for ref in done:
+            if (error := _failure(ref)) is not None:
+                raise _cause(error, ref, pending, names, doing)
+    return ray.get([ref for _, ref in calls])
+
+
+def _failure(ref: Any) -> Exception | None:
+    try:
+        ray.get(ref, timeout=0)
+    except (RayTaskError, ActorDiedError, ActorUnavailableError) as error:
+        return error
+    except GetTimeoutError:
+        return None
+    return None
+
+
+def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str) -> Exception:
+    """The failure to report: a dead process, then megarl's own errors, then whatever came first."""
+    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=CAUSE_WAIT_S) if pending else ([], [])
+    failures = [(ref, error), *((r, e) for r in done if (e := _failure(r)) is not None)]
+    for failed, failure in failures:
+        if isinstance(failure, ActorDiedError | ActorUnavailableError):
+            return WorkerError(f"{doing}: {names[failed]} died{_last_words(failure)}; see RUN/logs")
+    causes = [getattr(failure, "cause", failure) for _, failure in failures]
+    own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
+    if own:
+        return own[0]
+    return WorkerError(f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}; see RUN/logs")
+
+
+def _last_words(failure: Exception) -> str:
+    """What an actor that failed while it was made had to say; nothing for a killed one."""
+    text = str(failure)
+    return f": {text.strip().splitlines()[-1].strip()}" if "creation task" in text else ""

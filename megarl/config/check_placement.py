@@ -1,0 +1,75 @@
+"""Rules of where processes run: engines and trainer fit on the nodes they are given."""
+
+from collections.abc import Mapping
+
+from megarl.config.schema import Config, NodesConfig
+from megarl.errors import ConfigError
+
+
+def check_trainer_nodes(config: Config) -> None:
+    """The layout's ranks fill the trainer's nodes."""
+    size = config.actor.layout.world_size
+    _require_full_nodes(config.placement.trainer, "placement.trainer", size, f"the {size} ranks of actor.layout")
+
+
+def check_engines(config: Config) -> None:
+    """The engines fit on the trainer's devices, or fill their own nodes; each lies on one node."""
+    engine, placement = config.rollout.engine, config.placement
+    num_devices = engine.num_engines * engine.tp
+    wanted = f"rollout.engine.num_engines={engine.num_engines} × rollout.engine.tp={engine.tp}"
+    if placement.mode == "colocated":
+        if placement.engines != NodesConfig():
+            raise ConfigError(
+                "placement.engines: is set, but with placement.mode=colocated engines run on the trainer's nodes; "
+                "remove it or set placement.mode=split"
+            )
+        if num_devices > config.actor.layout.world_size:
+            raise ConfigError(
+                f"{wanted} = {num_devices} devices, but placement.mode=colocated shares the trainer's "
+                f"{config.actor.layout.world_size}; lower one of them or set placement.mode=split"
+            )
+        nodes, where, count = placement.trainer, "placement.trainer", config.actor.layout.world_size
+    else:
+        if placement.offload:
+            raise ConfigError(
+                "placement.offload: got true with placement.mode=split, but then engines do not share the trainer's "
+                "memory; set one of the two otherwise"
+            )
+        nodes, where, count = placement.engines, "placement.engines", num_devices
+        _require_full_nodes(nodes, where, count, f"the {count} devices of {wanted}")
+    per_node = nodes.devices_per_node or count // nodes.num_nodes
+    if per_node % engine.tp:
+        raise ConfigError(
+            f"rollout.engine.tp: got {engine.tp}, expected a divisor of the {per_node} devices of each node of "
+            f"{where}, since an engine lies on one node; change it or {where}"
+        )
+
+
+def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
+    """The engine's tensor parallelism divides the model as vLLM does it: key-value heads may be repeated."""
+    tp = config.rollout.engine.tp
+    sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
+    kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))
+    valid = [n for n in range(1, sizes["num_attention_heads"] + 1) if _divides(n, sizes, kv_heads)]
+    if tp not in valid:
+        named = ", ".join(f"{name}={size}" for name, size in (sizes | {"num_key_value_heads": kv_heads}).items())
+        raise ConfigError(
+            f"rollout.engine.tp: got {tp}, which does not divide the model ({named}); "
+            f"valid values: {', '.join(map(str, valid))}"
+        )
+
+
+def _divides(tp: int, sizes: Mapping[str, int], kv_heads: int) -> bool:
+    return all(size % tp == 0 for size in sizes.values()) and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _require_full_nodes(nodes: NodesConfig, where: str, count: int, what: str) -> None:
+    if count % nodes.num_nodes:
+        raise ConfigError(
+            f"{where}.num_nodes: got {nodes.num_nodes}, expected a divisor of {count}, {what}; change either"
+        )
+    if nodes.devices_per_node not in (None, count // nodes.num_nodes):
+        raise ConfigError(
+            f"{where}: num_nodes={nodes.num_nodes} × devices_per_node={nodes.devices_per_node} is not {what}; "
+            f"change either"
+        )

@@ -1,0 +1,143 @@
+"""Where the processes of a run go: seats on bundles of Ray's placement groups, planned before Ray is asked.
+
+A bundle holds one device that a trainer rank uses, and in the colocated mode an engine too; in the split mode an
+engine has a bundle of `tp` devices to itself. A placement group covers one node, so that its bundles stay together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.config.schema import Config, NodesConfig
+from megarl.errors import ConfigError
+
+# A process takes half of its bundle's logical CPUs, so that two fit.
+CPU_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Equal nodes with equal bundles; `bundle` are Ray resources."""
+
+    num_nodes: int
+    bundles_per_node: int
+    bundle: Mapping[str, float]
+
+    @property
+    def num_cpus(self) -> float:
+        """Logical CPUs that all nodes together reserve."""
+        return self.num_nodes * self.bundles_per_node * self.bundle["CPU"]
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
+        return f"{self.num_nodes} node(s) × {self.bundles_per_node} bundle(s) of {each}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A process's bundle (counted over the nodes of its group) and what it takes of it.
+
+    shares: the trainer ranks whose devices it uses too.
+    """
+
+    group: str
+    bundle: int
+    num_cpus: float
+    num_gpus: float
+    shares: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """Node groups by name, and a seat for every process of a run."""
+
+    groups: Mapping[str, NodeGroup]
+    ranks: tuple[Seat, ...]
+    engines: tuple[Seat, ...] = ()
+
+    @property
+    def num_cpus(self) -> float:
+        """Logical CPUs that all groups reserve."""
+        return sum(group.num_cpus for group in self.groups.values())
+
+
+def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
+    """Devices of each node; the configuration's check has made sure that they divide evenly."""
+    return nodes.devices_per_node or num_devices // nodes.num_nodes
+
+
+def plan_placement(config: Config, device: Mapping[str, float], *, with_engines: bool) -> PlacementPlan:
+    """Seats of all ranks and engines. `device`: Ray resources of one device and its processes."""
+    nodes, world_size = config.placement.trainer, config.actor.layout.world_size
+    per_node = devices_per_node(nodes, world_size)
+    groups = {"trainer": NodeGroup(num_nodes=nodes.num_nodes, bundles_per_node=per_node, bundle=device)}
+    seat = Seat(group="trainer", bundle=0, num_cpus=device["CPU"] * CPU_SHARE, num_gpus=device.get("GPU", 0))
+    ranks = tuple(replace(seat, bundle=rank) for rank in range(world_size))
+    if not with_engines:
+        return PlacementPlan(groups=groups, ranks=ranks)
+    engine = config.rollout.engine
+    if config.placement.mode == "colocated":
+        starts = range(0, engine.num_engines * engine.tp, engine.tp)
+        shared = (
+            replace(seat, bundle=start, num_gpus=0, shares=tuple(range(start, start + engine.tp))) for start in starts
+        )
+        return PlacementPlan(groups=groups, ranks=ranks, engines=tuple(shared))
+    nodes = config.placement.engines
+    groups["engines"] = NodeGroup(
+        num_nodes=nodes.num_nodes,
+        bundles_per_node=devices_per_node(nodes, engine.num_engines * engine.tp) // engine.tp,
+        bundle={name: amount * engine.tp for name, amount in device.items()},
+    )
+    own = replace(seat, group="engines", num_cpus=seat.num_cpus * engine.tp, num_gpus=seat.num_gpus * engine.tp)
+    engines = tuple(replace(own, bundle=i) for i in range(engine.num_engines))
+    return PlacementPlan(groups=groups, ranks=ranks, engines=engines)
+
+
+class Reservation:
+    """The placement groups of a plan in a running Ray cluster."""
+
+    def __init__(self, plan: PlacementPlan, *, timeout_s: float) -> None:
+        self._groups = plan.groups
+        self._nodes = {name: _reserve(name, group, timeout_s) for name, group in plan.groups.items()}
+
+    def options(self, seat: Seat) -> dict[str, Any]:
+        """Options of the Ray actor that takes a seat."""
+        node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
+        placed = self._nodes[seat.group][node]
+        strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
+
+
+def _reserve(name: str, group: NodeGroup, timeout_s: float) -> list[PlacementGroup]:
+    """One placement group per node. Too few CPUs or GPUs would otherwise wait for ever.
+
+    Raises:
+        ConfigError: the cluster has no room, with what each of its nodes has.
+    """
+    bundles = [dict(group.bundle)] * group.bundles_per_node
+    nodes = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(group.num_nodes)]
+    try:
+        ray.get([node.ready() for node in nodes], timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise ConfigError(
+            f"placement: after {timeout_s:g} s the cluster has no room for {name} on {group}; it has "
+            f"{resource_table(ray.nodes(), ray.available_resources())}; lower actor.layout or rollout.engine, change "
+            f"placement, or raise cluster.num_cpus"
+        ) from error
+    return nodes
+
+
+def resource_table(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
+    """What each live node has (`ray.nodes()`), and what of all that is free (`ray.available_resources()`)."""
+    alive = [node for node in nodes if node["Alive"]]
+    held = [f"node {node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in alive]
+    return "; ".join([*held, f"free in all: {_amounts(free)}"])
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

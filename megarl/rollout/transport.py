@@ -1,0 +1,103 @@
+"""How the weights that the ranks write reach the hosts of all engines.
+
+On one host the ranks write and the engines read the same file. With several, every host has a file of its own. The
+ranks of a host write their slices into zeros; then the files are summed, byte by byte, over a gloo group with one
+process per host. A byte has one owner, so the sum is exact whatever the layout, and no host needs to know who wrote
+what.
+"""
+
+import shutil
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch.distributed as dist
+
+from megarl.errors import WeightSyncError
+from megarl.safetensors_map import TensorSpec, create_file, data_bytes
+
+# What travels at a time; gloo's own buffers are of this size.
+BUCKET_BYTES = 64 << 20
+
+
+class WeightTransport(Protocol):
+    """Owns the file, or files, that ranks write and engines read."""
+
+    def create(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Preallocate. Raises WeightSyncError where the tensors do not fit."""
+
+    def clear(self) -> None:
+        """Call before the ranks write."""
+
+    def deliver(self) -> None:
+        """Call after they wrote: what engines read becomes complete."""
+
+    def remove(self) -> None:
+        """Unlink."""
+
+
+class SharedFile:
+    """The transport where all ranks and engines are on the driver's host."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def create(self, specs: Mapping[str, TensorSpec]) -> None:
+        create_weight_file(self._path, specs)
+
+    def clear(self) -> None:
+        """The ranks overwrite every element."""
+
+    def deliver(self) -> None:
+        """Engines map the pages that the ranks wrote."""
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class HostFile:
+    """The file of one host among several, in the process that keeps it."""
+
+    def offer(self, address: str) -> int:
+        """Open the group's rendezvous on this host; returns its port."""
+        self._rendezvous = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        port: int = self._rendezvous.port
+        return port
+
+    def join(self, address: str, port: int, rank: int, num_hosts: int, timeout_s: float) -> None:
+        """Join the group; all hosts at once, as for the methods below."""
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        # torch's stubs do not say that it is one.
+        self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, num_hosts, timeout))
+
+    def create(self, path: str, specs: Mapping[str, TensorSpec]) -> None:
+        """Preallocate."""
+        self._path = Path(path)
+        create_weight_file(self._path, specs)
+
+    def clear(self) -> None:
+        """Zero all tensors."""
+        data_bytes(self._path).zero_()
+
+    def deliver(self) -> None:
+        """Sum the files of all hosts, a bucket at a time."""
+        for bucket in data_bytes(self._path).split(BUCKET_BYTES):
+            self._group.allreduce([bucket]).wait()
+
+    def remove(self) -> None:
+        """Unlink, and leave the group."""
+        self._path.unlink(missing_ok=True)
+        del self._group
+
+
+def create_weight_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Preallocate a safetensors file, if its file system has room."""
+    needed, free = sum(spec.num_bytes for spec in specs.values()), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise WeightSyncError(
+            f"weight sync needs {needed / 2**30:.2f} GiB in {path.parent}, {free / 2**30:.2f} GiB are free; "
+            f"enlarge it, or remove what other runs left there"
+        )
+    create_file(path, specs)

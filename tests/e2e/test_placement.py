@@ -1,0 +1,244 @@
+"""Colocated and split, one engine and two, tensor-parallel engines, several hosts, offloading: the same training."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import GenerateConfig, generate
+from megarl.janitor import RunScope
+from megarl.metrics import read_metrics
+from megarl.rollout.replay import read_record, record_path
+from tests.helpers.checkpoints import make_checkpoint
+
+REPOSITORY = Path(__file__).parents[2]
+# float32 rounding of two implementations; wrong or stale weights are off by 1e-2 and more.
+NATS = 1e-5
+MOVED_NATS = 1e-2
+RUN_TIMEOUT_S = 240
+GONE_TIMEOUT_S = 20
+SETTINGS = (
+    "data.val=[]",
+    "data.max_prompt_tokens=64",
+    "rollout.max_response_tokens=16",
+    "rollout.num_samples=4",
+    "rollout.record=true",
+    "rollout.engine.max_num_seqs=32",
+    "trainer.total_steps=2",
+    "trainer.prompts_per_step=6",
+    # Random answers earn nothing; the bonus is what moves the weights.
+    "algo.entropy_coef=0.1",
+    "actor.optimizer.lr=0.003",
+    "actor.optimizer.warmup_steps=0",
+    # A reference too.
+    "algo.kl.where=loss",
+    "sync.verify=true",
+    "logging.tensorboard=false",
+)
+STEP_1 = """
+    workers.offload actor params
+    engines.wake kv_cache
+    engines.submit
+    engines.sleep
+    workers.onload reference params
+    workers.score reference
+    workers.offload reference params
+    workers.onload actor params
+    workers.score actor
+    workers.onload actor grads+optimizer
+    workers.update
+"""
+# Without the first step's comparison of log-probs nobody scores with the actor.
+STEP_2 = STEP_1.replace("    workers.onload actor params\n    workers.score actor\n", "").replace(
+    "onload actor grads+optimizer", "onload actor grads+optimizer+params"
+)
+AFTER_UPDATE = """
+    workers.offload actor grads+optimizer
+    engines.wake weights
+    workers.store_weights
+    engines.load_weights
+"""
+CALLS_WITH_OFFLOAD = f"""
+    engines.sleep
+    workers.load
+    workers.offload actor grads+optimizer
+    workers.offload reference params
+    engines.wake weights
+    workers.store_weights
+    engines.load_weights
+    {STEP_1} {AFTER_UPDATE} {STEP_2} {AFTER_UPDATE}
+    engines.sleep
+    workers.onload actor optimizer
+    workers.offload actor optimizer
+    workers.store_weights
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """What all runs read, and where they write."""
+
+    directory: Path
+    model: Path
+    train: Path
+
+    def settings(self, name: str, *more: str) -> list[str]:
+        here = [f"run.dir={self.directory}", f"run.name={name}", f"model.path={self.model}"]
+        return [*SETTINGS, *here, f"data.train=[{self.train}]", *more]
+
+    def run_dir(self, name: str) -> Path:
+        return self.directory / name
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    directory = tmp_path_factory.mktemp("placement")
+    data = generate(TASKS.get("sums"), directory / "data", GenerateConfig(seed=0, num_sft=4, num_train=16, num_val=4))
+    return Files(directory=directory, model=make_checkpoint(directory / "model", tied=True), train=data.train)
+
+
+@contextmanager
+def started(files: Files, name: str, settings: Sequence[str], **job: bool) -> Iterator[Callable[[], dict]]:
+    """A run in a process of its own; calling the result waits for its report."""
+    report, job_file = files.directory / f"{name}.json", files.directory / f"{name}.job"
+    job_file.write_text(json.dumps({"settings": files.settings(name, *settings), "report": str(report), **job}))
+    log = files.directory / f"{name}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.e2e.placement_run", str(job_file)],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_for_report() -> dict:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not report.exists():
+            assert process.poll() is None, f"{name} ended without a report:\n{log.read_text()[-4000:]}"
+            assert time.monotonic() < deadline, f"{name} took more than {RUN_TIMEOUT_S} s:\n{log.read_text()[-4000:]}"
+            time.sleep(0.2)
+        return {**json.loads(report.read_text()), "driver": process.pid}
+
+    try:
+        yield wait_for_report
+    finally:
+        if not job.get("wait"):
+            process.wait(RUN_TIMEOUT_S)
+        process.kill()
+        process.wait()
+
+
+def completed(files: Files, name: str, *settings: str) -> dict:
+    """The report of a run that ended by itself and left nothing behind."""
+    with started(files, name, settings) as report:
+        seen = report()
+    assert still_alive(seen["pids"].values()) == []
+    assert RunScope(run_id=seen["run_id"]).leftovers() == []
+    return seen
+
+
+def assert_synced(seen: dict, *, num_engines: int) -> None:
+    """Every engine agrees with the trainer after each of three syncs, between which the weights moved."""
+    assert [len(each) for each in seen["differences"]] == [num_engines] * 3
+    assert max(max(each) for each in seen["differences"]) <= NATS
+    assert len(seen["moved"]) == 2
+    assert min(seen["moved"]) > MOVED_NATS
+
+
+def still_alive(pids: Sequence[int]) -> list[int]:
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def gone_within(pids: Sequence[int], *, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while still_alive(pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def sampled_tokens(files: Files, name: str) -> dict[tuple[int, str, int], list[int]]:
+    """(step, prompt, sample) → what was sampled."""
+    return {
+        (step, sample.uid, sample.sample_index): sample.response_token_ids.tolist()
+        for step in (1, 2)
+        for sample in read_record(record_path(files.run_dir(name) / "records", step)).samples
+    }
+
+
+def metrics_of(files: Files, name: str) -> list[Mapping[str, float]]:
+    """Of both steps."""
+    records = read_metrics(files.run_dir(name) / "metrics.jsonl")
+    assert [record.step for record in records] == [1, 2]
+    return [record.metrics for record in records]
+
+
+@pytest.fixture(scope="module")
+def two_engines(files: Files) -> dict:
+    """A run on two colocated engines."""
+    return completed(files, "two-engines", "rollout.engine.num_engines=2")
+
+
+@pytest.mark.long
+def test_both_colocated_engines_have_the_trainers_weights_after_every_sync(two_engines: dict) -> None:
+    assert_synced(two_engines, num_engines=2)
+    assert "engine 1" in two_engines["pids"]
+
+
+@pytest.mark.long
+def test_offloading_one_engine_trains_on_the_same_samples_with_the_same_result(files: Files, two_engines: dict) -> None:
+    seen = completed(files, "offloading", "placement.offload=true")
+    assert_synced(seen, num_engines=1)
+    assert seen["calls"] == [line.strip() for line in CALLS_WITH_OFFLOAD.splitlines() if line.strip()]
+    # Samples do not depend on the number of engines, nor training on where memory was in between.
+    assert sampled_tokens(files, "offloading") == sampled_tokens(files, "two-engines")
+    for ours, theirs in zip(metrics_of(files, "offloading"), metrics_of(files, "two-engines"), strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+        assert ours["memory/offloaded_gib/actor"] > ours["memory/offloaded_gib/reference"] > 0
+    assert not any(call.split()[0] in {"workers.offload", "engines.sleep"} for call in two_engines["calls"])
+
+
+@pytest.mark.long
+def test_split_tensor_parallel_engines_on_other_hosts_are_synced_and_end_with_their_parents(files: Files) -> None:
+    """Each rank and each engine knows only a file of its own, as on different hosts."""
+    settings = ["placement.mode=split", "rollout.engine.num_engines=2", "rollout.engine.tp=2"]
+    with started(files, "split", settings, pretend_hosts=True, wait=True) as report:
+        seen = report()
+        assert_synced(seen, num_engines=2)
+        scope, pids = RunScope(run_id=seen["run_id"]), seen["pids"]
+        first, second = ([pids[f"engine {i} worker {rank}"] for rank in range(2)] for i in range(2))
+        assert len({*pids.values()}) == 2 + 2 + 4
+        # The janitor knows them by the environment that they inherited.
+        assert {*first, *second} <= set(scope.processes())
+        os.kill(pids["engine 0"], signal.SIGKILL)
+        assert gone_within(first, timeout_s=GONE_TIMEOUT_S)
+        assert still_alive(second) == second
+        os.kill(seen["driver"], signal.SIGKILL)
+        assert gone_within([*pids.values()], timeout_s=GONE_TIMEOUT_S)
+        deadline = time.monotonic() + GONE_TIMEOUT_S
+        while (scope.processes() or scope.leftovers()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert (scope.processes(), scope.leftovers()) == ([], [])
+
+
+def test_too_few_cpus_end_a_run_with_a_table_of_what_there_is(files: Files) -> None:
+    settings = ["placement.mode=split", "cluster.num_cpus=1", "cluster.start_timeout_s=3"]
+    message = (
+        r"placement: after 3 s the cluster has no room for engines on 1 node\(s\) × 1 bundle\(s\) of 0\.5 CPU; "
+        r"it has node [\d.]+: 1 CPU, 0 GPU; free in all: 0 CPU, 0 GPU; lower actor\.layout"
+    )
+    with started(files, "no-room", settings) as report, pytest.raises(AssertionError, match=message):
+        report()

@@ -1,0 +1,111 @@
+"""Each rule of the placement, by its message."""
+
+import re
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, from_dict
+from megarl.config.check import check_model, check_sft, check_train
+from megarl.errors import ConfigError
+
+HF_CONFIG = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+def config(*, dp: int = 1, engine: dict[str, int] | None = None, **placement: Any) -> Config:
+    tree: dict[str, Any] = {
+        "model": {"path": "models/tiny"},
+        "data": {"train": ["train.parquet"]},
+        "sft": {"train": ["demos.parquet"]},
+        "actor": {"layout": {"dp": dp}},
+        "rollout": {"engine": engine or {}},
+        "placement": placement,
+    }
+    return from_dict(Config, tree)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dp": 8, "trainer": {"num_nodes": 3}},
+            "placement.trainer.num_nodes: got 3, expected a divisor of 8, the 8 ranks of actor.layout; change either",
+        ),
+        (
+            {"dp": 8, "trainer": {"num_nodes": 2, "devices_per_node": 8}},
+            "placement.trainer: num_nodes=2 × devices_per_node=8 is not the 8 ranks of actor.layout; change either",
+        ),
+        (
+            {"engines": {"num_nodes": 2}},
+            "placement.engines: is set, but with placement.mode=colocated engines run on the trainer's nodes; remove "
+            "it or set placement.mode=split",
+        ),
+        (
+            {"dp": 2, "engine": {"num_engines": 2, "tp": 2}},
+            "rollout.engine.num_engines=2 × rollout.engine.tp=2 = 4 devices, but placement.mode=colocated shares the "
+            "trainer's 2; lower one of them or set placement.mode=split",
+        ),
+        (
+            {"dp": 8, "engine": {"num_engines": 2, "tp": 4}, "trainer": {"num_nodes": 4}},
+            "rollout.engine.tp: got 4, expected a divisor of the 2 devices of each node of placement.trainer, since an "
+            "engine lies on one node; change it or placement.trainer",
+        ),
+        (
+            {"mode": "split", "offload": True},
+            "placement.offload: got true with placement.mode=split, but then engines do not share the trainer's "
+            "memory; set one of the two otherwise",
+        ),
+        (
+            {"mode": "split", "engine": {"num_engines": 3}, "engines": {"num_nodes": 2}},
+            "placement.engines.num_nodes: got 2, expected a divisor of 3, the 3 devices of "
+            "rollout.engine.num_engines=3 × rollout.engine.tp=1; change either",
+        ),
+        (
+            {"mode": "split", "engine": {"num_engines": 3, "tp": 2}, "engines": {"num_nodes": 2}},
+            "rollout.engine.tp: got 2, expected a divisor of the 3 devices of each node of placement.engines, since an "
+            "engine lies on one node; change it or placement.engines",
+        ),
+    ],
+)
+def test_unsound_placements(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_train(config(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dp": 8, "trainer": {"num_nodes": 2, "devices_per_node": 4}, "engine": {"num_engines": 2, "tp": 4}},
+        {"dp": 4, "engine": {"num_engines": 1, "tp": 2}, "offload": True},
+        {"mode": "split", "engine": {"num_engines": 4, "tp": 2}, "engines": {"num_nodes": 2, "devices_per_node": 4}},
+    ],
+)
+def test_sound_placements(changes: dict[str, Any]) -> None:
+    check_train(config(**changes))
+
+
+def test_a_warm_start_has_no_engines() -> None:
+    check_sft(config(engine={"num_engines": 5}))
+    with pytest.raises(ConfigError, match=r"placement\.trainer\.num_nodes: got 3"):
+        check_sft(config(dp=8, trainer={"num_nodes": 3}))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_engines_may_repeat_key_value_heads(tp: int) -> None:
+    check_model(config(engine={"tp": tp}), HF_CONFIG)
+
+
+@pytest.mark.parametrize("tp", [3, 6, 16])
+def test_engine_tp_must_divide_heads_and_mlp(tp: int) -> None:
+    expected = (
+        f"rollout.engine.tp: got {tp}, which does not divide the model (num_attention_heads=8, intermediate_size=96, "
+        "num_key_value_heads=2); valid values: 1, 2, 4, 8"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        check_model(config(engine={"tp": tp}), HF_CONFIG)

@@ -1,0 +1,84 @@
+"""Files of several hosts become one, bit for bit, whoever wrote what."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.rollout import transport
+from megarl.rollout.transport import HostFile, SharedFile
+from megarl.safetensors_map import TensorSpec, map_tensors
+
+SPECS = {
+    "a": TensorSpec(shape=(6, 5), dtype=torch.float32),
+    "b": TensorSpec(shape=(7,), dtype=torch.bfloat16),
+}
+# Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
+ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1], dtype=torch.int32).view(torch.float32)
+
+
+def on_all(files: Sequence[HostFile], call: Callable[[HostFile, int], Any]) -> None:
+    """Call every host at once, as the driver does."""
+    with ThreadPoolExecutor(len(files)) as pool:
+        for future in [pool.submit(call, file, i) for i, file in enumerate(files)]:
+            future.result(timeout=30)
+
+
+def open_hosts(directory: Path, num_hosts: int) -> tuple[list[HostFile], list[Path]]:
+    files, paths = [HostFile() for _ in range(num_hosts)], [directory / f"host{i}" for i in range(num_hosts)]
+    on_all(files, lambda file, i: file.create(str(paths[i]), SPECS))
+    port = files[0].offer("127.0.0.1")
+    on_all(files, lambda file, i: file.join("127.0.0.1", port, i, num_hosts, 30.0))
+    return files, paths
+
+
+def test_slices_of_several_hosts_reach_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several buckets, whose borders lie inside of elements.
+    monkeypatch.setattr(transport, "BUCKET_BYTES", 7)
+    files, paths = open_hosts(tmp_path, 3)
+    for step in (1, 2):
+        expected_a = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        expected_a[4] = ODD
+        expected_b = torch.randn(7, generator=torch.Generator().manual_seed(-step)).to(torch.bfloat16)
+        on_all(files, lambda file, _: file.clear())
+        # The first two hosts have ranks, which own columns and rows; the third has engines only.
+        first, second = (map_tensors(path, writable=True) for path in paths[:2])
+        first["a"][:, :2] = expected_a[:, :2]
+        second["a"][:, 2:] = expected_a[:, 2:]
+        second["b"][:] = expected_b
+        on_all(files, lambda file, _: file.deliver())
+        for path in paths:
+            got = map_tensors(path)
+            assert torch.equal(got["a"].view(torch.int32), expected_a.view(torch.int32))
+            assert torch.equal(got["b"].view(torch.int16), expected_b.view(torch.int16))
+    on_all(files, lambda file, _: file.remove())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_host_needs_no_transfer(tmp_path: Path) -> None:
+    shared = SharedFile(tmp_path / "weights")
+    shared.create(SPECS)
+    map_tensors(tmp_path / "weights", writable=True)["b"].fill_(3)
+    shared.deliver()
+    # Ranks overwrite everything, so nothing is cleared between syncs.
+    shared.clear()
+    assert map_tensors(tmp_path / "weights")["b"].tolist() == [3] * 7
+    shared.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_file_system_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport.shutil, "disk_usage", lambda _: SimpleNamespace(free=133))
+    with pytest.raises(WeightSyncError, match=rf"weight sync needs .* GiB in {tmp_path}, .* GiB are free; enlarge it"):
+        SharedFile(tmp_path / "weights").create(SPECS)
+    assert list(tmp_path.iterdir()) == []
+    # 6 × 5 × 4 B and 7 × 2 B.
+    monkeypatch.setattr(transport.shutil, "disk_usage", lambda _: SimpleNamespace(free=134))
+    SharedFile(tmp_path / "weights").create(SPECS)

@@ -1,0 +1,130 @@
+"""Seats of ranks and engines, and what a user is told when there is no room for them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import ray
+
+from megarl.config import Config, from_dict
+from megarl.errors import ConfigError
+from megarl.placement import NodeGroup, PlacementPlan, Reservation, Seat, plan_placement, resource_table
+
+GPU_DEVICE = {"CPU": 1.0, "GPU": 1.0}
+CPU_DEVICE = {"CPU": 0.5}
+
+
+def plan(
+    device: Mapping[str, float],
+    *,
+    dp: int,
+    engine: Mapping[str, int] | None = None,
+    placement: Mapping[str, Any] | None = None,
+    with_engines: bool = True,
+) -> PlacementPlan:
+    tree = {
+        "actor": {"layout": {"dp": dp}},
+        "rollout": {"engine": dict(engine or {})},
+        "placement": dict(placement or {}),
+    }
+    return plan_placement(from_dict(Config, tree), device, with_engines=with_engines)
+
+
+def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
+    placed = plan(GPU_DEVICE, dp=8, engine={"num_engines": 2, "tp": 4}, placement={"trainer": {"num_nodes": 2}})
+    assert placed.groups == {"trainer": NodeGroup(num_nodes=2, bundles_per_node=4, bundle=GPU_DEVICE)}
+    assert placed.ranks == tuple(Seat(group="trainer", bundle=i, num_cpus=0.5, num_gpus=1.0) for i in range(8))
+    # Ray counts a device once, for its rank; the engine is told the ids.
+    assert placed.engines == (
+        Seat(group="trainer", bundle=0, num_cpus=0.5, num_gpus=0, shares=(0, 1, 2, 3)),
+        Seat(group="trainer", bundle=4, num_cpus=0.5, num_gpus=0, shares=(4, 5, 6, 7)),
+    )
+    assert placed.num_cpus == 8
+
+
+def test_split_engines_have_a_bundle_of_tp_devices_each() -> None:
+    placed = plan(
+        GPU_DEVICE,
+        dp=2,
+        engine={"num_engines": 4, "tp": 2},
+        placement={"mode": "split", "engines": {"num_nodes": 2}},
+    )
+    assert placed.groups == {
+        "trainer": NodeGroup(num_nodes=1, bundles_per_node=2, bundle=GPU_DEVICE),
+        "engines": NodeGroup(num_nodes=2, bundles_per_node=2, bundle={"CPU": 2.0, "GPU": 2.0}),
+    }
+    assert placed.engines == tuple(Seat(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(4))
+    assert placed.num_cpus == 2 + 8
+
+
+def test_a_two_core_host_has_room_for_two_ranks_and_a_split_engine_of_two() -> None:
+    placed = plan(CPU_DEVICE, dp=2, engine={"tp": 2}, placement={"mode": "split"})
+    assert placed.num_cpus == 2
+    assert {seat.num_gpus for seat in (*placed.ranks, *placed.engines)} == {0}
+
+
+def test_processes_fit_their_bundles() -> None:
+    """Ranks and engines in one bundle must not ask for more than it has."""
+    for mode in ("colocated", "split"):
+        placed = plan(GPU_DEVICE, dp=4, engine={"num_engines": 2, "tp": 2}, placement={"mode": mode})
+        taken: dict[tuple[str, int], list[Seat]] = {}
+        for seat in (*placed.ranks, *placed.engines):
+            taken.setdefault((seat.group, seat.bundle), []).append(seat)
+        for (group, _), seats in taken.items():
+            assert sum(seat.num_cpus for seat in seats) <= placed.groups[group].bundle["CPU"]
+            assert sum(seat.num_gpus for seat in seats) <= placed.groups[group].bundle["GPU"]
+
+
+def test_without_engines_only_the_trainer_is_placed() -> None:
+    placed = plan(CPU_DEVICE, dp=2, placement={"mode": "split"}, with_engines=False)
+    assert (list(placed.groups), placed.engines) == (["trainer"], ())
+
+
+def test_resource_table() -> None:
+    nodes = [
+        {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 96.0, "GPU": 8.0, "memory": 1e12}},
+        {"Alive": False, "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 96.0}},
+        {"Alive": True, "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 2.5}},
+    ]
+    assert resource_table(nodes, {"CPU": 90.5, "GPU": 7.0}) == (
+        "node 10.0.0.1: 96 CPU, 8 GPU; node 10.0.0.3: 2.5 CPU, 0 GPU; free in all: 90.5 CPU, 7 GPU"
+    )
+
+
+class FakeRay:
+    """A Ray cluster that is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[list[dict[str, float]], str]] = []
+        monkeypatch.setattr("megarl.placement.placement_group", self._placement_group)
+        monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "nodes", lambda: [_node()])
+        monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
+
+    def _placement_group(self, bundles: list[dict[str, float]], strategy: str) -> "FakeRay":
+        self.asked.append((bundles, strategy))
+        return self
+
+    def ready(self) -> None:
+        return None
+
+    def _get(self, refs: list[None], timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError
+
+
+def _node() -> dict[str, Any]:
+    return {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 1.0}}
+
+
+def test_no_room_says_what_was_wanted_what_there_is_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FakeRay(monkeypatch)
+    placed = plan(GPU_DEVICE, dp=4, placement={"trainer": {"num_nodes": 2}})
+    with pytest.raises(ConfigError) as raised:
+        Reservation(placed, timeout_s=5)
+    assert str(raised.value) == (
+        "placement: after 5 s the cluster has no room for trainer on 2 node(s) × 2 bundle(s) of 1 CPU, 1 GPU; it has "
+        "node 127.0.0.1: 1 CPU, 0 GPU; free in all: 1 CPU, 0 GPU; lower actor.layout or rollout.engine, change "
+        "placement, or raise cluster.num_cpus"
+    )
+    # A placement group per node, whose bundles stay together.
+    assert full.asked == [([GPU_DEVICE] * 2, "STRICT_PACK")] * 2
