@@ -27,3 +27,7 @@ class RunError(RuntimeError):
 
 class WorkerError(RuntimeError):
     """A worker process of the run failed or died; the message names it and where its log is."""
+
+
+class RunStopped(Exception):  # noqa: N818 - not an error: the run did what a signal asked for
+    """A signal stopped the run after a checkpoint, from which `--resume` continues."""

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import psutil
 
 from megarl.config import dump
 from megarl.config.schema import Config
+from megarl.data.mixture import train_files
 from megarl.errors import ConfigError
 from megarl.metrics import (
     JsonlSink,
@@ -23,9 +25,11 @@ from megarl.metrics import (
     RunPaths,
     TensorBoardSink,
     summarize,
+    truncate_metrics,
     write_rollouts,
 )
 from megarl.types import FinishReason, Reward, RolloutBatch, Sample
+from megarl.wandb_sink import WandbSink, require_wandb
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,17 +57,24 @@ def installed_versions() -> dict[str, str]:
 
 
 class RunRecorder:
-    """Owns RUN = run.dir/run.name: refuses to overwrite a run, saves the resolved configuration, opens the sinks."""
+    """Owns RUN = run.dir/run.name: refuses to overwrite a run, saves the resolved configuration, opens the sinks.
 
-    def __init__(self, config: Config, *, overwrite: bool = False) -> None:
-        self._config = config
+    With `resumed_step`, what the run wrote after that step is removed: those steps come again.
+    """
+
+    def __init__(self, config: Config, *, overwrite: bool = False, resumed_step: int | None = None) -> None:
+        self._config, self._resumed_step = config, resumed_step
+        if config.logging.wandb_project is not None:
+            require_wandb()  # before anything is removed or started
         if config.run.name in ("", "..") or Path(config.run.name).name != config.run.name:
             raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
         self.paths = RunPaths(Path(config.run.dir) / config.run.name)
-        if self.paths.metrics.exists():
+        if resumed_step is not None:
+            self._forget_after(resumed_step)
+        elif self.paths.metrics.exists() or self.paths.checkpoints.exists():
             if not overwrite:
                 raise ConfigError(
-                    f"{self.paths.root} already holds a run; choose another run.name, or pass --overwrite"
+                    f"{self.paths.root} already holds a run; choose another run.name, or pass --resume or --overwrite"
                 )
             self._require_inputs_elsewhere()
             shutil.rmtree(self.paths.root)
@@ -77,7 +88,8 @@ class RunRecorder:
     def _require_inputs_elsewhere(self) -> None:
         """Overwriting must not remove what the run is about to read."""
         config, root = self._config, self.paths.root.resolve()
-        inputs = (config.model.path, *config.data.train, *config.data.val, *config.sft.train, config.rollout.replay_dir)
+        prompts = (*train_files(config.data.train), *config.data.val)
+        inputs = (config.model.path, *prompts, *config.sft.train, config.rollout.replay_dir)
         for given in inputs:
             if given and Path(given).resolve().is_relative_to(root):
                 raise ConfigError(
@@ -88,8 +100,17 @@ class RunRecorder:
         """The sinks the configuration asks for."""
         sinks: list[MetricsSink] = [JsonlSink(self.paths.metrics)]
         if self._config.logging.tensorboard:
-            sinks.append(TensorBoardSink(self.paths.tensorboard))
+            purge_step = None if self._resumed_step is None else self._resumed_step + 1
+            sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))
+        if (project := self._config.logging.wandb_project) is not None:
+            sinks.append(WandbSink(project, self._config.run.name, self.paths.root, asdict(self._config)))
         return MetricsLogger(sinks)
+
+    def _forget_after(self, step: int) -> None:
+        truncate_metrics(self.paths.metrics, step)
+        for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
 
     def sample_rollouts(
         self,

@@ -4,40 +4,52 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megarl.checkpoint import Checkpoint
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.inputs import open_sft_inputs, open_train_inputs
 from megarl.observe import RunRecorder
 from megarl.report import write_report
+from megarl.resume import find_checkpoint, resume_notes
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
 
 
-def train(config: Config, *, overwrite: bool = False) -> RunRecorder:
-    """A reinforcement-learning run, from checks to report."""
+def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+    """A reinforcement-learning run, from checks to report. Raises RunStopped if a signal ends it early."""
     inputs = open_train_inputs(config)
-    recorder = RunRecorder(config, overwrite=overwrite)
+    checkpoint = find_checkpoint(config, "train") if resume else None
+    recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     for data, name in ((inputs.train, "data.train"), (inputs.val, "data.val")):
         if data is not None and data.num_dropped:
             print(f"{name}: dropped {data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
     with _started(config, recorder, with_engine=True) as cluster:
         from megarl.trainer import Trainer
 
-        Trainer(inputs, cluster, recorder).fit()
+        Trainer(inputs, cluster, recorder).fit(checkpoint)
     write_report(recorder.paths.root)
     return recorder
 
 
-def sft(config: Config, *, overwrite: bool = False) -> RunRecorder:
-    """A supervised run, from checks to export."""
+def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+    """A supervised run, from checks to export. Raises RunStopped if a signal ends it early."""
     inputs = open_sft_inputs(config)
-    recorder = RunRecorder(config, overwrite=overwrite)
+    checkpoint = find_checkpoint(config, "sft") if resume else None
+    recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     with _started(config, recorder, with_engine=False) as cluster:
         from megarl.sft import run_sft
 
-        run_sft(inputs, cluster, recorder)
+        run_sft(inputs, cluster, recorder, checkpoint)
     return recorder
+
+
+def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: bool) -> RunRecorder:
+    if checkpoint is None:
+        return RunRecorder(config, overwrite=overwrite)
+    for note in resume_notes(checkpoint, config):
+        print(note, flush=True)
+    return RunRecorder(config, resumed_step=checkpoint.state.step)
 
 
 @contextlib.contextmanager

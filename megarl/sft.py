@@ -1,29 +1,60 @@
 """Supervised warm start: the trainer's models, workers and optimizer steps on demonstrations."""
 
+from functools import partial
+
 from megarl.algos.sft import SftAlgorithm
+from megarl.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.cluster import Cluster
 from megarl.data.sampler import PromptSampler
 from megarl.export import export_model
 from megarl.inputs import SftInputs
 from megarl.metrics import Timers
 from megarl.observe import RunRecorder, resident_memory
-from megarl.parallel.messages import LoadRequest
+from megarl.parallel.messages import LoadRequest, Role, RoleSpec
 from megarl.progress import Progress, ProgressValues
+from megarl.signals import stop_on_signals
 from megarl.updates import PolicyUpdater
 
 
-def run_sft(inputs: SftInputs, cluster: Cluster, recorder: RunRecorder) -> None:
-    """Train for `sft.total_steps` steps of `sft.batch_size` demonstrations, then export."""
+def run_sft(inputs: SftInputs, cluster: Cluster, recorder: RunRecorder, checkpoint: Checkpoint | None = None) -> None:
+    """Train up to step `sft.total_steps`, on `sft.batch_size` demonstrations a step, then export.
+
+    Raises:
+        RunStopped: a signal ended the run early; its checkpoint is complete.
+    """
     config, total = inputs.config, inputs.config.sft.total_steps
     algorithm = SftAlgorithm()
-    cluster.workers.load(
-        LoadRequest(model=config.model, actor=config.actor, with_reference=False, seed=config.run.seed)
-    )
+    actor = RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+    cluster.workers.load(LoadRequest(roles=(actor,), seed=config.run.seed, deterministic=config.run.deterministic))
     updater = PolicyUpdater(cluster.workers, config.actor, algorithm, total_steps=total)
     sampler = PromptSampler(len(inputs.train), config.sft.batch_size, config.run.seed, config.data.shuffle)
     state, timers = algorithm.initial_state(), Timers()
-    with recorder.metrics() as log, Progress(total=total, description=config.run.name) as progress:
-        for step in range(1, total + 1):
+    checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
+    start = 0
+    if checkpoint is not None:
+        start = checkpoint.state.step
+        cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.has_layout_of(config))
+        sampler.load_state_dict(checkpoint.state.sampler)
+        updater.num_optimizer_steps = checkpoint.state.num_optimizer_steps
+
+    def run_state(step: int) -> RunState:
+        return RunState(
+            command="sft",
+            step=step,
+            num_optimizer_steps=updater.num_optimizer_steps,
+            sampler=sampler.state_dict(),
+            algo=state,
+            source={},
+            score=None,
+            config=config,
+        )
+
+    with (
+        recorder.metrics() as log,
+        Progress(total=total, initial=start, description=config.run.name) as progress,
+        stop_on_signals() as stop,
+    ):
+        for step in range(start + 1, total + 1):
             rows = [inputs.train[i] for i in sampler.next_batch()]
             with timers("step"), timers("update_actor"):
                 result = updater.update(rows, state, step=step)
@@ -32,4 +63,5 @@ def run_sft(inputs: SftInputs, cluster: Cluster, recorder: RunRecorder) -> None:
             metrics = {**result.metrics} | times | {"perf/tokens_per_s": tokens_per_s}
             log.log(step, metrics | resident_memory(cluster.pids))
             progress.update(step, ProgressValues(loss=metrics["actor/loss"], tokens_per_s=tokens_per_s))
+            checkpoints.after_step(step, total=total, stop=stop, state=partial(run_state, step))
     export_model(cluster.workers, inputs.spec, config.model.dtype, recorder.paths.export)

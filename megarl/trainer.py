@@ -5,26 +5,32 @@ needs, and the cluster for passes over rows.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from megarl import memory
 from megarl.algos.mismatch import MismatchSums, mismatch_sums
+from megarl.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.cluster import Cluster
 from megarl.data.chat import response_decoder
-from megarl.data.sampler import PromptSampler
 from megarl.errors import MismatchError
 from megarl.export import export_model, weight_specs
-from megarl.inputs import TrainInputs
+from megarl.inputs import TrainInputs, open_sampler
 from megarl.metrics import MetricsLogger, Timers
 from megarl.observe import RunRecorder, batch_metrics, resident_memory
-from megarl.parallel.messages import LoadRequest
+from megarl.parallel.messages import LoadRequest, Role
+from megarl.performance import PerformanceMeter
+from megarl.profiling import StepProfiler
 from megarl.progress import Progress, ProgressValues
 from megarl.rewards.manager import RewardManager
+from megarl.roles import roles_of
 from megarl.rollout.replay import ReplaySource, record_path, write_record
 from megarl.rollout.source import RolloutSource, SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
 from megarl.rollout.weight_sync import WeightSync
+from megarl.signals import stop_on_signals
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row, Score, pad_rows, row_from_sample, scored_batch
 from megarl.updates import PolicyUpdater
 from megarl.validation import validate
@@ -41,11 +47,14 @@ class Trainer:
         cluster.check_serves(config)
         self.inputs, self.config, self.cluster, self.recorder = inputs, config, cluster, recorder
         self.algorithm, self.state = inputs.algorithm, inputs.algorithm.initial_state()
-        self.sampler = PromptSampler(
-            len(inputs.train), config.trainer.prompts_per_step, config.run.seed, config.data.shuffle
-        )
+        self.sampler = open_sampler(config, inputs.train)
         self.rewards = RewardManager(response_decoder(inputs.tokenizer))
         self.timers = Timers()
+        self.roles = roles_of(config, self.algorithm)
+        self.memory = memory.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
+        self.meter = PerformanceMeter(config, inputs.spec.dims)
+        self.profiler = StepProfiler(cluster.workers, config.logging.profile_steps, recorder.paths.profile)
+        self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
         self.source = self._rollout_source()
         self.updater = PolicyUpdater(
             cluster.workers,
@@ -61,31 +70,74 @@ class Trainer:
         mini = trainer.mini_batch_prompts or trainer.prompts_per_step
         return trainer.num_epochs * (trainer.prompts_per_step // mini)
 
-    def fit(self) -> None:
-        """Train for exactly `trainer.total_steps` steps, validate around them, export the result."""
+    def fit(self, checkpoint: Checkpoint | None = None) -> None:
+        """Train up to step `trainer.total_steps`, from a checkpoint if there is one; validate, export the result.
+
+        Raises:
+            RunStopped: a signal ended the run early; its checkpoint is complete.
+        """
         config, total = self.config, self.config.trainer.total_steps
+        self.memory.enter(memory.LOAD)
         self.cluster.workers.load(
-            LoadRequest(
-                model=config.model,
-                actor=config.actor,
-                with_reference=Score.REF_LOGPROBS in self.algorithm.requires(),
-                seed=config.run.seed,
-            )
+            LoadRequest(roles=self.roles, seed=config.run.seed, deterministic=config.run.deterministic)
         )
+        self.memory.add(memory.built_parts(self.roles))
         path = self.cluster.scope.shm_file("weights")
         self.sync = WeightSync(
-            self.cluster.workers, self.cluster.engines, path, weight_specs(self.inputs.spec, config.model.dtype)
+            self.cluster.workers,
+            self.cluster.engines,
+            path,
+            weight_specs(self.inputs.spec, config.model.dtype),
+            transport=self.cluster.weight_transport(path),
         )
-        with self.recorder.metrics() as log, Progress(total=total, description=config.run.name) as progress:
-            self.sync.push(0, verify=config.sync.verify)
-            if config.validation.before_train:
+        start = self._restore(checkpoint) if checkpoint else 0
+        with (
+            self.recorder.metrics() as log,
+            Progress(total=total, initial=start, description=config.run.name) as progress,
+            stop_on_signals() as stop,
+        ):
+            if config.placement.offload:
+                progress.note(memory.phase_table(memory.SYNC.needs, memory.step_phases(self.roles)))
+            self._push(start)
+            if start == 0 and config.validation.before_train:
                 self._validate(0, log, progress)
-            for step in range(1, total + 1):
-                self._train_step(step, log, progress)
+            for step in range(start + 1, total + 1):
+                with self.profiler.around(step):
+                    self._train_step(step, log, progress)
+                score = None
                 if step % config.validation.every_steps == 0 or step == total:
-                    self._validate(step, log, progress)
+                    score = self._validate(step, log, progress)
+                self.checkpoints.after_step(step, total=total, stop=stop, state=partial(self._run_state, step, score))
+        self.memory.enter(memory.EXPORT)
         export_model(self.cluster.workers, self.inputs.spec, config.model.dtype, self.recorder.paths.export)
         self.sync.close()
+
+    def _push(self, version: int) -> None:
+        self.memory.enter(memory.SYNC)
+        self.sync.push(version, verify=self.config.sync.verify)
+
+    def _restore(self, checkpoint: Checkpoint) -> int:
+        """Continue where a checkpoint was taken; returns its step."""
+        state = checkpoint.state
+        self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.has_layout_of(self.config))
+        self.sampler.load_state_dict(state.sampler)
+        self.source.load_state_dict(dict(state.source))
+        self.state, self.updater.num_optimizer_steps = state.algo, state.num_optimizer_steps
+        return state.step
+
+    def _run_state(self, step: int, score: float | None) -> RunState:
+        """Asked for when a checkpoint is about to be written."""
+        self.memory.enter(memory.checkpointing(self.roles))
+        return RunState(
+            command="train",
+            step=step,
+            num_optimizer_steps=self.updater.num_optimizer_steps,
+            sampler=self.sampler.state_dict(),
+            algo=self.state,
+            source=self.source.state_dict(),
+            score=score,
+            config=self.config,
+        )
 
     def _train_step(self, step: int, log: MetricsLogger, progress: Progress) -> None:
         with self.timers("step"):
@@ -100,10 +152,11 @@ class Trainer:
             with self.timers("update_actor"):
                 metrics, mismatch = self.update(rows, step, advantages.metrics)
             with self.timers("sync"):
-                self.sync.push(step, verify=self.config.sync.verify)
+                self._push(step)
         times = self.timers.pop()
-        metrics |= mismatch.metrics() | batch_metrics(rollout) | times
+        metrics |= mismatch.metrics() | batch_metrics(rollout) | times | self.memory.metrics()
         metrics["perf/tokens_per_s"] = sum(r.num_tokens for r in rows) / times["timing_s/step"]
+        metrics |= self.meter.metrics(rows, times["timing_s/update_actor"])
         log.log(step, metrics | resident_memory(self.cluster.pids))
         self.recorder.sample_rollouts(step, rollout, rewards, self.inputs.tokenizer)
         progress.update(
@@ -132,6 +185,7 @@ class Trainer:
             max_response_tokens=rollout.max_response_tokens,
             run_seed=self.config.run.seed,
         )
+        self.memory.enter(memory.GENERATE)
         self.source.submit(prompts, plan)
         batch = self.source.collect(len(prompts), timeout_s=rollout.timeout_s)
         if rollout.record:
@@ -142,11 +196,13 @@ class Trainer:
         """The scoring passes this step needs. The first step's old log-probs are computed for the gate."""
         required = self.algorithm.requires()
         if Score.REF_LOGPROBS in required:
+            self.memory.enter(memory.scoring(Role.REFERENCE))
             with self.timers("ref"):
-                rows = _with(rows, ref_logprobs=self.updater.score("reference", rows, step=step))
+                rows = _with(rows, ref_logprobs=self.updater.score(Role.REFERENCE, rows, step=step))
         if Score.OLD_LOGPROBS in required or self.optimizer_steps_per_batch > 1 or step == 1:
+            self.memory.enter(memory.scoring(Role.ACTOR))
             with self.timers("old_log_prob"):
-                rows = _with(rows, old_logprobs=self.updater.score("actor", rows, step=step))
+                rows = _with(rows, old_logprobs=self.updater.score(Role.ACTOR, rows, step=step))
         if step == 1:
             self._gate(_mismatch(rows, [r.scores["old_logprobs"] for r in rows]))
         return rows
@@ -155,6 +211,7 @@ class Trainer:
         self, rows: list[Row], step: int, advantage_metrics: Mapping[str, float]
     ) -> tuple[dict[str, float], MismatchSums]:
         """Every optimizer step that uses the batch; metrics are means over them."""
+        self.memory.enter(memory.updating(Role.ACTOR))
         uids = list(dict.fromkeys(row.uid for row in rows))
         size = self.config.trainer.mini_batch_prompts or len(uids)
         sums: dict[str, float] = {}
@@ -167,7 +224,7 @@ class Trainer:
                 for name, value in result.metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
                 if epoch == 0:
-                    before = [r.scores.get("old_logprobs", result.logprobs[i]) for i, r in enumerate(mini_batch)]
+                    before = [r.scores.get("old_logprobs", result.before[i]) for i, r in enumerate(mini_batch)]
                     mismatch = mismatch.merged(_mismatch(mini_batch, before))
         metrics = {name: value / self.optimizer_steps_per_batch for name, value in sums.items()}
         metrics |= advantage_metrics
@@ -184,13 +241,18 @@ class Trainer:
                 f"weights, dtype and temperature (sync.verify=true compares every tensor)"
             )
 
-    def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> None:
+    def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
+        """Validate if there is data for it; returns the score that `checkpoint.keep_best` compares."""
         if self.inputs.val is None:
-            return
+            return None
+        self.memory.enter(memory.GENERATE)
         with self.timers("testing"):
             result = validate(self.config, self.inputs.val, VllmSource(self.cluster.engines), self.rewards, step=step)
         log.log(step, result.metrics | self.timers.pop())
         progress.note(f"step {step}: " + result.summary)
+        prefix = f"{self.config.checkpoint.best_metric}/"
+        scores = [value for name, value in result.metrics.items() if name.startswith(prefix)]
+        return sum(scores) / len(scores) if scores else None
 
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout

@@ -13,7 +13,7 @@ from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.data.packing import plan_micro_batches
 from megarl.export import weight_specs
-from megarl.parallel.messages import LoadRequest
+from megarl.parallel.messages import LoadRequest, Role, RoleSpec
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
@@ -120,8 +120,10 @@ class Policy:
     def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""
         workers = self.cluster.workers
-        plan = plan_micro_batches([r.num_tokens for r in rows], workers.dp, self.config.actor.micro_batch_tokens)
-        return workers.score("actor", rows, plan, temperature=temperature, step=0)
+        plan = plan_micro_batches(
+            [r.num_tokens for r in rows], self.config.actor.layout.dp, self.config.actor.micro_batch_tokens
+        )
+        return workers.score(Role.ACTOR, rows, plan, temperature=temperature, step=0)
 
     def update(self, rows: Sequence[Row], *, step: int) -> None:
         """A GRPO update that makes every other row likelier and the rest less likely."""
@@ -138,7 +140,8 @@ class Policy:
 
 def open_policy(cluster: Cluster, config: Config) -> Policy:
     """Load the configuration's model into the cluster's ranks."""
-    cluster.workers.load(LoadRequest(model=config.model, actor=config.actor, with_reference=False, seed=0))
+    actor = RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+    cluster.workers.load(LoadRequest(roles=(actor,), seed=0))
     spec = read_model_spec(config.model.path)
     algorithm = build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens)
     path, specs = cluster.scope.shm_file("weights"), weight_specs(spec, config.model.dtype)

@@ -157,7 +157,7 @@ def test_files_of_a_run(runs: Runs) -> None:
     expected |= {f"records/step_00000{step}.parquet" for step in (1, 2, 3)}
     expected |= {f"export/{file.name}" for file in runs.paths("sft").export.iterdir()}
     assert expected <= names
-    assert {name.split("/")[0] for name in names - expected} <= {"tensorboard", "versions.json"}
+    assert {name.split("/")[0] for name in names - expected} <= {"tensorboard", "versions.json", "checkpoints"}
     arguments = runs.train_arguments("rl", "logging.tensorboard=true")[2:]
     assert from_dict(Config, yaml.safe_load(paths.config.read_text())) == load_config(RUN_FILE, arguments)
 

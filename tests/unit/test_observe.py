@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_config
-from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig
+from megarl.config.schema import Config, DataConfig, ModelConfig, RunConfig, WeightedFile
 from megarl.errors import ConfigError
 from megarl.observe import RunRecorder
 
 
-def config(tmp_path: Path, *, name: str = "a", model: str = "elsewhere", train: tuple[str, ...] = ()) -> Config:
+def config(
+    tmp_path: Path, *, name: str = "a", model: str = "elsewhere", train: tuple[str | WeightedFile, ...] = ()
+) -> Config:
     return Config(
         run=RunConfig(name=name, dir=str(tmp_path)), model=ModelConfig(path=model), data=DataConfig(train=train)
     )
@@ -31,7 +33,9 @@ def test_the_resolved_configuration_and_versions_are_kept(tmp_path: Path) -> Non
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     root = finished_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"already holds a run; choose another run\.name, or pass --overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run; choose another run\.name, or pass --resume or --overwrite"
+    ):
         RunRecorder(config(tmp_path))
     (root / "old").write_text("x")
     RunRecorder(config(tmp_path), overwrite=True)
@@ -47,7 +51,8 @@ def test_a_run_name_is_one_directory(tmp_path: Path, name: str) -> None:
 def test_overwriting_never_removes_the_inputs(tmp_path: Path) -> None:
     root = finished_run(tmp_path)
     (root / "export").mkdir()
-    for changed in ({"model": str(root / "export")}, {"train": (str(root / "data.parquet"),)}):
+    data = str(root / "data.parquet")
+    for changed in ({"model": str(root / "export")}, {"train": (data,)}, {"train": (WeightedFile(path=data),)}):
         with pytest.raises(ConfigError, match="which --overwrite removes"):
             RunRecorder(config(tmp_path, **changed), overwrite=True)  # type: ignore[arg-type]
     assert (root / "export").is_dir()

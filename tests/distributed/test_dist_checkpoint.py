@@ -1,0 +1,122 @@
+"""A checkpoint continues training: bit for bit under the layout that wrote it, to rounding under another one."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from tests.helpers.checkpoint_ranks import load_train, save_with_file_limit, train_save_train
+from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.rows import random_rows
+
+Pools: TypeAlias = Callable[[int], RankPool]
+History: TypeAlias = list[tuple[float, float]]
+
+ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15), (6, 18), (2, 9), (8, 14), (7, 11)], holes=False)
+TP2_DP2 = LayoutConfig(tp=2, dp=2, sequence_parallel=True)
+TP2 = LayoutConfig(tp=2)
+DP2 = LayoutConfig(dp=2)
+PP2 = LayoutConfig(pp=2)
+ONE = LayoutConfig()
+
+
+def actor_config(layout: LayoutConfig, *, distributed: bool = True) -> ActorConfig:
+    optimizer = OptimizerConfig(lr=1e-2, distributed=distributed)
+    return ActorConfig(layout=layout, optimizer=optimizer, micro_batch_tokens=64)
+
+
+def history_of(results: Sequence[History]) -> History:
+    """(loss, gradient norm) per step; the ranks that report agree."""
+    (history,) = {tuple(history) for history in results if history}
+    assert len(history) == 3
+    return list(history)
+
+
+def save(pools: Pools, actor: ActorConfig, model: ModelConfig, directory: Path) -> History:
+    """Write a checkpoint after step 3 while steps 4 to 6 run; their history."""
+    pool = pools(actor.layout.world_size)
+    return history_of(pool.run(train_save_train, actor, model, ROWS, str(directory)))
+
+
+def load(pools: Pools, actor: ActorConfig, model: ModelConfig, directory: Path, *, same_layout: bool) -> History:
+    pool = pools(actor.layout.world_size)
+    return history_of(pool.run(load_train, actor, model, ROWS, str(directory), same_layout=same_layout))
+
+
+def assert_close(got: History, expected: History) -> None:
+    for step, want in zip(got, expected, strict=True):
+        assert step == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tp2_dp2_continues_itself_and_as_pp2(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, tied: bool
+) -> None:
+    model = ModelConfig(path=str(checkpoint(tied=tied)), dtype="float32")
+    expected = save(rank_pool, actor_config(TP2_DP2), model, tmp_path)
+    assert load(rank_pool, actor_config(TP2_DP2), model, tmp_path, same_layout=True) == expected
+    assert_close(load(rank_pool, actor_config(PP2), model, tmp_path, same_layout=False), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("distributed", [True, False])
+def test_one_rank_continues_as_tp2_and_dp2(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool
+) -> None:
+    """Vocabulary padding grows with tp: 384 rows on one rank, 512 on two."""
+    model = ModelConfig(path=str(checkpoint(tied=False)), dtype="float32")
+    actor = actor_config(ONE, distributed=distributed)
+    expected = save(rank_pool, actor, model, tmp_path)
+    assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
+    for layout in (TP2, DP2):
+        other = actor_config(layout, distributed=distributed)
+        assert_close(load(rank_pool, other, model, tmp_path, same_layout=False), expected)
+
+
+@pytest.mark.long
+def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path) -> None:
+    sizes = TinyModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
+    make_tiny_model(tmp_path / "model", sizes, seed=0)
+    model = ModelConfig(path=str(tmp_path / "model"), dtype="float32")
+    virtual, saved = actor_config(LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True)), tmp_path / "saved"
+    expected = save(rank_pool, virtual, model, saved)
+    assert load(rank_pool, virtual, model, saved, same_layout=True) == expected
+    assert_close(load(rank_pool, actor_config(PP2), model, saved, same_layout=False), expected)
+
+
+def test_bfloat16_keeps_its_main_parameters(rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Continuing from the bfloat16 weights alone would lose the low bits of the float32 ones."""
+    model = ModelConfig(path=str(checkpoint(tied=True, dtype="bfloat16")), dtype="bfloat16")
+    expected = save(rank_pool, actor_config(TP2), model, tmp_path)
+    assert load(rank_pool, actor_config(TP2), model, tmp_path, same_layout=True) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("distributed", [True, False])
+def test_before_the_first_update(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool
+) -> None:
+    """A role that is not updated yet, such as an actor while its critic warms up."""
+    model, pool = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32"), rank_pool(1)
+    actor = actor_config(ONE, distributed=distributed)
+    expected = pool.run(train_save_train, actor, model, ROWS, str(tmp_path), start=0)
+    assert pool.run(load_train, actor, model, ROWS, str(tmp_path), same_layout=True, start=0) == expected
+
+
+def test_a_write_that_fails_raises(rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The writer is a process of its own; its error must not pass for the end of its work."""
+    model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
+    with pytest.raises(RankError, match=r"WorkerError: writing a checkpoint failed: rank 0: .* check the free space"):
+        rank_pool(1).run(save_with_file_limit, actor_config(ONE), model, str(tmp_path), 1 << 16)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    tied, untied = (ModelConfig(path=str(checkpoint(tied=tied)), dtype="float32") for tied in (True, False))
+    save(rank_pool, actor_config(ONE), tied, tmp_path)
+    with pytest.raises(RankError, match=r"output_layer\.weight"):
+        load(rank_pool, actor_config(ONE), untied, tmp_path, same_layout=True)

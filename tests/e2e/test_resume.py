@@ -1,0 +1,131 @@
+"""A run that was stopped and killed ends as if nothing had happened."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.checkpoint import complete_steps, last_checkpoint
+from megarl.cli import EXIT_STOPPED
+from megarl.janitor import RUN_ID_VARIABLE, RunScope
+from tools.bench.kill_resume import SmallRun, differences, make_inputs
+
+SETTINGS = ("trainer.total_steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
+START_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("resume"))
+
+
+@contextmanager
+def started(run: SmallRun) -> Iterator[subprocess.Popen[bytes]]:
+    """The driver; a test that fails leaves none behind."""
+    process = run.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def finish(run: SmallRun) -> int:
+    with started(run) as process:
+        return process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, f"the run ended with {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def scope_of(process: subprocess.Popen[bytes]) -> RunScope:
+    """The names that the run of this driver may use."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    (run_id,) = {child.environ().get(RUN_ID_VARIABLE) for child in children} - {None}
+    return RunScope(run_id=run_id)
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path) -> None:
+    """Float32, two tensor-parallel ranks: metrics and exported weights are equal bit for bit."""
+    reference = SmallRun(inputs=inputs, name="reference", settings=SETTINGS)
+    assert finish(reference) == 0
+    updates = [record.metrics for record in reference.records() if "actor/grad_norm" in record.metrics]
+    # There is something to lose: gradients, a coefficient that moves, a learning rate that follows a schedule.
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in updates)
+    for name in ("actor/lr", "actor/entropy"):
+        assert len({metrics[name] for metrics in updates}) == 6
+
+    run = SmallRun(inputs=inputs, name="interrupted", settings=SETTINGS)
+    with started(run) as process:
+        wait_until(lambda: run.last_step() >= 1, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == EXIT_STOPPED
+    stopped = last_checkpoint(run.paths.checkpoints)
+    assert stopped is not None
+    assert stopped.state.step == run.last_step() < 6
+
+    # A checkpoint that a kill left half-written is newer, and ignored.
+    torn = run.paths.checkpoints / "step_000099"
+    torn.mkdir()
+    (torn / "state.json").write_text("{")
+    with started(run) as process:
+        wait_until(lambda: run.last_step() > stopped.state.step, process)
+        process.kill()
+
+    assert finish(run) == 0
+    assert differences(run, reference) == []
+    assert complete_steps(run.paths.checkpoints) == [6]
+    assert not torn.exists()
+    lines = [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines if "actor/lr" in line["metrics"]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.long
+def test_a_supervised_run_continues_under_another_layout(inputs: Path) -> None:
+    """Two tensor-parallel ranks until the signal, one rank after it: losses are equal to float32 rounding."""
+    steps = ("sft.total_steps=6", "sft.batch_size=8")
+    reference = SmallRun(inputs=inputs, name="sft-reference", command="sft", settings=steps)
+    assert finish(reference) == 0
+
+    run = SmallRun(inputs=inputs, name="sft-stopped", command="sft", settings=steps)
+    with started(run) as process:
+        wait_until(lambda: run.last_step() >= 1, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == EXIT_STOPPED
+    assert 1 <= run.last_step() < 6
+    one_rank = ("actor.layout.tp=1", "actor.layout.sequence_parallel=false")
+    assert finish(SmallRun(inputs=inputs, name=run.name, command="sft", settings=(*steps, *one_rank))) == 0
+
+    assert [record.step for record in run.records()] == [1, 2, 3, 4, 5, 6]
+    for got, expected in zip(run.records(), reference.records(), strict=True):
+        for name in ("actor/loss", "actor/grad_norm"):
+            assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_the_run_at_once(inputs: Path) -> None:
+    long_steps = ("trainer.total_steps=100", "trainer.prompts_per_step=32", "rollout.num_samples=16")
+    run = SmallRun(inputs=inputs, name="twice", settings=long_steps)
+    with started(run) as process:
+        wait_until(lambda: run.last_step() >= 0, process)
+        scope = scope_of(process)
+        # More often than twice: signals that arrive together count as one.
+        while process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert complete_steps(run.paths.checkpoints) == []
+    assert scope.leftovers() == []
+    assert scope.processes() == []
