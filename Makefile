@@ -7,10 +7,10 @@ TASK ?= sums
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check clean
+.PHONY: help install train test test-long check clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
 	@echo "Settings: ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
 	@echo "PYTHON makes a new $(VENV); to change the Python of an old one, remove $(VENV) first."
 
@@ -22,8 +22,11 @@ install: ## Make .venv and install all of it for CPU; does nothing if that is do
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
-test: install ## Run all tests
-	"$(VENV)/bin/python" -m pytest tests
+test: install ## Run the tests
+	"$(VENV)/bin/python" -m pytest tests -m "not long"
+
+test-long: install ## Run further combinations of layouts, algorithms and processes
+	"$(VENV)/bin/python" -m pytest tests -m long
 
 check: install ## Lint, format check, types, import rules
 	"$(VENV)/bin/ruff" check .

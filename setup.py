@@ -25,6 +25,7 @@ setup(
         "math-verify[antlr4_13_2]",
         "numpy",
         "pyyaml",
+        "packaging",
         "psutil",
         "einops",
         "jinja2",

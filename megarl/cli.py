@@ -1,11 +1,18 @@
-"""The `megarl` command: train, sft, report, quickstart."""
+"""The `megarl` command: train, sft, doctor, report, quickstart.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the run failed; for doctor: a run cannot start here |
+| 2 | bad input; nothing was started |
+| 85 | SIGTERM or SIGUSR1 stopped the run during training, after a checkpoint of its last step; `--resume` continues |
+| 128 + n | ended at once by signal n: by SIGINT; by SIGTERM or SIGUSR1 before or after training, or when sent twice |
+"""
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from megarl.errors import (
@@ -14,18 +21,29 @@ from megarl.errors import (
     MismatchError,
     NonFiniteError,
     RunError,
+    RunStopped,
     WeightSyncError,
     WorkerError,
 )
+from megarl.signals import leave_on_signals
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 85
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Exit code 2: bad input, nothing was started; 1: the run failed; 128 + n: ended by signal n."""
-    arguments = _parse(argv)
-    received = _leave_on_signals()
+    """Entry point; exit codes as in the module's table."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes no overrides after an option; they come back as unknown.
+    if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):
+        from megarl.config.aliases import unknown_options
+
+        parser.error(unknown_options(rest))
+    if rest:
+        arguments.overrides += rest
+    received = leave_on_signals()
     try:
         arguments.run(arguments)
     except SystemExit as leaving:
@@ -35,33 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(error, EXIT_BAD_INPUT)
     except (MismatchError, NonFiniteError, RunError, WeightSyncError, WorkerError) as error:
         _fail(error, EXIT_FAILED)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may follow options: argparse by itself takes them only right after the run file."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
-    return arguments
-
-
-def _leave_on_signals() -> list[int]:
-    """Let SIGINT and SIGTERM end the command in order; the list will hold the signal that did."""
-    signals, received = (signal.SIGINT, signal.SIGTERM), list[int]()
-
-    def leave(signum: int, _: FrameType | None) -> NoReturn:
-        # A second signal must not interrupt the clean-up that the first one starts.
-        for each in signals:
-            signal.signal(each, signal.SIG_IGN)
-        received.append(signum)
-        raise SystemExit(128 + signum)
-
-    for each in signals:
-        signal.signal(each, leave)
-    return received
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        raise SystemExit(EXIT_STOPPED) from None
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
@@ -73,15 +67,22 @@ def _fail(error: Exception, code: int) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("train", "train a policy by reinforcement learning"),
-        ("sft", "train a policy on demonstrations"),
+    for name, function, text in (
+        ("train", _train, "train a policy by reinforcement learning"),
+        ("sft", _sft, "train a policy on demonstrations"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
         command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
-        command.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
-        command.set_defaults(run=_run_file(name))
+        existing = command.add_mutually_exclusive_group()
+        existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
+        existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
+        command.set_defaults(run=function)
+        if name == "train":
+            _add_train_options(command)
+    doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
     report = commands.add_parser("report", help="write a run's report as HTML and PNG")
     report.add_argument("run_dir", type=Path, help="the run's directory")
     report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
@@ -94,21 +95,61 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_train_options(train: argparse.ArgumentParser) -> None:
+    train.add_argument("--dry-run", action="store_true", help="check and print what the run would do; start nothing")
+    train.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
+    train.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    train.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
+
+
 # Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
 
 
-def _run_file(command: str) -> Callable[[argparse.Namespace], None]:
-    def run(arguments: argparse.Namespace) -> None:
-        from megarl.parallel.platform import apply_environment
+def _train(arguments: argparse.Namespace) -> None:
+    from megarl.config import load_config
 
-        apply_environment()
-        from megarl import runs
-        from megarl.config import load_config
+    config = load_config(arguments.config, [*arguments.overrides, *_profile_override(arguments.profile_steps)])
+    if arguments.dry_run:
+        from megarl.plan.render import print_plan
 
-        config = load_config(arguments.config, arguments.overrides)
-        getattr(runs, command)(config, overwrite=arguments.overwrite)
+        print_plan(config, device_gib=arguments.device_gib, as_json=arguments.json)
+        return
+    if arguments.json or arguments.device_gib is not None:
+        raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
+    from megarl.parallel.platform import apply_environment
 
-    return run
+    apply_environment()
+    from megarl.runs import train
+
+    train(config, overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _profile_override(steps: str | None) -> list[str]:
+    """`3:5` → the setting that profiles steps 3 to 5."""
+    if steps is None:
+        return []
+    first, colon, last = steps.partition(":")
+    if not (colon and first.isdigit() and last.isdigit()):
+        raise ConfigError(f"--profile-steps: got {steps!r}, expected FIRST:LAST, such as 3:5")
+    return [f"logging.profile_steps=[{first}, {last}]"]
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    from megarl.parallel.platform import apply_environment
+
+    apply_environment()
+    from megarl.config import load_config
+    from megarl.runs import sft
+
+    config = load_config(arguments.config, arguments.overrides)
+    sft(config, overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from megarl.doctor.render import print_diagnosis
+
+    if not print_diagnosis(as_json=arguments.json):
+        raise SystemExit(EXIT_FAILED)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from megarl.algos.build import build_algorithm
 from megarl.config.check import check_model, check_sft, check_train
 from megarl.config.schema import Config
 from megarl.data.chat import load_tokenizer
+from megarl.data.mixture import Sampler, prompt_sampler, train_files
 from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import require_batch
 from megarl.errors import DataError
@@ -19,9 +20,6 @@ from megarl.types import Algorithm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Checkpoints of tied models may carry the output head all the same.
-IGNORED_WHEN_TIED = ("lm_head.weight",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +43,22 @@ class SftInputs:
     train: SftDataset
 
 
+def open_sampler(config: Config, train: PromptDataset) -> Sampler:
+    """The order of training prompts. Raises ConfigError if a batch asks for more than there are."""
+    return prompt_sampler(
+        config.data.train,
+        train.num_prompts_by_file,
+        batch_size=config.trainer.prompts_per_step,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
 def open_model(config: Config) -> ModelSpec:
     """Read config.json and the checkpoint's headers; refuse what does not fit the family or the layout."""
     spec = read_model_spec(config.model.path)
     check_model(config, spec.hf_config)
-    check_tensors(spec.path, spec.expected_tensors(), ignored=IGNORED_WHEN_TIED if spec.dims.tied else ())
+    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     return spec
 
 
@@ -68,10 +77,10 @@ def open_train_inputs(config: Config) -> TrainInputs:
         )
         if files
         else None
-        for files in (config.data.train, config.data.val)
+        for files in (train_files(config.data.train), config.data.val)
     )
     assert train is not None
-    require_batch(len(train), config.trainer.prompts_per_step)
+    open_sampler(config, train)
     if config.rollout.source == "replay":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)

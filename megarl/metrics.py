@@ -60,6 +60,16 @@ class RunPaths:
         return self.root / "records"
 
     @property
+    def profile(self) -> Path:
+        """Traces of torch's profiler, one per rank."""
+        return self.root / "profile"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What `--resume` continues from."""
+        return self.root / "checkpoints"
+
+    @property
     def logs(self) -> Path:
         """The workers' output, kept when a run fails."""
         return self.root / "logs"
@@ -183,6 +193,20 @@ def _parse_record(line: str) -> MetricsRecord:
     raw = json.loads(line)
     metrics = {str(name): float(value) for name, value in raw["metrics"].items()}
     return MetricsRecord(step=int(raw["step"]), time_s=float(raw["time_s"]), metrics=metrics)
+
+
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Keep the records up to `last_step` as they are; the file changes as a whole or not at all."""
+    if not path.exists():
+        return
+    _drop_torn_line(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.writelines(line for line in lines if _parse_record(line.decode("utf-8")).step <= last_step)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _drop_torn_line(path: Path) -> None:

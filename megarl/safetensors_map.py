@@ -99,6 +99,12 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor
     return views
 
 
+def data_bytes(path: Path) -> torch.Tensor:
+    """The bytes of all tensors of a file [n], writable."""
+    _, start = _parse_header(path)
+    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
+
+
 def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     """Preallocate a safetensors file of zeros; tensors are aligned to their item size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from math import gcd
 from typing import TypeAlias
 
+from megarl.config.check_layout import check_layout, check_stages
+from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes
 from megarl.config.ranges import require_ranges
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -32,6 +34,8 @@ def check_sft(config: Config) -> None:
 def check_model(config: Config, hf_config: Mapping[str, object]) -> None:
     """Rules that need the model's config.json, given as a mapping."""
     _require_tp_divides(config, hf_config)
+    check_stages(config.actor.layout, hf_config, "actor.layout")
+    check_engine_tp(config, hf_config)
     _require_positions(config, hf_config)
 
 
@@ -48,13 +52,8 @@ def _require_model_path(config: Config) -> None:
         raise ConfigError("model.path: is empty; set it to a directory with config.json and *.safetensors")
 
 
-def _require_tp_for_sequence_parallel(config: Config) -> None:
-    layout = config.actor.layout
-    if layout.sequence_parallel and layout.tp == 1:
-        raise ConfigError(
-            "actor.layout.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
-            "set actor.layout.sequence_parallel=false or actor.layout.tp >= 2"
-        )
+def _require_sound_layouts(config: Config) -> None:
+    check_layout(config.actor.layout, "actor.layout")
 
 
 def _max_row_tokens(config: Config) -> int:
@@ -92,6 +91,44 @@ def _require_row_fits_engine(config: Config) -> None:
 def _require_train_data(config: Config) -> None:
     if not config.data.train:
         raise ConfigError("data.train: is empty; list parquet or JSONL files, as in data.train=[a.parquet]")
+
+
+def _require_positive_weights(config: Config) -> None:
+    for i, entry in enumerate(config.data.train):
+        if not isinstance(entry, str) and entry.weight <= 0:
+            raise ConfigError(f"data.train[{i}].weight: got {entry.weight}, expected > 0; leave the file out instead")
+
+
+def _require_profile_within_run(config: Config) -> None:
+    if (steps := config.logging.profile_steps) is None:
+        return
+    if not 1 <= steps[0] <= steps[1] <= config.trainer.total_steps:
+        raise ConfigError(
+            f"logging.profile_steps: got {list(steps)}, expected first and last step with "
+            f"1 <= first <= last <= trainer.total_steps={config.trainer.total_steps}"
+        )
+
+
+def _require_scores_for_keep_best(config: Config) -> None:
+    checkpoint, validation = config.checkpoint, config.validation
+    if checkpoint.keep_best == 0:
+        return
+    if not config.data.val:
+        raise ConfigError(
+            f"checkpoint.keep_best: got {checkpoint.keep_best}, but data.val is empty, so no checkpoint has a score; "
+            "set data.val, or checkpoint.keep_best=0"
+        )
+    if checkpoint.every_steps % validation.every_steps:
+        raise ConfigError(
+            f"checkpoint.every_steps: got {checkpoint.every_steps}, expected a multiple of validation.every_steps="
+            f"{validation.every_steps}, or checkpoints have no score to keep the best by; change either, or set "
+            "checkpoint.keep_best=0"
+        )
+    if checkpoint.best_metric == "val/test_score_greedy" and not validation.greedy:
+        raise ConfigError(
+            "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false; set it to true, or "
+            "checkpoint.best_metric=val/test_score"
+        )
 
 
 def _require_untruncated_sampling(config: Config) -> None:
@@ -188,18 +225,23 @@ def _require_sft_outlasts_warmup(config: Config) -> None:
 COMMON_RULES: tuple[Rule, ...] = (
     require_ranges,
     _require_model_path,
-    _require_tp_for_sequence_parallel,
+    _require_sound_layouts,
     _require_row_fits_micro_batch,
     _require_row_fits_engine,
+    check_trainer_nodes,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
+    _require_positive_weights,
+    _require_profile_within_run,
+    _require_scores_for_keep_best,
     _require_untruncated_sampling,
     _require_whole_mini_batches,
     _require_dp_divides_rows,
     _require_replay_dir,
     _require_group_for_grpo,
     _require_train_outlasts_warmup,
+    check_engines,
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,

@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from megarl.config.aliases import find_alias
 from megarl.errors import ConfigError
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[
     hints = get_type_hints(cls)
     for key, value in mapping.items():
         if key not in hints:
+            if foreign := find_alias(_join(path, key), value):
+                raise ConfigError(f"unknown key '{foreign[0]}', {foreign[1].advice}")
             advice = _advice(str(key), path, list(hints), known)
             raise ConfigError(f"unknown key '{_join(path, key)}'; {advice}")
         if is_dataclass(hints[key]):
@@ -77,7 +80,7 @@ def _convert(hint: Any, value: object, path: str) -> object:
         return _parse(hint, value, path)
     except _WrongTypeError:
         got = "null" if value is None else f"{value!r} ({type(value).__name__})"
-        raise ConfigError(f"{path or 'configuration'}: got {got}, expected {_expected(hint)}") from None
+        raise ConfigError(f"{path or 'configuration'}: got {got}, expected {describe_type(hint)}") from None
 
 
 def _parse(hint: Any, value: object, path: str) -> object:
@@ -89,12 +92,21 @@ def _parse_section(hint: Any, value: object, path: str) -> object:
     if not isinstance(value, Mapping):
         raise _WrongTypeError
     hints = get_type_hints(hint)
+    for field in fields(hint):
+        if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{_join(path, field.name)}: is missing; {path} has: {', '.join(hints)}")
     return hint(**{key: _convert(hints[key], item, _join(path, key)) for key, item in value.items()})
 
 
-def _parse_optional(hint: Any, value: object, path: str) -> object:
-    (inner,) = (arg for arg in get_args(hint) if arg is not NoneType)
-    return None if value is None else _parse(inner, value, path)
+def _parse_union(hint: Any, value: object, path: str) -> object:
+    """A type or null, or a plain type or a section."""
+    (plain,) = (arg for arg in get_args(hint) if arg is not NoneType and not is_dataclass(arg))
+    for other in get_args(hint):
+        if other is NoneType and value is None:
+            return None
+        if is_dataclass(other) and isinstance(value, Mapping):
+            return from_dict(cast(type, other), value, path)
+    return _parse(plain, value, path)
 
 
 def _parse_tuple(hint: Any, value: object, path: str) -> object:
@@ -138,7 +150,7 @@ def _parse_int(hint: Any, value: object, path: str) -> int:
 
 
 _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
-    UnionType: _parse_optional,
+    UnionType: _parse_union,
     tuple: _parse_tuple,
     Literal: _parse_literal,
     bool: _parse_exact,
@@ -148,13 +160,24 @@ _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
 }
 
 
-def _expected(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
+    """What a field of this type takes, in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        return " or ".join("null" if arg is NoneType else _expected(arg) for arg in args)
+        return " or ".join(_alternative(arg) for arg in args)
     if origin is Literal:
         return f"one of {', '.join(map(repr, args))}"
     if origin is tuple:
-        return f"a list of {'' if Ellipsis in args else f'{len(args)} '}{args[0].__name__}"
+        return f"a list of {'' if Ellipsis in args else f'{len(args)} '}{_item(args[0])}"
     names = {bool: "true or false", float: "a finite float"}
     return "a mapping" if is_dataclass(hint) else names.get(hint, hint.__name__)
+
+
+def _alternative(hint: Any) -> str:
+    if hint is NoneType:
+        return "null"
+    return f"{{{', '.join(get_type_hints(hint))}}}" if is_dataclass(hint) else describe_type(hint)
+
+
+def _item(hint: Any) -> str:
+    return describe_type(hint) if get_origin(hint) is UnionType else str(hint.__name__)

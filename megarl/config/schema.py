@@ -8,103 +8,132 @@ from typing import Literal
 class RunConfig:
     """Where the run writes, and the seed everything random derives from."""
 
-    name: str = "run"
-    dir: str = "runs"
-    seed: int = 0
+    name: str = "run"  # The run's directory is RUN = dir/name.
+    dir: str = "runs"  # Where runs go.
+    seed: int = 0  # All randomness derives from it.
+    # Same numbers on every run, resumed or not: no prefix cache in the engine, torch's deterministic algorithms.
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A Hugging Face model directory (config.json, *.safetensors, tokenizer)."""
 
-    path: str = ""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    path: str = ""  # The directory; its weights are where the run starts.
+    # Directory whose config.json `train --dry-run` reads while `path` has none; a run never reads it.
+    config_path: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # Of weights and activations.
+    # Compute the output head's logits in float32 whatever the dtype.
+    fp32_head: bool = False
     # Vocabulary rows are padded to a multiple of this × tp.
     vocab_multiple: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedFile:
+    """A prompt file of a mixture; batches hold its prompts in proportion to its weight among the files' weights."""
+
+    path: str  # Parquet or JSONL.
+    weight: float = 1.0  # > 0, relative to the other files' weights.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Prompt files (parquet or JSONL) for training and validation."""
 
-    train: tuple[str, ...] = ()
-    val: tuple[str, ...] = ()
-    max_prompt_tokens: int = 1024
-    on_long_prompt: Literal["error", "drop"] = "error"
-    shuffle: bool = True
+    # Paths alone are one data set, end to end. One entry {path: ..., weight: 2.0} makes it a mixture by weight, in
+    # which a path alone weighs 1.
+    train: tuple[str | WeightedFile, ...] = ()
+    val: tuple[str, ...] = ()  # Files of validation prompts; none: no validation.
+    max_prompt_tokens: int = 1024  # A longer prompt is an error, or dropped.
+    on_long_prompt: Literal["error", "drop"] = "error"  # What happens to a longer prompt.
+    shuffle: bool = True  # Each epoch in an order of its own, drawn from the seed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
     """Which estimator turns rewards into advantages."""
 
-    estimator: str = "grpo"
-    norm_by_std: bool = True
+    estimator: str = "grpo"  # See docs/algorithms.md.
+    norm_by_std: bool = True  # Divide by the group's standard deviation.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
     """The policy loss per token and its clip range; `dual_clip` bounds the loss of negative advantages."""
 
-    name: str = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
+    name: str = "ppo_clip"  # See docs/algorithms.md.
+    clip_low: float = 0.2  # Ratios are clipped below 1 - clip_low.
+    clip_high: float = 0.2  # Ratios are clipped above 1 + clip_high.
+    dual_clip: float | None = 3.0  # Bounds the loss at this × |advantage|.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLConfig:
     """KL to the reference: in the loss, in the reward, or nowhere."""
 
-    where: Literal["none", "loss", "reward"] = "none"
-    estimator: str = "k3"
-    coef: float = 0.001
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    target_nats: float = 6.0
-    horizon: float = 10000.0
+    where: Literal["none", "loss", "reward"] = "none"  # Where the KL penalty acts.
+    estimator: str = "k3"  # See docs/algorithms.md.
+    coef: float = 0.001  # Its coefficient, with the adaptive controller the first one.
+    controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive steers towards target_nats.
+    target_nats: float = 6.0  # KL per token to steer to.
+    horizon: float = 10000.0  # Rows over which the controller acts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
     """An algorithm is a composition: estimator × policy loss × KL × aggregation."""
 
-    name: str = "grpo"
+    name: str = "grpo"  # For reports.
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coef: float = 0.0
-    aggregation: str = "token-mean"
+    entropy_coef: float = 0.0  # Coefficient of an entropy bonus; 0: none.
+    aggregation: str = "token-mean"  # From tokens to the loss; see docs/algorithms.md.
     # Length that seq-mean-token-sum-norm divides by; null means rollout.max_response_tokens.
     aggregation_horizon_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
-    """Parallel layout of one role: world size = tp × dp."""
+    """Parallel layout of one role: world size = tp × cp × dp × pp, in Megatron's order of ranks."""
 
-    tp: int = 1
-    dp: int = 1
-    sequence_parallel: bool = False
+    tp: int = 1  # Tensor-parallel size.
+    pp: int = 1  # Pipeline stages.
+    cp: int = 1  # Context-parallel size.
+    dp: int = 1  # Replicas.
+    sequence_parallel: bool = False  # Split norms' activations over tensor-parallel ranks.
+    # Model chunks per pipeline rank (interleaved 1F1B); 1 means none.
+    virtual_pp: int = 1
+    # Layers of the first and of the last stage where they differ from the others'; null means an even split.
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None  # As above, for the last stage.
+    # Overlapped point-to-point communication between pipeline stages.
+    overlap_p2p: bool = False
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Data-parallel coordinate of a global rank (ranks count tp fastest, then cp, dp, pp)."""
+        return rank // (self.tp * self.cp) % self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with warm-up and a schedule over the run's optimizer steps."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr: float = 1e-6  # Peak learning rate.
+    betas: tuple[float, float] = (0.9, 0.95)  # Decay of the two moments.
+    eps: float = 1e-8  # Added to the root of the second moment.
+    weight_decay: float = 0.01  # Decoupled.
+    clip_grad_norm: float = 1.0  # Norm of all gradients together.
+    warmup_steps: int = 0  # Optimizer steps of linear warm-up.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # After warm-up.
     # Share of the run, at its end, over which the schedule decays; min_lr_frac is where it arrives.
     decay_frac: float = 1.0
-    min_lr_frac: float = 0.0
+    min_lr_frac: float = 0.0  # Share of lr at the end of the decay.
     # Shard optimizer state over data-parallel ranks.
     distributed: bool = True
 
@@ -115,6 +144,8 @@ class ActorConfig:
 
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # Activations recomputed in backward: attention only, or whole layers.
+    recompute: Literal["none", "selective", "full"] = "none"
     # Tokens (prompt + response) of one micro-batch on one data-parallel rank, for scoring and for updates.
     micro_batch_tokens: int = 16384
     # Rows of logits that the log-prob head materialises at a time.
@@ -123,62 +154,85 @@ class ActorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The vLLM engine. Nulls leave the choice to vLLM."""
+    """The vLLM engines, alike. Nulls leave the choice to vLLM."""
 
-    max_num_seqs: int = 256
-    max_model_tokens: int | None = None
-    kv_cache_mib: int | None = None
-    gpu_memory_utilization: float = 0.6
-    block_size: int | None = None
-    enforce_eager: bool = False
-    prefix_caching: bool = True
+    num_engines: int = 1  # Each holds a full copy of the policy.
+    # Tensor-parallel size of each engine.
+    tp: int = 1
+    max_num_seqs: int = 256  # Sequences decoded at a time.
+    max_model_tokens: int | None = None  # Context length; null: the longest row.
+    kv_cache_mib: int | None = None  # Per device.
+    gpu_memory_utilization: float = 0.6  # Share of a device's memory that an engine takes.
+    block_size: int | None = None  # Tokens per block of the KV cache.
+    enforce_eager: bool = False  # No CUDA graphs.
+    prefix_caching: bool = True  # Share the KV cache of equal prompts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """How samples are drawn. `replay` reads rollouts that an earlier run recorded."""
 
-    source: Literal["vllm", "replay"] = "vllm"
-    num_samples: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_response_tokens: int = 1024
-    timeout_s: float = 3600.0
+    source: Literal["vllm", "replay"] = "vllm"  # vLLM, or a recorded run's samples.
+    num_samples: int = 8  # Samples per prompt: a group.
+    temperature: float = 1.0  # Of sampling, and of all log-probs in training.
+    top_p: float = 1.0  # Anything but 1 is refused in training.
+    top_k: int = -1  # Anything but -1 is refused in training.
+    max_response_tokens: int = 1024  # Longer responses are cut.
+    timeout_s: float = 3600.0  # For one step's generation, and for one call of the trainer's ranks.
     # Keep every step's rollout under RUN/records, for replay.
     record: bool = False
-    replay_dir: str | None = None
+    replay_dir: str | None = None  # RUN/records of the recorded run.
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesConfig:
+    """The nodes that a group of processes fills evenly; null: as many devices of each as it needs."""
+
+    num_nodes: int = 1  # Nodes.
+    devices_per_node: int | None = None  # Devices of each node.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementConfig:
+    """Whether engines share the trainer's devices (colocated) or have their own (split)."""
+
+    mode: Literal["colocated", "split"] = "colocated"  # Where engines run.
+    trainer: NodesConfig = field(default_factory=NodesConfig)
+    # Only with mode=split.
+    engines: NodesConfig = field(default_factory=NodesConfig)
+    # Colocated: the trainer's memory moves to the host while engines generate, and they sleep while it works.
+    offload: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
     """Weight sync from trainer to engine. `verify` compares a checksum of every tensor on both sides."""
 
-    verify: bool = False
+    verify: bool = False  # Slow; for tests and suspicions.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
     """Validation on data.val: sampled at `temperature` with `num_samples`, and greedily."""
 
-    before_train: bool = True
-    every_steps: int = 10
-    num_samples: int = 1
-    temperature: float = 1.0
-    greedy: bool = True
-    max_prompts: int | None = None
+    before_train: bool = True  # Also validate the policy that the run starts from.
+    every_steps: int = 10  # And after the last step.
+    num_samples: int = 1  # Sampled answers per prompt.
+    temperature: float = 1.0  # Of the sampled answers.
+    greedy: bool = True  # Also score one greedy answer per prompt.
+    max_prompts: int | None = None  # The first ones of data.val; null: all.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """The loop. Batch sizes count prompts; each has rollout.num_samples rows."""
 
-    total_steps: int = 100
-    prompts_per_step: int = 128
+    total_steps: int = 100  # Steps of the run.
+    prompts_per_step: int = 128  # Prompts of a rollout batch.
     # Prompts per optimizer step; null means one optimizer step per batch.
     mini_batch_prompts: int | None = None
-    num_epochs: int = 1
+    num_epochs: int = 1  # Passes over each batch.
     # Refuse to train if the first rollout's mean |Δ log-prob| exceeds this; null: 1e-4 float32, 0.05 bfloat16.
     mismatch_gate_nats: float | None = None
 
@@ -187,29 +241,50 @@ class TrainerConfig:
 class SftConfig:
     """Supervised warm start on rows with a demonstration."""
 
-    train: tuple[str, ...] = ()
-    batch_size: int = 32
-    total_steps: int = 1000
+    train: tuple[str, ...] = ()  # Files of rows with a demonstration.
+    batch_size: int = 32  # Rows per optimizer step.
+    total_steps: int = 1000  # Optimizer steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
     """What is kept of a run besides metrics.jsonl."""
 
-    tensorboard: bool = True
+    tensorboard: bool = True  # Also write event files.
     # Every this many steps, this many sampled rollouts go to RUN/rollouts as parquet (0: never).
     rollout_every_steps: int = 5
-    num_rollouts: int = 32
+    num_rollouts: int = 32  # How many of a step's samples are kept.
+    # Weights & Biases project that metrics also go to (needs the wandb package); null: none.
+    wandb_project: str | None = None
+    # First and last step of RL training of which every rank writes a torch profiler trace to RUN/profile; null: none.
+    profile_steps: tuple[int, int] | None = None
+    # Peak of one device in TFLOP/s for perf/mfu; null: the known peak of the device, or no perf/mfu.
+    peak_tflops: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints under RUN/checkpoints, which `--resume` continues from. One is always written at the end."""
+
+    # Every this many steps (0: only at the end, and when SIGTERM or SIGUSR1 stops the run).
+    every_steps: int = 0
+    # Write while training goes on.
+    async_save: bool = True
+    # How many are kept: the last ones, and besides them those of the best validation scores.
+    keep_last: int = 2
+    keep_best: int = 0  # As above, by best_metric.
+    # The score that keep_best compares: this metric's mean over data sources, higher is better.
+    best_metric: Literal["val/test_score", "val/test_score_greedy"] = "val/test_score"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """The Ray cluster of the run. `num_cpus` counts logical CPUs; null means what the host has."""
 
-    num_cpus: int | None = None
-    object_store_mib: int = 256
-    start_timeout_s: float = 180.0
-    collective_timeout_s: float = 120.0
+    num_cpus: int | None = None  # Logical: they decide placement only.
+    object_store_mib: int = 256  # Of Ray, in shared memory.
+    start_timeout_s: float = 180.0  # For processes to start and meet.
+    collective_timeout_s: float = 120.0  # After which a rank that waits for another fails.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +297,11 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

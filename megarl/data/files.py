@@ -140,6 +140,10 @@ class RowFiles:
         for file in self._files:
             yield from file
 
+    def counts(self, indices: Sequence[int]) -> list[int]:
+        """How many of some ascending row indices lie in each file."""
+        return np.diff(np.searchsorted(indices, self._ends), prepend=0).tolist()
+
     def where(self, index: int) -> str:
         """How messages name row `index`: its file and its place there, counted from 0."""
         which, row = self._locate(index)

@@ -57,6 +57,8 @@ class PromptDataset:
                     raise long_prompt_error(self._files.where(index), len(ids), max_prompt_tokens)
         self.data_sources = frozenset(sources)
         self.num_dropped = len(self._files) - len(self._kept)
+        # Usable prompts of each file, in the order of `paths`.
+        self.num_prompts_by_file = self._files.counts(self._kept)
         if not self._kept:
             raise DataError(
                 f"all {self.num_dropped} prompts have more tokens than data.max_prompt_tokens="

@@ -1,5 +1,7 @@
 """Which rows make up which batch: a function of the seed alone, so that a resumed run draws the same ones."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from megarl.errors import ConfigError, DataError
@@ -47,21 +49,26 @@ class PromptSampler:
 
     def next_batch(self) -> list[int]:
         """The next `batch_size` row indices."""
-        batch = self._order[self._position : self._position + self._batch_size]
-        self._position += len(batch)
-        if len(batch) < self._batch_size:
-            num_missing = self._batch_size - len(batch)
-            self._start_epoch(held=batch, num_missing=num_missing)
-            batch = np.concatenate([batch, self._order[:num_missing]])
-            self._position = num_missing
+        batch = self.draw(self._batch_size)
         self._num_batches += 1
-        return [int(index) for index in batch]
+        return batch
+
+    def draw(self, num_rows: int) -> list[int]:
+        """The next `num_rows` row indices, at most the size of the data set; mixtures draw as their weights ask."""
+        rows = self._order[self._position : self._position + num_rows]
+        self._position += len(rows)
+        if len(rows) < num_rows:
+            num_missing = num_rows - len(rows)
+            self._start_epoch(held=rows, num_missing=num_missing)
+            rows = np.concatenate([rows, self._order[:num_missing]])
+            self._position = num_missing
+        return [int(index) for index in rows]
 
     def state_dict(self) -> dict[str, int]:
         """Plain integers: how many batches were drawn, and the settings that decide which."""
         return {**self._settings, "num_batches": self._num_batches}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue after `num_batches`, by replaying the draws; DataError if the settings differ."""
         for name, value in self._settings.items():
             if state[name] != value:
@@ -70,7 +77,7 @@ class PromptSampler:
                     f"resume with the same data and batch size, or start a new run"
                 )
         self._restart()
-        for _ in range(state["num_batches"]):
+        for _ in range(int(state["num_batches"])):
             self.next_batch()
 
     def _restart(self) -> None:

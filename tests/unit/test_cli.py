@@ -227,7 +227,7 @@ def test_run_name_that_exists(error_of: Callable[..., str], tmp_path: Path) -> N
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("{}\n")
-    assert f"{run} already holds a run; choose another run.name, or pass --overwrite" in error_of()
+    assert f"{run} already holds a run; choose another run.name, or pass --resume or --overwrite" in error_of()
     assert [file.name for file in run.iterdir()] == ["metrics.jsonl"]
 
 

@@ -1,6 +1,7 @@
 """Device choice and the megatron-core version gate."""
 
 import importlib.metadata
+import os
 
 import pytest
 
@@ -45,3 +46,35 @@ def test_another_megatron_is_probed_and_refused_by_name(monkeypatch: pytest.Monk
         check_megatron()
     monkeypatch.setattr(platform_module, "_probe_megatron", lambda: [("a", True)])
     check_megatron()
+
+
+class RecordingEngine:
+    """What vLLM's `LLM` is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
+
+
+def test_engines_sleep_on_cuda_only() -> None:
+    """Level 2 drops weights and KV cache; they come back one by one, under vLLM's names."""
+    on_cuda, on_cpu = RecordingEngine(), RecordingEngine()
+    for device, engine in ((CudaPlatform(), on_cuda), (CpuPlatform(), on_cpu)):
+        device.sleep_engine(engine)
+        device.wake_engine(engine, ("weights",))
+        device.wake_engine(engine, ("kv_cache",))
+    assert on_cuda.calls == [("sleep", 2), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
+    assert on_cpu.calls == []
+    assert CudaPlatform().sleep_arguments() == {"enable_sleep_mode": True}
+    assert CpuPlatform().sleep_arguments() == {}
+
+
+def test_an_engine_sees_the_devices_that_ray_gave_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    CudaPlatform().select_devices(["2", "3"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"

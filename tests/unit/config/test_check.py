@@ -60,6 +60,7 @@ def test_every_number_of_the_schema_has_a_range() -> None:
 
 
 AT_LEAST_1 = [
+    "checkpoint.keep_last",
     "model.vocab_multiple",
     "data.max_prompt_tokens",
     "algo.aggregation_horizon_tokens",
@@ -97,6 +98,8 @@ POSITIVE = [
     "cluster.collective_timeout_s",
 ]
 AT_LEAST_0 = [
+    "checkpoint.every_steps",
+    "checkpoint.keep_best",
     "run.seed",
     "algo.kl.coef",
     "algo.entropy_coef",
@@ -207,6 +210,24 @@ def test_train_data_is_for_training_only() -> None:
         "data.train: is empty; list parquet or JSONL files, as in data.train=[a.parquet]"
     )
     check_sft(config(data__train=[]))
+
+
+def test_keep_best_needs_scores() -> None:
+    best = {"checkpoint__keep_best": 1, "checkpoint__every_steps": 20, "data__val": ["v.parquet"]}
+    check_train(config(**best))
+    assert message(check_train, **best | {"data__val": []}) == (
+        "checkpoint.keep_best: got 1, but data.val is empty, so no checkpoint has a score; "
+        "set data.val, or checkpoint.keep_best=0"
+    )
+    assert message(check_train, **best | {"checkpoint__every_steps": 15}) == (
+        "checkpoint.every_steps: got 15, expected a multiple of validation.every_steps=10, or checkpoints have no "
+        "score to keep the best by; change either, or set checkpoint.keep_best=0"
+    )
+    greedy = {"checkpoint__best_metric": "val/test_score_greedy", "validation__greedy": False}
+    assert message(check_train, **best | greedy) == (
+        "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false; set it to true, or "
+        "checkpoint.best_metric=val/test_score"
+    )
 
 
 def test_truncated_sampling_breaks_importance_ratios() -> None:
@@ -364,3 +385,22 @@ def test_config_json_without_a_dimension(value: object) -> None:
     assert model_message(hf_config) == (
         f"model.path: config.json has num_attention_heads={value!r}, expected a positive int; is it a causal LM?"
     )
+
+
+# --- mixtures and profiles
+
+
+def test_weights_of_files() -> None:
+    check_train(config(data__train=[{"path": "a", "weight": 0.5}, "b"]))
+    assert message(check_train, data__train=["a", {"path": "b", "weight": 0}]) == (
+        "data.train[1].weight: got 0.0, expected > 0; leave the file out instead"
+    )
+
+
+def test_profiled_steps_lie_in_the_run() -> None:
+    check_train(config(logging__profile_steps=[1, 100]))
+    for steps in ([0, 3], [4, 3], [3, 101]):
+        assert message(check_train, logging__profile_steps=steps) == (
+            f"logging.profile_steps: got {steps}, expected first and last step with "
+            "1 <= first <= last <= trainer.total_steps=100"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.schema import LayoutConfig, OptimizerConfig
+from megarl.config.schema import LayoutConfig, OptimizerConfig, WeightedFile
 from megarl.errors import ConfigError
 
 
@@ -97,8 +97,26 @@ def test_key_that_is_not_a_string() -> None:
             {"model": {"dtype": "fp16"}},
             "model.dtype: got 'fp16' (str), expected one of 'float32', 'bfloat16'",
         ),
-        ({"data": {"train": "a.parquet"}}, "data.train: got 'a.parquet' (str), expected a list of str"),
-        ({"data": {"train": ["a", 3]}}, "data.train[1]: got 3 (int), expected str"),
+        ({"data": {"val": "a.parquet"}}, "data.val: got 'a.parquet' (str), expected a list of str"),
+        ({"data": {"val": ["a", 3]}}, "data.val[1]: got 3 (int), expected str"),
+        (
+            {"data": {"train": "a.parquet"}},
+            "data.train: got 'a.parquet' (str), expected a list of str or {path, weight}",
+        ),
+        ({"data": {"train": ["a", 3]}}, "data.train[1]: got 3 (int), expected str or {path, weight}"),
+        (
+            {"data": {"train": [{"path": "a", "weight": "x"}]}},
+            "data.train[0].weight: got 'x' (str), expected a finite float",
+        ),
+        (
+            {"data": {"train": [{"path": "a", "wieght": 1}]}},
+            "unknown key 'data.train[0].wieght'; did you mean 'data.train[0].weight'?",
+        ),
+        ({"data": {"train": ["a", {"weight": 1}]}}, "data.train[1].path: is missing; data.train[1] has: path, weight"),
+        (
+            {"logging": {"profile_steps": 3}},
+            "logging.profile_steps: got 3 (int), expected a list of 2 int or null",
+        ),
         (
             {"actor": {"optimizer": {"betas": [0.9]}}},
             "actor.optimizer.betas: got [0.9] (list), expected a list of 2 float",
@@ -146,6 +164,11 @@ def test_lists_become_tuples_of_the_field_type() -> None:
     assert optimizer(betas=[0, "9e-1"]).betas == (0.0, 0.9)
     assert from_dict(Config, {"data": {"train": ["a", "b"]}}).data.train == ("a", "b")
     assert from_dict(Config, {"data": {"train": []}}).data.train == ()
+
+
+def test_a_file_of_a_mixture() -> None:
+    train = from_dict(Config, {"data": {"train": ["a", {"path": "b", "weight": 2}, {"path": "c"}]}}).data.train
+    assert train == ("a", WeightedFile(path="b", weight=2.0), WeightedFile(path="c", weight=1.0))
 
 
 def test_null_is_a_value_of_optional_fields_only() -> None:

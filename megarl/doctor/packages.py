@@ -1,0 +1,160 @@
+"""Installed packages against what megarl's own metadata asks for on this platform."""
+
+import importlib.metadata
+import importlib.util
+import platform as host
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import megarl
+from megarl.doctor.finding import Finding, Status
+from megarl.errors import ConfigError
+from megarl.parallel.platform import TESTED_MEGATRON, check_megatron, platform
+from megarl.parallel.platform_devices import torch_build
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+MIN_PYTHON = (3, 11)
+# A run goes without these; Megatron's own layers and optimizer take their place.
+OPTIONAL = ("transformer-engine", "apex")
+# Their default builds load CUDA libraries, and vLLM does not import beside them where torch has none.
+ABSENT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
+# What NVIDIA's apex has and the package of that name on the Python Package Index has not.
+NVIDIA_APEX_MODULE = "multi_tensor_apply"
+
+
+def check_packages() -> Iterator[Finding]:
+    """Python, megarl, and every package that it requires on this platform."""
+    yield _python()
+    yield Finding(subject="megarl", found=megarl.__version__)
+    try:
+        declared = importlib.metadata.requires("megarl") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            subject="requirements",
+            found="megarl is not installed, so there is no list of them",
+            status=Status.MISSING,
+            advice="run `make install`, or `pip install -e .` in the checkout",
+        )
+        return
+    # Not before: this module must load where nothing is installed.
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, declared):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": platform().name}):
+            yield _package(requirement)
+    if platform().name == "cpu":
+        yield from _unwanted_on_cpu()
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution, None if there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Finding:
+    is_new = sys.version_info[:2] >= MIN_PYTHON
+    return Finding(
+        subject="python",
+        found=f"{host.python_version()} ({host.machine()})",
+        status=Status.OK if is_new else Status.MISSING,
+        advice="" if is_new else f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer",
+    )
+
+
+def _package(requirement: "Requirement") -> Finding:
+    name = requirement.name
+    special = {"torch": _torch, "megatron-core": _megatron, "apex": _apex}.get(name)
+    version = installed_version(name)
+    if version is None:
+        needed = name not in OPTIONAL
+        return Finding(
+            subject=name,
+            found="not installed" if needed else "not installed; Megatron's own code takes its place",
+            status=Status.MISSING if needed else Status.WARN,
+            advice=_install(requirement),
+        )
+    if special is not None:
+        return special(requirement, version)
+    return _versioned(requirement, version)
+
+
+def _versioned(requirement: "Requirement", version: str, detail: str = "") -> Finding:
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return Finding(
+        subject=requirement.name,
+        found=f"{version}{detail}",
+        status=Status.OK if fits else Status.WARN,
+        advice="" if fits else f"tested with {requirement.specifier}; {_install(requirement)}",
+    )
+
+
+def _install(requirement: "Requirement") -> str:
+    if requirement.name == "apex":
+        return f'pip install --no-build-isolation "apex @ {requirement.url}" with APEX_CPP_EXT=1 APEX_CUDA_EXT=1'
+    return f'pip install "{requirement.name}{requirement.specifier}"'
+
+
+def _torch(requirement: "Requirement", version: str) -> Finding:
+    build = torch_build()
+    if platform().name == "cuda" and build.cuda_version is None:
+        return Finding(
+            subject="torch",
+            found=f"{version}, built without CUDA",
+            status=Status.MISSING,
+            advice="install the CUDA build (requirements/cuda.txt), or set MEGARL_DEVICE=cpu",
+        )
+    target = f"CUDA {build.cuda_version}" if build.cuda_version else "CPU"
+    return _versioned(requirement, version, f", built for {target}")
+
+
+def _megatron(requirement: "Requirement", version: str) -> Finding:
+    if version == TESTED_MEGATRON:
+        return Finding(subject="megatron-core", found=f"{version}, the tested version")
+    try:
+        check_megatron()
+    except ConfigError as error:
+        return Finding(subject="megatron-core", found=version, status=Status.MISSING, advice=str(error))
+    return Finding(
+        subject="megatron-core",
+        found=f"{version}, which has what megarl relies on",
+        status=Status.WARN,
+        advice=f"tested with {TESTED_MEGATRON}; {_install(requirement)}",
+    )
+
+
+def _apex(requirement: "Requirement", version: str) -> Finding:
+    spec = importlib.util.find_spec("apex")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not any((Path(place) / NVIDIA_APEX_MODULE).exists() for place in places):
+        return Finding(
+            subject="apex",
+            found=f"{version}: an unrelated package, not NVIDIA's",
+            status=Status.WARN,
+            advice=f"pip uninstall apex; {_install(requirement)}",
+        )
+    if importlib.util.find_spec("amp_C") is None:
+        return Finding(
+            subject="apex",
+            found=f"{version}, built without its CUDA kernels",
+            status=Status.WARN,
+            advice=_install(requirement),
+        )
+    return Finding(subject="apex", found=f"{version}, NVIDIA's, with CUDA kernels")
+
+
+def _unwanted_on_cpu() -> Iterator[Finding]:
+    for name in ABSENT_ON_CPU:
+        if (version := installed_version(name)) is not None and not version.endswith("+cpu"):
+            yield Finding(
+                subject=name,
+                found=f"{version}, a build that needs CUDA",
+                status=Status.MISSING,
+                advice=f"vLLM does not import beside it: pip uninstall {name}",
+            )

@@ -1,0 +1,108 @@
+"""Device memory in bytes, phase by phase. P: parameters of a rank; b: bytes of the model's dtype (2 or 4).
+
+    weights      b·P
+    gradients    4·P                    (Megatron accumulates them in float32)
+    optimizer    (12 if b = 2 else 8)·P / D
+                 AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with
+                 the distributed optimizer, else 1
+
+    activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
+                 b·T·(4h/s + 3(q + k + f)/tp)
+                 h: hidden size, q, k: sizes of all query and all key heads, f: width of the MLP;
+                 s = tp under sequence parallelism, else 1
+    with full recompute
+                 b·T·h/s per layer, and one layer's activations while it is recomputed
+    head         (b + 8)·c·V/tp + b·T·h, and with backward b·(V/tp)·h + b·T·h more
+                 c rows of logits in b and twice in float32, and the hidden states that are scored; the
+                 gradients of the output weight and of the hidden states
+    KV cache     2·b·layers·k/tp per token
+
+The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
+(4h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's gate,
+up and product (3f). Attention scores are never kept, so `selective` recompute keeps as much as `none`. A method as in
+Korthikanti et al. 2022 (arXiv:2205.05198). Not counted: the libraries' own workspaces, communication buffers and
+fragmentation, which take some GiB on a GPU. Megatron's unfused layers on the CPU keep more.
+"""
+
+from megarl.config.schema import LayoutConfig
+from megarl.parallel.weights.families import Dims
+from megarl.plan.shards import num_stage_layers, padded_vocab
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+ADAM_BYTES = 8
+MAIN_PARAMETER_BYTES = 4
+
+
+def weight_bytes(num_parameters: int, dtype_bytes: int) -> int:
+    """b·P."""
+    return dtype_bytes * num_parameters
+
+
+def gradient_bytes(num_parameters: int) -> int:
+    """4·P."""
+    return GRADIENT_BYTES * num_parameters
+
+
+def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int) -> int:
+    """AdamW's moments, and main parameters unless the model itself is float32, over D = `num_shards` ranks."""
+    per_parameter = ADAM_BYTES + (MAIN_PARAMETER_BYTES if dtype_bytes < MAIN_PARAMETER_BYTES else 0)
+    return -(-per_parameter * num_parameters // num_shards)
+
+
+def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int, dtype_bytes: int) -> int:
+    """What one layer keeps for backward of a micro-batch with `num_tokens` tokens on this rank."""
+    split = layout.tp if layout.sequence_parallel else 1
+    wide = 3 * (dims.dim("q") + dims.dim("kv") + dims.dim("ffn"))
+    return dtype_bytes * num_tokens * (4 * dims.hidden // split + wide // layout.tp)
+
+
+def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:
+    """Layer activations a stage holds at once: layers × micro-batches in flight (1F1B, or interleaved 1F1B)."""
+    if layout.virtual_pp == 1:
+        return min(num_micro_batches, layout.pp - stage) * num_layers
+    chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_pp - 1) * layout.pp + 1
+    return min(num_micro_batches * layout.virtual_pp, chunks) * num_layers // layout.virtual_pp
+
+
+def activation_bytes(
+    dims: Dims,
+    layout: LayoutConfig,
+    stage: int,
+    *,
+    recompute: str,
+    num_tokens: int,
+    num_micro_batches: int,
+    dtype_bytes: int,
+) -> int:
+    """What the layers of a stage keep at the peak of an update, micro-batches of `num_tokens` tokens on this rank."""
+    num_layers = num_stage_layers(layout, dims.num_layers)[stage]
+    layer = layer_activation_bytes(dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+    kept = num_kept_layers(layout, stage, num_layers, num_micro_batches)
+    if recompute != "full":
+        return kept * layer
+    split = layout.tp if layout.sequence_parallel else 1
+    return kept * dtype_bytes * num_tokens * dims.hidden // split + layer
+
+
+def head_bytes(
+    dims: Dims,
+    layout: LayoutConfig,
+    *,
+    vocab_multiple: int,
+    chunk_tokens: int,
+    num_tokens: int,
+    dtype_bytes: int,
+    backward: bool,
+) -> int:
+    """The output head of the last stage."""
+    rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
+    logits = (dtype_bytes + 8) * min(chunk_tokens, num_tokens) * rows
+    scored = dtype_bytes * num_tokens * dims.hidden
+    return logits + scored + (dtype_bytes * rows * dims.hidden + scored if backward else 0)
+
+
+def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:
+    """Keys and values of one token in all layers on one of an engine's `tp` devices; a head is never split."""
+    num_heads = max(1, dims.num_kv_heads // tp)
+    return 2 * dtype_bytes * dims.num_layers * num_heads * dims.head_dim

@@ -1,0 +1,148 @@
+"""A plan as text for people and as JSON for programs."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.parallel.platform import platform
+from megarl.plan.build import plan_run
+from megarl.plan.run_plan import RunPlan, StagePlan
+
+GIB = 2**30
+
+
+def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> None:
+    """Plan a run and print it; without `device_gib` for a device of this machine, if it has any."""
+    if device_gib is not None and device_gib <= 0:
+        raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
+    here = [device.memory_gib for device in platform().devices()]
+    gib = device_gib or (min(here) if here else None)
+    plan = plan_run(config, device_bytes=None if gib is None else int(gib * GIB))
+    print(to_json(plan) if as_json else to_text(plan))
+
+
+def to_json(plan: RunPlan) -> str:
+    """The plan's fields, with each phase's total; sizes in bytes."""
+    fields = asdict(plan)
+    for stage, planned in zip(fields["stages"], plan.stages, strict=True):
+        for name, phase in planned.phases.items():
+            stage["phases"][name]["total"] = phase.total
+    return json.dumps(fields, indent=2)
+
+
+def to_text(plan: RunPlan) -> str:
+    """The plan as a page of text."""
+    sections = (_model_lines, _layout_lines, _step_lines, _engine_lines, _memory_lines)
+    return "\n".join([f"plan of {plan.run}; nothing was started", *itertools.chain(*(s(plan) for s in sections))])
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `0-3,8`; evenly spaced ones as `0,4,…,12`."""
+    steps = {b - a for a, b in itertools.pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _gib(num_bytes: int) -> str:
+    if num_bytes == 0:
+        return "0"
+    return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB else f"{num_bytes / GIB:.4f}"
+
+
+def _model_lines(plan: RunPlan) -> Iterator[str]:
+    for role in plan.roles:
+        use = "trained" if role.trainable else "frozen"
+        yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters, {use}, {role.model_path}"
+    yield f"sizes      from {plan.model_config}"
+
+
+def _layout_lines(plan: RunPlan) -> Iterator[str]:
+    layout = plan.layout
+    product = " × ".join(f"{axis} {layout[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+    extras = [
+        text
+        for text, holds in (
+            ("sequence parallel", layout["sequence_parallel"]),
+            (f"{layout['virtual_pp']} model chunks per stage", layout["virtual_pp"] != 1),
+        )
+        if holds
+    ]
+    num_ranks = sum(len(node.ranks) for node in plan.nodes)
+    yield f"layout     {num_ranks} ranks = {product}{''.join(f', {extra}' for extra in extras)}"
+    node_of = {rank: i for i, node in enumerate(plan.nodes) for rank in node.ranks}
+    for i, node in enumerate(plan.nodes):
+        held = [f"{name} {ranges(ids)}" for name, ids in (("ranks", node.ranks), ("engines", node.engines)) if ids]
+        if node.offloaded:
+            held.append(f"{_gib(node.offloaded)} GiB of host memory for the offloaded trainer")
+        yield f"node {i:<5} {', '.join(held)}"
+    for axis, groups in plan.groups.items():
+        if len(groups[0]) == 1:
+            continue
+        crossing = sum(len({node_of[rank] for rank in group}) > 1 for group in groups)
+        place = f"{crossing} of them across nodes" if crossing else "each within a node"
+        shown = " ".join(f"[{ranges(group)}]" for group in groups[:4])
+        yield f"{axis} groups  {len(groups)} of {len(groups[0])} ranks, {place}: {shown}{' …' * (len(groups) > 4)}"
+
+
+def _step_lines(plan: RunPlan) -> Iterator[str]:
+    steps = plan.steps
+    yield (
+        f"batch      {steps.rows_per_step} rows per step, {steps.rows_per_optimizer_step} per optimizer step; "
+        f"{steps.optimizer_steps_per_step} optimizer steps per step, {steps.optimizer_steps} in all"
+    )
+    yield (
+        f"rows       up to {steps.max_row_tokens} tokens; micro-batches of {steps.micro_batch_tokens} tokens: at most "
+        f"{steps.micro_batches_at_full_length} per replica and optimizer step"
+    )
+
+
+def _engine_lines(plan: RunPlan) -> Iterator[str]:
+    engine = plan.engine
+    where = "on the trainer's devices" if engine.shares_devices else "on devices of their own"
+    yield f"engines    {engine.num_engines} × tp {engine.tp}, {where}: {_gib(engine.weights)} GiB of weights per device"
+    per_token = f"{engine.kv_bytes_per_token:,} bytes per token and device"
+    if engine.kv_cache is None:
+        yield f"KV cache   {per_token}; its size is vLLM's choice (--device-gib gives an estimate)"
+    else:
+        tokens = engine.kv_cache // engine.kv_bytes_per_token
+        yield (
+            f"KV cache   {_gib(engine.kv_cache)} GiB per device at {per_token}: {tokens:,} tokens per engine, "
+            f"{tokens // plan.steps.max_row_tokens} rows of full length"
+        )
+    yield (
+        f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, in /dev/shm of every node; "
+        f"each engine reads them"
+    )
+
+
+def _memory_lines(plan: RunPlan) -> Iterator[str]:
+    yield "memory     estimate in GiB per device; libraries' workspaces and fragmentation come on top"
+    for stage in plan.stages:
+        yield from _stage_lines(plan, stage)
+
+
+def _stage_lines(plan: RunPlan, stage: StagePlan) -> Iterator[str]:
+    yield (
+        f"stage {stage.stage:<4} ranks {ranges(stage.ranks)}: {stage.num_layers} layers, "
+        f"{stage.num_parameters:,} actor parameters per rank"
+    )
+    sizes = {**stage.resident, "activations": stage.activations, "output head": stage.head}
+    yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+    width = max(map(len, stage.phases))
+    for name, phase in stage.phases.items():
+        parts = f"trainer {_gib(phase.trainer)} + pass {_gib(phase.activations)} + engine {_gib(phase.engine)}"
+        verdict = ""
+        if plan.device_bytes is not None:
+            fits = "fits" if phase.total <= plan.device_bytes else "DOES NOT FIT"
+            verdict = f", {fits} {_gib(plan.device_bytes)}"
+        yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"

@@ -1,0 +1,82 @@
+"""Names of other frameworks are answered with ours."""
+
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, cast, get_type_hints
+
+import pytest
+
+from megarl.config import Config, from_dict
+from megarl.config.aliases import ALIASES, find_alias, unknown_options
+from megarl.errors import ConfigError
+
+
+def keys_of(cls: type, path: str = "") -> Iterator[str]:
+    for key, hint in get_type_hints(cls).items():
+        yield path + key
+        if is_dataclass(hint):
+            yield from keys_of(cast(type, hint), f"{path}{key}.")
+
+
+def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
+    known = set(keys_of(Config))
+    targets = {key for alias in ALIASES.values() for key in alias.key.split()}
+    assert targets <= known
+    assert known.isdisjoint(ALIASES)
+    assert all(alias.key or alias.note for alias in ALIASES.values())
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        (
+            {"actor_rollout_ref": {"rollout": {"n": 8}}},
+            "unknown key 'actor_rollout_ref.rollout.n', verl's name for 'rollout.num_samples'",
+        ),
+        (
+            {"data": {"train_batch_size": 64}},
+            "unknown key 'data.train_batch_size', verl's name for 'trainer.prompts_per_step'",
+        ),
+        (
+            {"micro_train_batch_size": 4},
+            "unknown key 'micro_train_batch_size', OpenRLHF's name for 'actor.micro_batch_tokens' (tokens, not rows)",
+        ),
+        (
+            {"eps_clip": 0.2},
+            "unknown key 'eps_clip', OpenRLHF's name for 'algo.policy_loss.clip_low' and 'algo.policy_loss.clip_high'",
+        ),
+        (
+            {"packing_samples": True},
+            "unknown key 'packing_samples', of OpenRLHF (rows are always packed)",
+        ),
+        (  # the first section left out
+            {"rollout": {"n": 8}},
+            "unknown key 'rollout.n', verl's name for 'rollout.num_samples'",
+        ),
+        (
+            {"+trainer": {"val_before_train": False}},
+            "unknown key 'trainer.val_before_train', verl's name for 'validation.before_train'",
+        ),
+        (  # beside a name that nobody knows
+            {"actor_rollout_ref": {"xyzzy": 1, "actor": {"ppo_epochs": 2}}},
+            "unknown key 'actor_rollout_ref.actor.ppo_epochs', verl's name for 'trainer.num_epochs'",
+        ),
+    ],
+)
+def test_unknown_key(mapping: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(Config, mapping)
+    assert str(caught.value) == expected
+
+
+def test_a_name_that_no_framework_has() -> None:
+    assert find_alias("actor_rollout_ref", {"xyzzy": 1}) is None
+    # Two of verl's names end like this.
+    assert find_alias("x.optim", {"lr_": 1}) is None
+
+
+def test_options_of_the_command_line() -> None:
+    assert unknown_options(["--micro-train_batch_size", "4", "--zzz=1"]) == (
+        "unrecognized arguments: --micro-train_batch_size 4 --zzz=1; --micro-train_batch_size is OpenRLHF's name for "
+        "'actor.micro_batch_tokens' (tokens, not rows); settings are given as key=value"
+    )

@@ -1,0 +1,124 @@
+"""Devices, memory, shared memory, open files; and the command's output and exit code."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.doctor import render
+from megarl.doctor.finding import Finding, Status
+from megarl.doctor.machine import (
+    available_bytes,
+    check_machine,
+    devices_finding,
+    files_finding,
+    memory_finding,
+    shm_finding,
+    stale_files,
+    stale_finding,
+)
+from megarl.janitor import RUN_ID_VARIABLE
+from megarl.parallel.platform import CpuPlatform
+from megarl.parallel.platform_devices import Device, parse_devices, peak_tflops
+
+GIB = 2**30
+H100 = Device(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, driver="580.1")
+
+
+def test_devices() -> None:
+    assert devices_finding("cpu", []).status is Status.OK
+    assert devices_finding("cuda", []).status is Status.MISSING
+    assert devices_finding("cuda", [H100] * 8).found == "8 × NVIDIA H100 80GB HBM3, 80 GiB, driver 580.1"
+
+
+def test_a_listing_of_the_driver() -> None:
+    listing = "NVIDIA H100 80GB HBM3, 81559, 570.86.15\nNVIDIA, odd name, 40960, 570.86.15\n\n"
+    assert parse_devices(listing) == [
+        Device(name="NVIDIA H100 80GB HBM3", memory_gib=81559 / 1024, driver="570.86.15"),
+        Device(name="NVIDIA, odd name", memory_gib=40.0, driver="570.86.15"),
+    ]
+
+
+def test_known_peaks() -> None:
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
+    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "float32") is None
+    assert peak_tflops("Some CPU", "bfloat16") is None
+
+
+def test_memory_and_shared_memory() -> None:
+    assert available_bytes("MemTotal:  8000 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n") == 3000 * 1024
+    assert memory_finding(4 * GIB).status is Status.OK
+    assert memory_finding(4 * GIB - 1).status is Status.WARN
+    assert shm_finding(GIB, GIB // 2).status is Status.OK
+    small = shm_finding(64 << 20, 64 << 20)
+    assert (small.status, small.found) == (Status.MISSING, "0.06 GiB of 0.06 GiB free")
+
+
+def test_open_files() -> None:
+    assert files_finding(4096, 4096).status is Status.OK
+    assert files_finding(resource.RLIM_INFINITY, resource.RLIM_INFINITY).found == "unlimited"
+    few = files_finding(1024, 30000)
+    assert (few.status, few.advice) == (Status.WARN, "Ray needs many on large runs: ulimit -n 30000")
+
+
+def test_files_of_dead_runs(tmp_path: Path) -> None:
+    for name in ("megarl-11111111-weights", "megarl-22222222-weights", "other"):
+        (tmp_path / name).write_bytes(b"12345678")
+    environment = {**os.environ, RUN_ID_VARIABLE: "22222222"}
+    code = "import sys; print('up', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as alive:
+        assert alive.stdout is not None
+        alive.stdout.readline()
+        stale = stale_files(tmp_path)
+        assert stale == [tmp_path / "megarl-11111111-weights"]
+        assert stale_finding(stale).advice == f"rm {tmp_path}/megarl-11111111-weights"
+        alive.communicate(b"")
+    assert len(stale_files(tmp_path)) == 2
+    assert stale_finding([]).status is Status.OK
+
+
+def test_every_part_of_the_machine_is_looked_at() -> None:
+    subjects = [finding.subject for finding in check_machine(CpuPlatform())]
+    assert subjects == ["devices", "collectives", "memory", "cores", "/dev/shm", "stale files", "open files"]
+
+
+FINE = Finding(subject="a", found="1")
+POOR = Finding(subject="bb", found="2", status=Status.WARN, advice="get more")
+GONE = Finding(subject="c", found="none", status=Status.MISSING, advice="get one")
+
+
+def test_table() -> None:
+    assert render.to_text([FINE, POOR]) == (
+        "ok      a   1\nwarn    bb  2\n            → get more\na run can start here: 1 ok, 1 warn, 0 missing"
+    )
+    assert render.to_text([GONE]).splitlines()[-1] == "a run cannot start here: 0 ok, 0 warn, 1 missing"
+
+
+@pytest.mark.parametrize(("findings", "code"), [([FINE, POOR], 0), ([FINE, GONE], 1)])
+def test_exit_code_and_json(
+    findings: list[Finding], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "check_packages", lambda: findings)
+    monkeypatch.setattr(render, "check_machine", lambda _: [])
+    if code:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["doctor", "--json"])
+        assert caught.value.code == code
+    else:
+        cli.main(["doctor", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["can_start"] is (code == 0)
+    assert printed["findings"][1] == {
+        "subject": findings[1].subject,
+        "found": findings[1].found,
+        "status": findings[1].status.value,
+        "advice": findings[1].advice,
+    }

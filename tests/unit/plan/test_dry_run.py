@@ -1,0 +1,196 @@
+"""`megarl train --dry-run`: the plan of a small run by hand, of the published configurations, and its errors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import from_dict, load_config
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.plan.build import plan_run
+from megarl.plan.render import ranges, to_json, to_text
+from tests.helpers.small_model import write_config
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+
+
+def small_config(directory: Path) -> Config:
+    """8 ranks on two nodes; rows of 12 tokens, two to a micro-batch of 24."""
+    tree = {
+        "model": {"path": "elsewhere", "config_path": str(write_config(directory)), "vocab_multiple": 4},
+        "data": {"train": ["train.parquet"], "max_prompt_tokens": 4},
+        "algo": {"kl": {"where": "loss"}},
+        "actor": {"layout": {"tp": 2, "dp": 2, "pp": 2}, "micro_batch_tokens": 24, "head_chunk_tokens": 6},
+        "rollout": {"num_samples": 4, "max_response_tokens": 8, "engine": {"num_engines": 2, "tp": 2}},
+        "placement": {"trainer": {"num_nodes": 2}},
+        "trainer": {"total_steps": 10, "prompts_per_step": 8, "mini_batch_prompts": 4, "num_epochs": 3},
+    }
+    return from_dict(Config, tree)
+
+
+def test_a_small_plan_by_hand(tmp_path: Path) -> None:
+    plan = plan_run(small_config(tmp_path), device_bytes=100_000)
+    assert [(node.ranks, node.engines, node.offloaded) for node in plan.nodes] == [
+        ((0, 1, 2, 3), (0, 1), 0),
+        ((4, 5, 6, 7), (), 0),
+    ]
+    assert [(r.name, r.trainable) for r in plan.roles] == [("actor", True), ("reference", False)]
+    # 4 layers of 500, embedding and head of 80, norm of 8.
+    num_parameters = 4 * 500 + 2 * 80 + 8
+    assert {r.num_parameters for r in plan.roles} == {num_parameters}
+    assert plan.sync_bytes == 2 * num_parameters
+    steps = plan.steps
+    assert (steps.rows_per_step, steps.rows_per_optimizer_step) == (8 * 4, 4 * 4)
+    assert (steps.optimizer_steps_per_step, steps.optimizer_steps) == (3 * 2, 10 * 3 * 2)
+    # 16 rows over two replicas, two rows to a micro-batch.
+    assert (steps.max_row_tokens, steps.micro_batches_at_full_length) == (12, 4)
+    first, last = plan.stages
+    assert (first.ranks, last.ranks) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    # 16 padded rows of 8 over two ranks: 64 for the embedding on the first stage, and for the head on the last.
+    count = 2 * (20 + 240) + 64
+    assert (first.num_parameters, last.num_parameters) == (count, count + 8)
+    assert first.resident == {
+        "actor params": 2 * count,
+        "actor grads": 4 * count,
+        "actor optimizer": 12 * count // 2,
+        "reference params": 2 * count,
+    }
+    # Two layers, two micro-batches in flight, 24 tokens of 68 elements (tp 2 without sequence parallelism).
+    assert first.activations == 2 * 2 * 2 * 24 * 68
+    assert last.activations == 2 * 2 * 24 * 68
+    assert (first.head, last.head) == (0, 10 * 6 * 8 + 2 * 2 * 24 * 8 + 2 * 8 * 8)
+    engine = plan.engine
+    assert (engine.weights, engine.kv_cache) == (num_parameters, 60_000 - num_parameters)
+    assert list(first.phases) == ["generate", "score reference", "score actor", "update actor", "sync"]
+    assert first.phases["update actor"].total == 14 * count + first.activations + 60_000
+    assert first.phases["score actor"].total == 14 * count + 2 * 24 * 68 + 60_000
+    assert first.phases["generate"].total == first.phases["sync"].total == 14 * count + 60_000
+
+
+def test_offload_takes_turns(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config = replace(config, placement=replace(config.placement, offload=True))
+    plan = plan_run(config, device_bytes=100_000)
+    held = [sum(stage.resident.values()) for stage in plan.stages]
+    assert [node.offloaded for node in plan.nodes] == [4 * held[0], 4 * held[1]]
+    phases, resident = plan.stages[0].phases, plan.stages[0].resident
+    assert (phases["generate"].trainer, phases["generate"].engine) == (0, 60_000)
+    assert (phases["score reference"].trainer, phases["score reference"].engine) == (resident["reference params"], 0)
+    assert (phases["update actor"].trainer, phases["update actor"].engine) == (
+        held[0] - resident["reference params"],
+        0,
+    )
+    assert (phases["sync"].trainer, phases["sync"].engine) == (resident["actor params"], plan.engine.weights)
+
+
+def test_engines_on_devices_of_their_own(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config = replace(config, placement=replace(config.placement, mode="split"))
+    plan = plan_run(config, device_bytes=100_000)
+    assert [(node.ranks, node.engines) for node in plan.nodes] == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ()), ((), (0, 1))]
+    assert {phase.engine for phase in plan.stages[0].phases.values()} == {0}
+
+
+def test_text_and_json_say_the_same(tmp_path: Path) -> None:
+    plan = plan_run(small_config(tmp_path), device_bytes=100_000)
+    fields = json.loads(to_json(plan))
+    assert fields["stages"][0]["phases"]["sync"]["total"] == plan.stages[0].phases["sync"].total
+    text = to_text(plan)
+    assert "layout     8 ranks = tp 2 × cp 1 × dp 2 × pp 2\n" in text
+    assert "node 0     ranks 0-3, engines 0-1\nnode 1     ranks 4-7\n" in text
+    assert "pp groups  4 of 2 ranks, 4 of them across nodes: [0,4] [1,5] [2,6] [3,7]\n" in text
+    assert "batch      32 rows per step, 16 per optimizer step; 6 optimizer steps per step, 60 in all\n" in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [([3], "3"), ([0, 1, 2], "0-2"), ([0, 1, 5], "0-1,5"), ([0, 4, 8, 12], "0,4,…,12"), ([1, 3], "1,3")],
+)
+def test_ranges(numbers: list[int], expected: str) -> None:
+    assert ranges(numbers) == expected
+
+
+RUNS = sorted(path.name for path in (ROOT / "configs/run").glob("gsm8k-*.yaml"))
+
+
+def test_there_are_configurations_of_real_models() -> None:
+    assert {"gsm8k-qwen3-8b.yaml", "gsm8k-qwen3-32b.yaml", "gsm8k-llama-3.1-8b.yaml"} <= set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_real_models_fit_devices_of_80_gib(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["train", f"configs/run/{name}", "--dry-run", "--device-gib", "80", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert max(phase["total"] for stage in plan["stages"] for phase in stage["phases"].values()) < 80 * GIB
+    assert {len(node["ranks"]) for node in plan["nodes"]} == {8}
+    # Tensor-parallel groups do not leave their node.
+    assert all(any(set(group) <= set(node["ranks"]) for node in plan["nodes"]) for group in plan["groups"]["tp"])
+
+
+def test_the_documented_plan_is_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = "train configs/run/gsm8k-qwen3-32b.yaml --dry-run --device-gib 80"
+    main(command.split())
+    transcript = "\n".join(f"    {line}" for line in [f"$ megarl {command}", *capsys.readouterr().out.splitlines()])
+    page = ROOT / "docs/troubleshooting.md"
+    assert transcript in page.read_text(), f"{page.name} is stale; renew the output of `megarl {command}`"
+
+
+def test_a_model_directory_goes_before_the_published_sizes(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "published")
+    tree = {"path": str(write_config(tmp_path / "real", num_hidden_layers=2)), "config_path": config.model.config_path}
+    config = replace(config, model=replace(config.model, **tree))
+    assert plan_run(config).stages[0].num_layers == 1
+
+
+def test_errors_are_those_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    def error(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["train", "configs/run/gsm8k-qwen3-8b.yaml", "--dry-run", *arguments])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    assert "actor.layout.tp: got 3, which does not divide" in error("actor.layout.tp=3", "rollout.engine.num_engines=6")
+    assert "rollout.top_p: got 0.9; truncated sampling" in error("rollout.top_p=0.9")
+    assert "model.path: nowhere/config.json does not exist" in error("model.path=nowhere", "model.config_path=null")
+    assert "model architecture ['GPT2LMHeadModel'] is not supported" in error(
+        f"model.config_path={write_config(tmp_path, architectures=['GPT2LMHeadModel'])}"
+    )
+    assert "--device-gib: got 0.0, expected > 0" in error("--device-gib", "0")
+    assert "--profile-steps: got '3', expected FIRST:LAST, such as 3:5" in error("--profile-steps", "3")
+    assert "logging.profile_steps: got [3, 999], expected first and last step" in error("--profile-steps", "3:999")
+
+
+def test_options_of_the_dry_run_need_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(ROOT / "configs/run/sums-rl.yaml"), "--json"])
+    assert caught.value.code == 2
+    assert "--json and --device-gib: go with --dry-run" in capsys.readouterr().err
+
+
+def test_settings_may_follow_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["train", "configs/run/gsm8k-qwen3-8b.yaml", "--dry-run", "--json", "run.name=other"])
+    assert json.loads(capsys.readouterr().out)["run"] == "runs/other"
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "configs/run/gsm8k-qwen3-8b.yaml", "--micro_train_batch_size", "4"])
+    assert caught.value.code == 2
+    assert "is OpenRLHF's name for 'actor.micro_batch_tokens'" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json does not exist"):
+        plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [f"model.path={tmp_path}"]))

@@ -1,0 +1,75 @@
+"""Memory formulae on sizes that can be worked out by hand."""
+
+import pytest
+
+from megarl.config.schema import LayoutConfig
+from megarl.parallel.weights.families import ModelSpec
+from megarl.plan.memory import (
+    activation_bytes,
+    gradient_bytes,
+    head_bytes,
+    kv_bytes_per_token,
+    layer_activation_bytes,
+    num_kept_layers,
+    optimizer_bytes,
+    weight_bytes,
+)
+
+
+def test_weights_gradients_and_optimizer() -> None:
+    # bfloat16: 2 + 4 + (4 + 4 + 4)/D bytes per parameter; float32: 4 + 4 + (4 + 4)/D.
+    assert (weight_bytes(100, 2), gradient_bytes(100)) == (200, 400)
+    assert (optimizer_bytes(100, 2, 1), optimizer_bytes(100, 2, 4)) == (1200, 300)
+    assert (weight_bytes(100, 4), optimizer_bytes(100, 4, 1), optimizer_bytes(101, 4, 4)) == (400, 800, 202)
+
+
+def test_one_layer(small: ModelSpec) -> None:
+    # h 8, q 8, k 4, f 12: 4·8 + 3·(8 + 4 + 12) = 104 elements per token.
+    assert layer_activation_bytes(small.dims, LayoutConfig(), num_tokens=10, dtype_bytes=2) == 2 * 10 * 104
+    # tp 2 splits the wide ones (36), sequence parallelism the norms' too (16).
+    assert layer_activation_bytes(small.dims, LayoutConfig(tp=2), num_tokens=10, dtype_bytes=2) == 2 * 10 * (32 + 36)
+    split = LayoutConfig(tp=2, sequence_parallel=True)
+    assert layer_activation_bytes(small.dims, split, num_tokens=10, dtype_bytes=4) == 4 * 10 * (16 + 36)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "num_micro_batches", "expected"),
+    [
+        (LayoutConfig(), 0, 8, 6),  # one in flight
+        (LayoutConfig(pp=4), 0, 8, 4 * 6),  # 1F1B: the first stage starts four before the first returns
+        (LayoutConfig(pp=4), 3, 8, 6),
+        (LayoutConfig(pp=4), 0, 2, 2 * 6),  # there are only two
+        # Interleaved, chunks of 3 layers: warm-up 2·(4 − 0 − 1) + (2 − 1)·4 = 10 chunks, and one more.
+        (LayoutConfig(pp=4, virtual_pp=2), 0, 8, 11 * 3),
+        (LayoutConfig(pp=4, virtual_pp=2), 3, 8, 5 * 3),
+        (LayoutConfig(pp=4, virtual_pp=2), 0, 4, 8 * 3),
+    ],
+)
+def test_layers_in_flight(layout: LayoutConfig, stage: int, num_micro_batches: int, expected: int) -> None:
+    assert num_kept_layers(layout, stage, 6, num_micro_batches) == expected
+
+
+def test_activations_with_and_without_recompute(small: ModelSpec) -> None:
+    layout = LayoutConfig(pp=2)
+    each = {"num_tokens": 10, "num_micro_batches": 5, "dtype_bytes": 2}
+    # Two layers per stage, two micro-batches in flight on the first: four times one layer.
+    assert activation_bytes(small.dims, layout, 0, recompute="none", **each) == 4 * 2 * 10 * 104
+    assert activation_bytes(small.dims, layout, 0, recompute="selective", **each) == 4 * 2 * 10 * 104
+    # Layer inputs (8 elements per token) four times, and one layer in full.
+    assert activation_bytes(small.dims, layout, 0, recompute="full", **each) == 4 * 2 * 10 * 8 + 2 * 10 * 104
+
+
+def test_output_head(small: ModelSpec) -> None:
+    # 12 padded rows over tp 2: 6 on this rank; 3 of 10 positions at a time.
+    layout = LayoutConfig(tp=2)
+    each = {"vocab_multiple": 2, "chunk_tokens": 3, "num_tokens": 10, "dtype_bytes": 2}
+    logits, hidden, weight_gradient = (2 + 8) * 3 * 6, 2 * 10 * 8, 2 * 6 * 8
+    assert head_bytes(small.dims, layout, **each, backward=False) == logits + hidden
+    assert head_bytes(small.dims, layout, **each, backward=True) == logits + 2 * hidden + weight_gradient
+
+
+def test_kv_cache(small: ModelSpec) -> None:
+    # Keys and values, 4 layers, 2 heads of 2, 2 bytes; a device of two has one head, and one of four no less.
+    assert kv_bytes_per_token(small.dims, tp=1, dtype_bytes=2) == 2 * 4 * 2 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=2, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
+    assert kv_bytes_per_token(small.dims, tp=4, dtype_bytes=2) == 2 * 4 * 1 * 2 * 2
