@@ -56,6 +56,7 @@ def scope_of(process: subprocess.Popen[bytes]) -> RunScope:
     return RunScope(run_id=run_id)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path) -> None:
     """Float32, two tensor-parallel ranks: metrics and exported weights are equal bit for bit."""
