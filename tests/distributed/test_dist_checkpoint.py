@@ -12,6 +12,8 @@ from tests.helpers.checkpoint_ranks import load_train, save_with_file_limit, tra
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.rows import random_rows
 
+pytestmark = pytest.mark.long
+
 Pools: TypeAlias = Callable[[int], RankPool]
 History: TypeAlias = list[tuple[float, float]]
 
@@ -61,7 +63,6 @@ def test_tp2_dp2_continues_itself_and_as_pp2(
     assert_close(load(rank_pool, actor_config(PP2), model, tmp_path, same_layout=False), expected)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("distributed", [True, False])
 def test_one_rank_continues_as_tp2_and_dp2(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool
@@ -76,7 +77,6 @@ def test_one_rank_continues_as_tp2_and_dp2(
         assert_close(load(rank_pool, other, model, tmp_path, same_layout=False), expected)
 
 
-@pytest.mark.long
 def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path) -> None:
     sizes = TinyModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
     make_tiny_model(tmp_path / "model", sizes, seed=0)
@@ -94,7 +94,6 @@ def test_bfloat16_keeps_its_main_parameters(rank_pool: Pools, checkpoint: Callab
     assert load(rank_pool, actor_config(TP2), model, tmp_path, same_layout=True) == expected
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("distributed", [True, False])
 def test_before_the_first_update(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool

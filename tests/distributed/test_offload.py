@@ -12,6 +12,8 @@ from tests.helpers.offload_ranks import never_offloaded, offload_between, offloa
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
+pytestmark = pytest.mark.long
+
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15)], holes=False)
 TP2 = LayoutConfig(tp=2, sequence_parallel=True)

@@ -14,6 +14,8 @@ from tests.helpers.plan_ranks import measure_held
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
+pytestmark = pytest.mark.long
+
 # Megatron's buffers start parameters and end buckets at multiples: some hundred elements of the tens of thousands.
 PADDING = 0.02
 
