@@ -1,8 +1,12 @@
 """Problems for the log-prob head, and their float64 answer from dense logits."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megarl.parallel.logprobs import VocabShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,4 +79,30 @@ def dense_head(problem: HeadProblem) -> HeadResult:
     grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
     return HeadResult(
         logprobs=logprobs.detach(), entropy=entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
+    )
+
+
+def differentiate_head(
+    problem: HeadProblem, weight: torch.Tensor, shard: "VocabShard", *, chunk_tokens: int
+) -> HeadResult:
+    """The log-prob head on a rank's rows of the padded weight; this rank's part of the gradients."""
+    # Imported late: a rank prepares its platform first.
+    from megarl.parallel.logprobs import vocab_parallel_logprobs
+
+    hidden, weight = problem.hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = vocab_parallel_logprobs(
+        hidden,
+        weight,
+        problem.labels,
+        shard=shard,
+        temperature=problem.temperature,
+        chunk_tokens=chunk_tokens,
+        entropy_needs_grad=problem.grad_entropy is not None,
+    )
+    loss = (out.logprobs * problem.grad_logprobs).sum()
+    if problem.grad_entropy is not None:
+        loss = loss + (out.entropy * problem.grad_entropy).sum()
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    return HeadResult(
+        logprobs=out.logprobs.detach(), entropy=out.entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
     )

@@ -9,35 +9,19 @@ import torch
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
-from tests.helpers.head import HeadProblem, HeadResult
+from tests.helpers.head import HeadProblem, HeadResult, differentiate_head
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
 
 def head(context: RankContext, problem: HeadProblem, rows_per_rank: int, chunk_tokens: int) -> HeadResult:
     """The log-prob head on this rank's rows of the padded weight; its part of the gradients."""
-    from megarl.parallel.logprobs import vocab_parallel_logprobs, vocab_shard
+    from megarl.parallel.logprobs import vocab_shard
 
     group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
-    hidden = problem.hidden.requires_grad_()
-    padded = problem.padded_weight(rows_per_rank * context.world_size)
-    weight = padded.chunk(context.world_size)[context.rank].clone().requires_grad_()
-    out = vocab_parallel_logprobs(
-        hidden,
-        weight,
-        problem.labels,
-        shard=vocab_shard(group, rows_per_rank, problem.vocab_size),
-        temperature=problem.temperature,
-        chunk_tokens=chunk_tokens,
-        entropy_needs_grad=problem.grad_entropy is not None,
-    )
-    loss = (out.logprobs * problem.grad_logprobs).sum()
-    if problem.grad_entropy is not None:
-        loss = loss + (out.entropy * problem.grad_entropy).sum()
-    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-    return HeadResult(
-        logprobs=out.logprobs.detach(), entropy=out.entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
-    )
+    weight = problem.padded_weight(rows_per_rank * context.world_size).chunk(context.world_size)[context.rank]
+    shard = vocab_shard(group, rows_per_rank, problem.vocab_size)
+    return differentiate_head(problem, weight, shard, chunk_tokens=chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The log-prob head on one rank, against dense float64 log_softmax."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from megarl.parallel.logprobs import TokenLogprobs, VocabShard, vocab_parallel_logprobs, vocab_shard
 from tests.helpers.compare import assert_within
-from tests.helpers.head import HeadProblem, HeadResult, dense_head, head_problem
+from tests.helpers.head import HeadProblem, HeadResult, dense_head, differentiate_head, head_problem
 
 PADDED_ROWS = 16
 
@@ -22,28 +23,10 @@ ONE_RANK = group_of(0, 1)
 
 
 def run_head(problem: HeadProblem, *, chunk_tokens: int = 3, shard: VocabShard | None = None) -> HeadResult:
-    hidden = problem.hidden.clone().requires_grad_()
-    weight = problem.padded_weight(PADDED_ROWS).requires_grad_()
-    out = vocab_parallel_logprobs(
-        hidden,
-        weight,
-        problem.labels,
-        shard=shard or vocab_shard(ONE_RANK, PADDED_ROWS, problem.vocab_size),
-        temperature=problem.temperature,
-        chunk_tokens=chunk_tokens,
-        entropy_needs_grad=problem.grad_entropy is not None,
-    )
-    loss = (out.logprobs * problem.grad_logprobs).sum()
-    if problem.grad_entropy is not None:
-        loss = loss + (out.entropy * problem.grad_entropy).sum()
-    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-    assert not grad_weight[problem.vocab_size :].any() or shard is not None
-    return HeadResult(
-        logprobs=out.logprobs.detach(),
-        entropy=out.entropy.detach(),
-        grad_hidden=grad_hidden,
-        grad_weight=grad_weight[: problem.vocab_size],
-    )
+    rows = shard or vocab_shard(ONE_RANK, PADDED_ROWS, problem.vocab_size)
+    result = differentiate_head(problem, problem.padded_weight(PADDED_ROWS), rows, chunk_tokens=chunk_tokens)
+    assert not result.grad_weight[problem.vocab_size :].any() or shard is not None
+    return replace(result, grad_weight=result.grad_weight[: problem.vocab_size])
 
 
 def assert_equal_results(got: HeadResult, expected: HeadResult, *, atol: float, grad_atol: float | None = None) -> None:
