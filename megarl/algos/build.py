@@ -1,11 +1,55 @@
 """From configuration to algorithm."""
 
+from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.composed import ComposedAlgorithm
-from megarl.config.schema import AlgoConfig
+from megarl.algos.filters import check_filter
+from megarl.algos.prefixes import num_prefixed
+from megarl.config.algo import AlgoConfig
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
 from megarl.types import Algorithm
 
 
-def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int) -> Algorithm:
-    """The algorithm that `cfg` describes; ConfigError for unknown names and conflicts."""
+def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: int | None = None) -> Algorithm:
+    """The algorithm that `cfg` describes; ConfigError for unknown names and conflicts.
+
+    Without `vocab_size` it can say what it requires, but CPO cannot shape advantages.
+    """
     horizon = cfg.aggregation_horizon_tokens
-    return ComposedAlgorithm(cfg=cfg, horizon_tokens=max_response_tokens if horizon is None else horizon)
+    return ComposedAlgorithm(
+        cfg=cfg,
+        horizon_tokens=max_response_tokens if horizon is None else horizon,
+        max_response_tokens=max_response_tokens,
+        vocab_size=vocab_size,
+    )
+
+
+def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
+    """The algorithm of a run; ConfigError also for what does not fit how the run samples."""
+    check_filter(config.algo.filter, num_samples=config.rollout.num_samples)
+    num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
+    _check_group(config)
+    _check_replay(config)
+    return build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size)
+
+
+def _check_group(config: Config) -> None:
+    name = config.algo.advantage.estimator
+    least, got = ADVANTAGE_ESTIMATORS.get(name).min_group, config.rollout.num_samples
+    if got < least:
+        raise ConfigError(
+            f"rollout.num_samples: got {got}, expected >= {least}: the {name} estimator compares the samples of one "
+            "prompt; raise it or choose another algo.advantage.estimator"
+        )
+
+
+def _check_replay(config: Config) -> None:
+    """A record holds one batch of prompts per step; refills would ask for more."""
+    if config.algo.filter.max_refills == 0:
+        return
+    for key, value in (("rollout.record", config.rollout.record), ("rollout.source", config.rollout.source)):
+        if value in (True, "replay"):
+            raise ConfigError(
+                f"{key}: got {value} with algo.filter.max_refills={config.algo.filter.max_refills}, but a record holds "
+                f"one batch of prompts per step; set algo.filter.max_refills=0, or change {key}"
+            )

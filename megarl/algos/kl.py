@@ -7,14 +7,14 @@ expectation the gradient of k2 is that of the reverse KL, the gradient of k3 is 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from torch import Tensor
 
 from megarl.algos.masked import row_means
 from megarl.algos.registry import Registry
-from megarl.config.schema import KLConfig
+from megarl.config.algo import KLConfig
 from megarl.errors import NonFiniteError
 from megarl.types import AlgoState
 
@@ -110,4 +110,4 @@ def adaptive(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
     if not math.isfinite(seen.kl_nats):
         raise NonFiniteError(f"KL to the reference: got {seen.kl_nats}, expected a finite number of nats")
     error = min(max(seen.kl_nats / cfg.target_nats - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
-    return AlgoState(kl_coef=state.kl_coef * (1 + error * seen.num_rows / cfg.horizon))
+    return replace(state, kl_coef=state.kl_coef * (1 + error * seen.num_rows / cfg.horizon))

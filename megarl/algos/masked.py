@@ -27,19 +27,26 @@ class GroupStats:
     std: Tensor
 
 
-def group_stats(values: Tensor, uids: Sequence[str]) -> GroupStats:
+def group_index(uids: Sequence[str], device: torch.device) -> tuple[Tensor, int]:
+    """Each row's group as a number [B], and how many groups there are."""
+    index_of = {uid: i for i, uid in enumerate(dict.fromkeys(uids))}
+    return torch.tensor([index_of[uid] for uid in uids], dtype=torch.long, device=device), len(index_of)
+
+
+def group_stats(values: Tensor, uids: Sequence[str], where: Tensor | None = None) -> GroupStats:
     """Size, mean and unbiased standard deviation (0 for one value) of `values` [B] over rows of equal uid.
 
+    Only rows `where` [B] count, if given; every row carries its group's, 0 for a group without such rows.
     Computed in float64, so that a group of equal values has a deviation of 0 up to ~1e-16.
     """
-    index_of = {uid: i for i, uid in enumerate(dict.fromkeys(uids))}
-    index = torch.tensor([index_of[uid] for uid in uids], dtype=torch.long, device=values.device)
-    values = values.double()
+    index, num_groups = group_index(uids, values.device)
+    counted = torch.ones_like(index, dtype=torch.bool) if where is None else where
 
     def group_sum(rows: Tensor) -> Tensor:
-        return rows.new_zeros(len(index_of)).index_add(0, index, rows)[index]
+        return rows.new_zeros(num_groups).index_add(0, index, torch.where(counted, rows, 0.0))[index]
 
+    values = values.double()
     size = group_sum(torch.ones_like(values))
-    mean = group_sum(values) / size
+    mean = group_sum(values) / size.clamp(min=1)
     variance = group_sum((values - mean).square()) / (size - 1).clamp(min=1)
     return GroupStats(size=size, mean=mean, std=variance.sqrt())

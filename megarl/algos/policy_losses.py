@@ -1,14 +1,15 @@
 """Policy losses per token. Gradients flow through the current policy's log-probs only."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from megarl.algos.masked import row_means
 from megarl.algos.registry import Registry
-from megarl.config.schema import PolicyLossConfig
+from megarl.config.algo import PolicyLossConfig
 
 # Bounds exp(): a ratio of e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
@@ -16,12 +17,13 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
-    """Complete rows, every tensor [B, T]; `loss_mask` is bool."""
+    """Complete rows, every tensor [B, T]; `loss_mask` is bool. `correction`: weights of `compute_correction`."""
 
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
     loss_mask: Tensor
+    correction: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,44 @@ PolicyLoss: TypeAlias = Callable[[PolicyLossInputs, PolicyLossConfig], PolicyLos
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", key="algo.policy_loss.name")
 
+# Losses of one ratio per row: they want the aggregation of rows, and no weights per token.
+ROW_RATIO_LOSSES = frozenset({"gspo", "gspo_token"})
+
+
+def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """The configured loss, each token times its correction weight if there are any. Diagnostics stay unweighted."""
+    terms = POLICY_LOSSES.get(cfg.name)(x, cfg)
+    return terms if x.correction is None else replace(terms, loss=terms.loss * x.correction.detach())
+
+
+def _log_ratio(x: PolicyLossInputs) -> Tensor:
+    """logprobs − old_logprobs, clamped to ±20."""
+    return (x.logprobs - x.old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """loss: [B, T] with graph. clipped, dual_clipped: [B, T] bool, where the clip and the dual clip decided it."""
+
+    loss: Tensor
+    clipped: Tensor
+    dual_clipped: Tensor
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual_clip: float | None
+) -> Surrogate:
+    """max(−r·A, −clip(r, low, high)·A), and at most −dual_clip·A where A < 0 (None: no bound), all [B, T]."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(low, high)
+    loss = torch.maximum(unclipped, clipped)
+    dual_clipped = torch.zeros_like(loss, dtype=torch.bool)
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        dual_clipped = (advantages < 0) & (loss > bound)
+        loss = torch.where(dual_clipped, bound, loss)
+    return Surrogate(loss=loss, clipped=clipped > unclipped, dual_clipped=dual_clipped)
+
 
 @POLICY_LOSSES.register("ppo_clip")
 def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
@@ -48,24 +88,39 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     where A < 0, l = min(l, −dual_clip·A). `dual_clip` None turns the last line off.
     Diagnostics: whether the clip (dual clip) decided the loss, and old − new log-prob.
     """
-    advantages = x.advantages
-    log_ratio = (x.logprobs - x.old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    hit_lower = torch.zeros_like(x.loss_mask)
-    if cfg.dual_clip is not None:
-        bound = -cfg.dual_clip * advantages
-        hit_lower = (advantages < 0) & (loss > bound)
-        loss = torch.where(hit_lower, bound, loss)
+    log_ratio = _log_ratio(x)
+    surrogate = clipped_surrogate(
+        log_ratio.exp(), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=cfg.dual_clip
+    )
     return PolicyLossTerms(
-        loss=loss,
+        loss=surrogate.loss,
         diagnostics={
-            "actor/pg_clipfrac": (clipped > unclipped).to(loss.dtype),
-            "actor/pg_clipfrac_lower": hit_lower.to(loss.dtype),
+            "actor/pg_clipfrac": surrogate.clipped.to(log_ratio.dtype),
+            "actor/pg_clipfrac_lower": surrogate.dual_clipped.to(log_ratio.dtype),
             "actor/ppo_kl": -log_ratio.detach(),
         },
+    )
+
+
+@POLICY_LOSSES.register("reinforce")
+def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """REINFORCE (Williams, 1992): l = −A·logprobs, no ratio and no clip; the policy gradient if the policy sampled."""
+    return PolicyLossTerms(loss=-x.advantages * x.logprobs, diagnostics={"actor/ppo_kl": -_log_ratio(x).detach()})
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """CISPO (arXiv:2506.13585): l = −clip(r, 1 − clip_low, 1 + clip_high)·A·logprobs with r as in `ppo_clip`.
+
+    The ratio is a constant weight, so a clipped token keeps a gradient. The paper tunes the upper bound only: there
+    `clip_low` is near 1.
+    """
+    log_ratio = _log_ratio(x).detach()
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return PolicyLossTerms(
+        loss=-weight * x.advantages * x.logprobs,
+        diagnostics={"actor/pg_clipfrac": (weight != ratio).to(ratio.dtype), "actor/ppo_kl": -log_ratio},
     )
 
 
@@ -76,16 +131,32 @@ def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     s = exp(Σ m·(logprobs − old_logprobs) / Σ m) over the row; l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
     It belongs to the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4; `dual_clip` is not part of it.
     """
-    mask = x.loss_mask.to(x.logprobs.dtype)
-    log_ratio = torch.where(x.loss_mask, x.logprobs - x.old_logprobs.detach(), 0.0)
-    row_log_ratio = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(x.logprobs)
-    unclipped = -x.advantages * ratio
-    clipped = -x.advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return _row_clip(_row_log_ratio(x), x, cfg)
+
+
+@POLICY_LOSSES.register("gspo_token")
+def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """GSPO-token (arXiv:2507.18071, section 4.3): the value of `gspo`, each token with its own log-prob's gradient.
+
+    s_t = sg(s)·π(y_t) / sg(π(y_t)). The same as `gspo` where advantages are equal over a row, and free to differ.
+    """
+    return _row_clip(_row_log_ratio(x).detach() + (x.logprobs - x.logprobs.detach()), x, cfg)
+
+
+def _row_log_ratio(x: PolicyLossInputs) -> Tensor:
+    """[B, 1] mean over the row's loss tokens of logprobs − old_logprobs, clamped to ±20."""
+    mean = row_means(x.logprobs - x.old_logprobs.detach(), x.loss_mask)[:, None]
+    return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """GSPO's clipped surrogate for a log-ratio [B, 1] or [B, T]."""
+    ratio = row_log_ratio.exp().expand_as(x.logprobs)
+    surrogate = clipped_surrogate(ratio, x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None)
     return PolicyLossTerms(
-        loss=torch.maximum(unclipped, clipped),
+        loss=surrogate.loss,
         diagnostics={
-            "actor/pg_clipfrac": (clipped > unclipped).to(ratio.dtype),
-            "actor/ppo_kl": -log_ratio.detach(),
+            "actor/pg_clipfrac": surrogate.clipped.to(ratio.dtype),
+            "actor/ppo_kl": (x.old_logprobs - x.logprobs).detach(),
         },
     )

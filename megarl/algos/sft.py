@@ -17,6 +17,10 @@ class SftAlgorithm:
     def entropy_needs_grad(self) -> bool:
         return False
 
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset()
+
     def requires(self) -> frozenset[Score]:
         return frozenset()
 

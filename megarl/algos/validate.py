@@ -4,16 +4,21 @@ import warnings
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
+from megarl.algos.corrections import check_correction
+from megarl.algos.cpo import check_cpo
+from megarl.algos.entropy import check_entropy
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, LOSS_REFUSALS
-from megarl.algos.policy_losses import POLICY_LOSSES
-from megarl.config.schema import AlgoConfig, KLConfig
+from megarl.algos.policy_losses import POLICY_LOSSES, ROW_RATIO_LOSSES
+from megarl.algos.validate_luffy import check_luffy
+from megarl.algos.validate_rewards import check_rewards
+from megarl.config.algo import AlgoConfig, KLConfig
 from megarl.errors import ConfigError
 
 # A clip range beyond this is a PPO value, not a GSPO one.
 GSPO_LARGE_CLIP = 0.01
 
 
-def check_algo_config(cfg: AlgoConfig) -> None:
+def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     """ConfigError for an unknown name or a conflict."""
     ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
     POLICY_LOSSES.get(cfg.policy_loss.name)
@@ -21,6 +26,11 @@ def check_algo_config(cfg: AlgoConfig) -> None:
     KL_CONTROLLERS.get(cfg.kl.controller)
     _check_kl_estimator(cfg.kl)
     _check_gspo(cfg)
+    check_rewards(cfg, max_response_tokens=max_response_tokens)
+    check_cpo(cfg.cpo)
+    check_correction(cfg)
+    check_luffy(cfg)
+    check_entropy(cfg)
     if cfg.kl.where != "none" and cfg.kl.controller == "adaptive" and cfg.kl.coef == 0:
         raise ConfigError(
             "algo.kl.coef: got 0 with algo.kl.controller=adaptive, which scales the coefficient and so never "
@@ -29,17 +39,17 @@ def check_algo_config(cfg: AlgoConfig) -> None:
 
 
 def _check_gspo(cfg: AlgoConfig) -> None:
-    if cfg.policy_loss.name != "gspo":
+    if cfg.policy_loss.name not in ROW_RATIO_LOSSES:
         return
     if cfg.aggregation != "seq-mean-token-mean":
         raise ConfigError(
-            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name=gspo, whose ratio is one per row; "
-            f"set algo.aggregation=seq-mean-token-mean"
+            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose ratio "
+            f"is one per row; set algo.aggregation=seq-mean-token-mean"
         )
     if cfg.policy_loss.clip_high > GSPO_LARGE_CLIP:
         warnings.warn(
-            f"algo.policy_loss.clip_high={cfg.policy_loss.clip_high} hardly ever clips under gspo, whose ratio is a "
-            f"mean over the row; the paper uses 3e-4 and 4e-4",
+            f"algo.policy_loss.clip_high={cfg.policy_loss.clip_high} hardly ever clips under "
+            f"{cfg.policy_loss.name}, whose ratio is a mean over the row; the paper uses 3e-4 and 4e-4",
             stacklevel=2,
         )
 

@@ -1,11 +1,13 @@
 """The critic's objective: regression of values on returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megarl.algos.aggregation import count_rows
 from megarl.algos.masked import masked_sum
-from megarl.types import AlgoState, LossSums, RowBatch, ValueOutputs
+from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, ValueOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,15 @@ class ValueLoss:
     @property
     def entropy_needs_grad(self) -> bool:
         return False
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"returns", "values"})
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        """A token mean: the loss tokens of an optimizer mini-batch."""
+        num_tokens = float(max(count_rows(rows).num_tokens, 1))
+        return Denominators(loss=num_tokens, tokens=num_tokens)
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
         """Local sums over a micro-batch; token sums `critic/vf_clipfrac` and `critic/vpred_mean`."""

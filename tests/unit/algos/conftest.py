@@ -1,9 +1,6 @@
-"""Golden cases and small batches for the algorithm tests."""
+"""Small batches for the algorithm tests."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,30 +8,6 @@ import torch
 from torch import Tensor
 
 from megarl.types import Row, RowBatch, ScoredBatch
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "algos.json"
-
-GoldenCase = Callable[[str], dict[str, Any]]
-GoldenCheck = Callable[[Any, Any, dict[str, Any]], None]
-
-
-@pytest.fixture(scope="session")
-def golden() -> GoldenCase:
-    cases = {case["id"]: case for case in json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]}
-    return cases.__getitem__
-
-
-@pytest.fixture(scope="session")
-def check_golden() -> GoldenCheck:
-    """|got − expected| ≤ tol·max(1, |expected|)."""
-
-    def check(got: Any, expected: Any, case: dict[str, Any]) -> None:
-        got, expected = (torch.as_tensor(v, dtype=torch.float64).detach() for v in (got, expected))
-        assert got.shape == expected.shape
-        error = (got - expected).abs() / expected.abs().clamp(min=1)
-        assert float(error.max()) <= case["tol"], f"{case['id']}: got {got}, expected {expected}"
-
-    return check
 
 
 @pytest.fixture(scope="session")

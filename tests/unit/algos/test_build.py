@@ -1,11 +1,14 @@
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.algos import ComposedAlgorithm, build_algorithm
+from megarl.algos.build import algorithm_of
 from megarl.config import load_config
-from megarl.config.schema import AdvantageConfig, AlgoConfig, KLConfig, PolicyLossConfig
+from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig, KLConfig, PolicyLossConfig
+from megarl.config.schema import Config, RolloutConfig
 from megarl.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
@@ -83,3 +86,31 @@ def test_gspo_needs_its_aggregation() -> None:
     wide = AlgoConfig(policy_loss=PolicyLossConfig(name="gspo"), aggregation="seq-mean-token-mean")
     with pytest.warns(UserWarning, match=r"clip_high=0\.2 hardly ever clips under gspo"):
         build_algorithm(wide, max_response_tokens=8)
+
+
+# --- what must fit how the run samples
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_max"])
+def test_estimators_that_compare_need_a_group(estimator: str) -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
+    message = (
+        rf"^rollout.num_samples: got 1, expected >= 2: the {estimator} estimator compares the samples of one prompt; "
+        r"raise it or choose another algo.advantage.estimator$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
+    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=2)))
+
+
+def test_baseline_estimators_take_single_samples() -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"))
+    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
+
+
+@pytest.mark.parametrize("rollout", [RolloutConfig(record=True), RolloutConfig(source="replay", replay_dir="records")])
+def test_refills_and_records_exclude_each_other(rollout: RolloutConfig) -> None:
+    algo = AlgoConfig(filter=FilterConfig(mean_score=(0.0, 1.0), max_refills=2))
+    with pytest.raises(ConfigError, match="a record holds one batch of prompts per step"):
+        algorithm_of(Config(algo=algo, rollout=rollout))
+    algorithm_of(Config(algo=replace(algo, filter=FilterConfig(mean_score=(0.0, 1.0))), rollout=rollout))

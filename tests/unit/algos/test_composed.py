@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos import build_algorithm
-from megarl.config.schema import AdvantageConfig, AlgoConfig, KLConfig
+from megarl.config.algo import AdvantageConfig, AlgoConfig, KLConfig
 from megarl.errors import DataError
 from megarl.types import Algorithm, AlgoState, Score, ScoredBatch
 
@@ -52,6 +52,11 @@ def test_advantages_and_their_metrics(make_scored: MakeScored) -> None:
     got = algorithm(advantage=AdvantageConfig(norm_by_std=False)).advantages(batch, AlgoState())
     assert got.values.tolist() == [[2, 2, 0], [-1, 0, 0], [-1, -1, 0]]
     assert got.metrics == {
+        # The scorer's rewards, the rewards by their source, and those that the estimator saw.
+        "reward_source/rule_based": 1.0,
+        "critic/rule_score/mean": 1.0,
+        "critic/rule_score/max": 3.0,
+        "critic/rule_score/min": 0.0,
         "critic/score/mean": 1.0,
         "critic/score/max": 3.0,
         "critic/score/min": 0.0,
@@ -107,7 +112,7 @@ def test_advantages_of_nothing(make_scored: MakeScored) -> None:
     batch = make_scored([], [], torch.zeros(0, 0, dtype=torch.bool))
     got = algorithm().advantages(batch, AlgoState())
     assert got.values.shape == (0, 0)
-    assert got.metrics == {}
+    assert got.metrics == {"reward_source/rule_based": 1.0}
 
 
 def test_non_finite_kl_in_the_reward_is_refused(make_scored: MakeScored) -> None:

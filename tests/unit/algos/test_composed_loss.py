@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,10 +12,17 @@ from torch import Tensor
 
 from megarl.algos import build_algorithm
 from megarl.algos.aggregation import AGGREGATIONS
-from megarl.config.schema import AlgoConfig, KLConfig
-from megarl.types import Algorithm, AlgoState, PolicyOutputs, Row, RowBatch, ScoredBatch
+from megarl.config.algo import AlgoConfig, KLConfig
+from megarl.types import (
+    Algorithm,
+    AlgoState,
+    EntropyState,
+    PolicyOutputs,
+    Row,
+    RowBatch,
+)
+from tests.helpers.objectives import Problem, append_padding, run
 
-MakeScored = Callable[..., ScoredBatch]
 MakeBatch = Callable[..., RowBatch]
 MakeRows = Callable[[Tensor], list[Row]]
 
@@ -41,16 +47,6 @@ def algorithm(**cfg: Any) -> Algorithm:
     return build_algorithm(AlgoConfig(**cfg), max_response_tokens=HORIZON)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Rows with every score, as float64 [B, T]; 0 outside the mask, as the worker delivers them."""
-
-    mask: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-    scores: dict[str, Tensor]
-
-
 def random_problem(mask: Tensor, seed: int) -> Problem:
     generator = torch.Generator().manual_seed(seed)
 
@@ -70,63 +66,19 @@ def random_problem(mask: Tensor, seed: int) -> Problem:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Reduced results of an optimizer mini-batch."""
-
-    loss: float
-    metrics: dict[str, float]
-    logprobs_grad: Tensor
-    entropy_grad: Tensor
-
-
-def run(
-    algo: Algorithm,
-    problem: Problem,
-    make_batch: MakeBatch,
-    make_rows: MakeRows,
-    *,
-    micro_batches: list[slice] | None = None,
-    state: AlgoState | None = None,
-) -> Outcome:
-    """Sum the local sums of all micro-batches, each padded to its own width, and divide as a trainer does."""
-    state = state or algo.initial_state()
-    counts = algo.denominators(make_rows(problem.mask))
-    logprobs = problem.logprobs.clone().requires_grad_()
-    entropy = problem.entropy.clone().requires_grad_()
-    loss, metrics = 0.0, dict[str, float]()
-    for rows in micro_batches or [slice(None)]:
-        lengths = problem.mask[rows].sum(-1).tolist()
-        width = max(lengths, default=0) if micro_batches else problem.mask.shape[1]
-        batch = make_batch(problem.mask[rows, :width], **{n: v[rows, :width] for n, v in problem.scores.items()})
-        out = PolicyOutputs(logprobs=logprobs[rows, :width], entropy=entropy[rows, :width])
-        sums = algo.loss(batch, out, state)
-        (sums.loss / counts.loss).backward()
-        loss += sums.loss.item() / counts.loss
-        for parts, count in ((sums.loss_parts, counts.loss), (sums.token_sums, counts.tokens)):
-            for name, value in parts.items():
-                assert not value.requires_grad
-                metrics[name] = metrics.get(name, 0.0) + value.item() / count
-    zeros = torch.zeros_like(problem.logprobs)
-    return Outcome(
-        loss=loss,
-        metrics=metrics,
-        logprobs_grad=zeros if logprobs.grad is None else logprobs.grad,
-        entropy_grad=zeros if entropy.grad is None else entropy.grad,
-    )
-
-
 @pytest.mark.parametrize("name", list(AGGREGATIONS))
 def test_denominators(name: str, make_rows: MakeRows) -> None:
     counts = algorithm(aggregation=name).denominators(make_rows(MASK))
     # Row 0 has 3 tokens, row 1 has 1; only seq-mean-token-mean divides a row before summing.
     by_row = 1 if name != "seq-mean-token-mean" else 3
     assert 1 / counts.loss / by_row == pytest.approx(TOKEN_WEIGHTS[name][0])
-    assert counts.tokens == 4
+    assert counts.tokens == counts.policy_tokens == 4
+    # None of these are demonstrated: what nothing is divided by is 1.
+    assert counts.demonstration_tokens == counts.imitated_tokens == 1
 
 
 @pytest.mark.parametrize("name", list(AGGREGATIONS))
-def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str, make_batch: MakeBatch, make_rows: MakeRows) -> None:
+def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str) -> None:
     advantages = torch.where(MASK, f64([[2.0], [-1.5], [9.0]]), 0.0)
     problem = Problem(
         mask=MASK,
@@ -134,7 +86,7 @@ def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str, make_batch: 
         entropy=torch.zeros(3, 3, dtype=torch.float64),
         scores={"advantages": advantages},
     )
-    got = run(algorithm(aggregation=name), problem, make_batch, make_rows)
+    got = run(algorithm(aggregation=name), problem)
     weights = torch.where(MASK, f64([*TOKEN_WEIGHTS[name], 0.0])[:, None], 0.0)
     assert got.loss == pytest.approx(-(weights * advantages).sum().item())
     torch.testing.assert_close(got.logprobs_grad, -weights * advantages)
@@ -143,7 +95,7 @@ def test_at_ratio_1_the_loss_is_minus_the_mean_advantage(name: str, make_batch: 
     assert [got.metrics[name] for name in diagnostics] == [0.0, 0.0, 0.0]
 
 
-def test_old_logprobs_are_used_when_they_are_there(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+def test_old_logprobs_are_used_when_they_are_there() -> None:
     # One row, ratios 2 and 1/2, A = 1: losses −1.2 (clipped) and −0.5.
     mask = torch.ones(1, 2, dtype=torch.bool)
     problem = Problem(
@@ -152,13 +104,13 @@ def test_old_logprobs_are_used_when_they_are_there(make_batch: MakeBatch, make_r
         entropy=torch.zeros(1, 2, dtype=torch.float64),
         scores={"advantages": f64([[1.0, 1.0]]), "old_logprobs": f64([[-1.0, -1.0]])},
     )
-    got = run(algorithm(), problem, make_batch, make_rows)
+    got = run(algorithm(), problem)
     assert got.loss == pytest.approx(-0.85)
     assert got.metrics["actor/pg_clipfrac"] == 0.5
     assert got.metrics["actor/ppo_kl"] == pytest.approx(0.0)
 
 
-def test_kl_and_entropy_in_the_loss(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+def test_kl_and_entropy_in_the_loss() -> None:
     """Two tokens with Δ = 0.5 and −1: k2 is 0.125 and 0.5, mean 0.3125; entropies 1 and 3, mean 2."""
     mask = torch.ones(1, 2, dtype=torch.bool)
     problem = Problem(
@@ -167,9 +119,9 @@ def test_kl_and_entropy_in_the_loss(make_batch: MakeBatch, make_rows: MakeRows) 
         entropy=f64([[1.0, 3.0]]),
         scores={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
     )
-    algo = algorithm(kl=KLConfig(where="loss", estimator="k2", coef=99.0), entropy_coef=0.01)
-    # The coefficient is the state's, not the configured start.
-    got = run(algo, problem, make_batch, make_rows, state=AlgoState(kl_coef=0.2))
+    algo = algorithm(kl=KLConfig(where="loss", estimator="k2", coef=99.0), entropy_coef=77.0)
+    # The coefficients are the state's, not the configured start.
+    got = run(algo, problem, state=AlgoState(kl_coef=0.2, entropy=EntropyState(coef=0.01)))
     assert got.loss == pytest.approx(-1 + 0.2 * 0.3125 - 0.01 * 2)
     assert got.metrics["actor/pg_loss"] == pytest.approx(-1.0)
     assert got.metrics["actor/kl_loss"] == pytest.approx(0.3125)
@@ -180,8 +132,8 @@ def test_kl_and_entropy_in_the_loss(make_batch: MakeBatch, make_rows: MakeRows) 
     torch.testing.assert_close(got.entropy_grad, f64([[-0.005, -0.005]]))
 
 
-def test_without_coefficients_only_the_policy_loss_is_reported(make_batch: MakeBatch, make_rows: MakeRows) -> None:
-    got = run(algorithm(), random_problem(MASK, 0), make_batch, make_rows)
+def test_without_coefficients_only_the_policy_loss_is_reported() -> None:
+    got = run(algorithm(), random_problem(MASK, 0))
     assert set(got.metrics) == {
         "actor/pg_loss",
         "actor/pg_clipfrac",
@@ -192,10 +144,10 @@ def test_without_coefficients_only_the_policy_loss_is_reported(make_batch: MakeB
     assert not got.entropy_grad.any()
 
 
-def test_kl_coefficient_0_equals_no_kl(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+def test_kl_coefficient_0_equals_no_kl() -> None:
     problem = random_problem(MASK, 1)
-    without = run(algorithm(), problem, make_batch, make_rows)
-    zero = run(algorithm(kl=KLConfig(where="loss", coef=0.0)), problem, make_batch, make_rows)
+    without = run(algorithm(), problem)
+    zero = run(algorithm(kl=KLConfig(where="loss", coef=0.0)), problem)
     assert zero.loss == without.loss
     assert torch.equal(zero.logprobs_grad, without.logprobs_grad)
     assert zero.metrics["actor/kl_loss"] > 0
@@ -216,8 +168,6 @@ COMPOSITIONS = [
     data=st.data(),
 )
 def test_split_order_and_padding_do_not_matter(
-    make_batch: MakeBatch,
-    make_rows: MakeRows,
     lengths: list[int],
     cut: int,
     seed: int,
@@ -226,12 +176,12 @@ def test_split_order_and_padding_do_not_matter(
 ) -> None:
     mask = torch.arange(5)[None, :] < torch.tensor(lengths)[:, None]
     problem, algo = random_problem(mask, seed), algorithm(**cfg)
-    whole = run(algo, problem, make_batch, make_rows)
+    whole = run(algo, problem)
 
-    split = run(algo, problem, make_batch, make_rows, micro_batches=[slice(None, cut), slice(cut, None)])
+    split = run(algo, problem, micro_batches=[range(len(lengths))[:cut], range(len(lengths))[cut:]])
     order = data.draw(st.permutations(range(len(lengths))))
-    shuffled = run(algo, transformed(problem, lambda x: x[order]), make_batch, make_rows)
-    padded = run(algo, transformed(problem, append_padding), make_batch, make_rows)
+    shuffled = run(algo, problem.transformed(lambda x: x[order]))
+    padded = run(algo, problem.transformed(append_padding))
 
     for other in (split, shuffled, padded):
         assert other.loss == pytest.approx(whole.loss, abs=1e-12)
@@ -243,33 +193,18 @@ def test_split_order_and_padding_do_not_matter(
         torch.testing.assert_close(getattr(padded, name), append_padding(grad), rtol=0, atol=1e-12)
 
 
-def transformed(problem: Problem, change: Callable[[Tensor], Tensor]) -> Problem:
-    return Problem(
-        mask=change(problem.mask),
-        logprobs=change(problem.logprobs),
-        entropy=change(problem.entropy),
-        scores={name: change(value) for name, value in problem.scores.items()},
-    )
-
-
-def append_padding(x: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(len(x), 2)], dim=1)
-
-
 @pytest.mark.parametrize("shape", [(0, 0), (1, 3), (4, 2)])
-def test_no_loss_tokens_gives_zero_loss_and_gradient(
-    shape: tuple[int, int], make_batch: MakeBatch, make_rows: MakeRows
-) -> None:
+def test_no_loss_tokens_gives_zero_loss_and_gradient(shape: tuple[int, int]) -> None:
     problem = random_problem(torch.zeros(shape, dtype=torch.bool), 0)
     for cfg in COMPOSITIONS:
-        got = run(algorithm(**cfg), problem, make_batch, make_rows)
+        got = run(algorithm(**cfg), problem)
         assert got.loss == 0.0
         assert not got.logprobs_grad.any()
 
 
 def test_inputs_are_not_mutated(make_batch: MakeBatch) -> None:
     problem = random_problem(MASK, 2)
-    before = transformed(problem, Tensor.clone)
+    before = problem.transformed(Tensor.clone)
     for cfg in COMPOSITIONS:
         out = PolicyOutputs(logprobs=problem.logprobs, entropy=problem.entropy)
         algorithm(**cfg).loss(make_batch(problem.mask, **problem.scores), out, AlgoState(kl_coef=0.1))
@@ -278,11 +213,11 @@ def test_inputs_are_not_mutated(make_batch: MakeBatch) -> None:
     assert all(torch.equal(problem.scores[name], before.scores[name]) for name in problem.scores)
 
 
-def test_nan_logprob_is_not_hidden(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+def test_nan_logprob_is_not_hidden() -> None:
     problem = random_problem(MASK, 3)
     problem.logprobs[0, 1] = math.nan
     for cfg in COMPOSITIONS:
-        assert math.isnan(run(algorithm(**cfg), problem, make_batch, make_rows).loss)
+        assert math.isnan(run(algorithm(**cfg), problem).loss)
 
 
 def test_missing_inputs_are_named(make_batch: MakeBatch) -> None:
@@ -299,8 +234,8 @@ def test_missing_inputs_are_named(make_batch: MakeBatch) -> None:
         algorithm().loss(make_batch(MASK, advantages=zeros), cut, AlgoState())
 
 
-def test_kl_in_the_reward_leaves_the_loss_alone(make_batch: MakeBatch, make_rows: MakeRows) -> None:
+def test_kl_in_the_reward_leaves_the_loss_alone() -> None:
     problem = random_problem(MASK, 4)
-    without = run(algorithm(), problem, make_batch, make_rows)
-    got = run(algorithm(kl=KLConfig(where="reward", coef=0.5)), problem, make_batch, make_rows)
+    without = run(algorithm(), problem)
+    got = run(algorithm(kl=KLConfig(where="reward", coef=0.5)), problem)
     assert (got.loss, got.metrics) == (without.loss, without.metrics)

@@ -1,27 +1,265 @@
-"""docs/algorithms.md against the code it describes."""
+"""docs/algorithms.md and docs/algorithms/*.md against the code they describe."""
 
+import ast
+import importlib
+import pkgutil
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+import megarl.algos
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
+from megarl.algos.corrections import CORRECTIONS
+from megarl.algos.cpo.difficulty import DIFFICULTIES
+from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.algos.cpo.methods import CPO_METHODS
+from megarl.algos.cpo.terms import NEG_SCOPES
+from megarl.algos.entropy import ENTROPY_CONTROLLERS
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
 from megarl.algos.policy_losses import POLICY_LOSSES
+from megarl.algos.prefixes import PREFIX_STRATEGIES
+from megarl.algos.registry import Registry
+from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
+from megarl.config import from_dict
+from megarl.config.schema import Config
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs" / "algo"
+INDEX = ROOT / "docs" / "algorithms.md"
+DETAILS = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+PAGES = [INDEX, *DETAILS]
+
+REGISTRIES: list[tuple[str, Registry[Any]]] = [
+    ("algo.advantage.estimator", ADVANTAGE_ESTIMATORS),
+    ("algo.policy_loss.name", POLICY_LOSSES),
+    ("algo.correction.name", CORRECTIONS),
+    ("algo.kl.estimator", KL_ESTIMATORS),
+    ("algo.kl.controller", KL_CONTROLLERS),
+    ("algo.aggregation", AGGREGATIONS),
+    ("algo.entropy.controller", ENTROPY_CONTROLLERS),
+    ("algo.cpo.method", CPO_METHODS),
+    ("algo.cpo.mi_estimator", MI_ESTIMATORS),
+    ("algo.cpo.difficulty", DIFFICULTIES),
+    ("algo.cpo.neg_scope", NEG_SCOPES),
+    ("algo.demonstrations.strategy", PREFIX_STRATEGIES),
+    # One table has both columns.
+    ("algo.off_policy.reshape", DEMONSTRATION_RESHAPES),
+    ("algo.off_policy.reshape", RATIO_RESHAPES),
+]
 
 
-@pytest.mark.parametrize("registry", [ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, KL_CONTROLLERS, AGGREGATIONS])
-def test_every_registered_name_is_in_a_table(registry: Iterable[str]) -> None:
-    first_cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("|")]
-    documented = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
-    assert set(registry) <= documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Cells of a table; `setting` is the text of its first header cell."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+    @property
+    def setting(self) -> str:
+        return self.header[0].strip("`")
+
+    def column(self, name: str) -> list[str]:
+        place = self.header.index(name)
+        return [row[place] for row in self.rows]
 
 
-def test_every_test_file_named_exists() -> None:
-    named = set(re.findall(r"`(?:tests/unit/algos/)?(test_\w+\.py)`", PAGE))
-    assert len(named) > 5
-    assert [name for name in sorted(named) if not (Path(__file__).parent / name).is_file()] == []
+def tables(page: Path) -> Iterator[Table]:
+    for block in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        header, _, *rows = ([c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines())
+        yield Table(header=header, rows=rows)
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def detail_tables(setting: str) -> list[Table]:
+    return [table for page in DETAILS for table in tables(page) if table.setting == setting]
+
+
+def names_of(registry: Registry[Any]) -> list[str]:
+    """All names, but for those with a suffix that changes nothing."""
+    suffix = "_qwen3"
+    plain = [name for name in registry if not name.endswith(suffix)]
+    return [n for n in registry if n in plain or registry.get(n) is not registry.get(n.removesuffix(suffix))]
+
+
+def words() -> list[str]:
+    """All that is quoted on the pages, outside code blocks."""
+    texts = (re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S) for page in PAGES)
+    return [word for text in texts for word in quoted(text)]
+
+
+# --- registries
+
+
+def test_all_registries_are_compared() -> None:
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(megarl.algos.__path__, "megarl.algos.")]
+    found = {id(value) for module in modules for value in vars(module).values() if isinstance(value, Registry)}
+    assert found == {id(registry) for _, registry in REGISTRIES}
+
+
+every_registry = pytest.mark.parametrize(("setting", "registry"), REGISTRIES)
+
+
+@every_registry
+def test_the_index_lists_every_name_and_where_it_is(setting: str, registry: Registry[Any]) -> None:
+    listed = {row[0].strip("`"): row[1:] for table in tables(INDEX) if table.setting == "setting" for row in table.rows}
+    names, link = listed[setting]
+    assert quoted(names) == names_of(registry)
+    page = re.search(r"\]\((.*)\)", link)
+    assert page
+    assert setting in {table.setting for table in tables(INDEX.parent / page[1])}
+
+
+@every_registry
+def test_every_name_has_its_row(setting: str, registry: Registry[Any]) -> None:
+    documented = [name for table in detail_tables(setting) for row in table.rows for name in quoted(row[0])]
+    assert sorted(documented) == names_of(registry)
+
+
+def test_every_formula_of_a_cpo_method_has_its_cell() -> None:
+    """An empty cell of `fix` is a formula of the other columns."""
+    (table,) = detail_tables("algo.cpo.method")
+    for name, *cells in table.rows:
+        formulas = dict(CPO_METHODS.get(name.strip("`")).formulas)
+        if formulas["fix"] in [formula for key, formula in formulas.items() if key != "fix"]:
+            del formulas["fix"]
+        columns = [column.strip("`") for column in table.header[1:]]
+        assert {column for column, cell in zip(columns, cells, strict=True) if cell} == formulas.keys(), name
+
+
+# --- files
+
+
+def test_every_file_of_configs_is_in_the_table() -> None:
+    (table,) = (table for table in tables(INDEX) if table.setting == "file")
+    listed = [name for row in table.rows for name in quoted(row[0])]
+    assert sorted(listed) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    for row in table.rows:
+        assert len(row) == 4
+        assert row[1], f"{row[0]} does not say when to use it"
+
+
+@pytest.mark.parametrize("setting", sorted({setting for setting, _ in REGISTRIES}))
+def test_files_use_the_name_that_they_stand_beside(setting: str) -> None:
+    for table in detail_tables(setting):
+        if "file" not in table.header:
+            continue
+        for names, files in zip(table.column(table.header[0]), table.column("file"), strict=True):
+            for file in quoted(files):
+                config = from_dict(Config, yaml.safe_load((CONFIGS / file).read_text(encoding="utf-8")))
+                assert reduce(getattr, setting.split("."), config) in quoted(names), file
+
+
+def test_every_test_and_module_named_exists() -> None:
+    named = {word for word in words() if re.fullmatch(r"[\w/]+\.py", word)}
+    places = {
+        name: ROOT / name
+        if name.startswith("tests/")
+        else ROOT / "tests" / "unit" / "algos" / name
+        if Path(name).name.startswith("test_")
+        else ROOT / "megarl" / name
+        for name in named
+    }
+    assert len([path for path in places.values() if path.name.startswith("test_")]) > 25
+    assert [name for name, path in sorted(places.items()) if not path.is_file()] == []
+
+
+def test_every_file_of_algos_is_named() -> None:
+    """Those that no table names hold parts of the others, or put them together."""
+    parts = {"masked", "registry", "summary", "correction_metrics", "validate", "build", "__init__", "estimator"}
+    here = {p.relative_to(ROOT / "megarl").as_posix() for p in (ROOT / "megarl" / "algos").rglob("*.py")}
+    outside_cpo = {name for name in here if "/cpo/" not in name and Path(name).stem not in parts}
+    assert sorted(outside_cpo - set(words())) == []
+
+
+def test_every_setting_named_exists() -> None:
+    named = {m[0] for word in words() if (m := re.match(r"algo(\.\w+)+", word))}
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not _is_field(name)] == []
+
+
+def _is_field(name: str) -> bool:
+    node: Any = Config()
+    for part in name.split("."):
+        if not is_dataclass(node) or part not in {field.name for field in fields(node)}:
+            return False
+        node = getattr(node, part)
+    return True
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(((?!http)[^)]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path
+            assert target.is_file(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# --- metrics
+
+METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")
+# Besides algos/, whose metrics are all on the page.
+LOGGED_IN = ("collection.py", "data/hints.py", "trainer.py")
+
+
+def metric_patterns() -> Mapping[str, re.Pattern[str]]:
+    """The metrics that the code names, as patterns: a name may go on (`summary`) or have parts that vary."""
+    package = ROOT / "megarl"
+    spaces = {name.split("/")[0] for name in documented_metrics()}
+    patterns: dict[str, re.Pattern[str]] = {}
+    for path in [*(package / "algos").rglob("*.py"), *(package / name for name in LOGGED_IN)]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value):
+                if path.is_relative_to(package / "algos") or node.value.split("/")[0] in spaces:
+                    patterns[node.value] = re.compile(re.escape(node.value) + r"(/\w+)?")
+            elif isinstance(node, ast.JoinedStr) and _begins_like_a_metric(node, spaces):
+                parts = (re.escape(str(p.value)) if isinstance(p, ast.Constant) else r"\w+" for p in node.values)
+                patterns[ast.unparse(node)] = re.compile("".join(parts))
+    return patterns
+
+
+def _begins_like_a_metric(node: ast.JoinedStr, spaces: set[str]) -> bool:
+    first = node.values[0]
+    return isinstance(first, ast.Constant) and str(first.value).partition("/")[0] in spaces and "/" in str(first.value)
+
+
+def documented_metrics() -> set[str]:
+    page = ROOT / "docs" / "algorithms" / "metrics.md"
+    cells = [row[0] for table in tables(page) if table.setting == "metric" for row in table.rows]
+    return {name for cell in cells for word in quoted(cell) for name in expanded(word)}
+
+
+def expanded(word: str) -> list[str]:
+    """`a/{b,c}/{d,e}` as four names."""
+    braces = re.search(r"\{([^}]+)\}", word)
+    if braces is None:
+        return [word]
+    return [n for part in braces[1].split(",") for n in expanded(word[: braces.start()] + part + word[braces.end() :])]
+
+
+def test_every_metric_is_documented() -> None:
+    names, patterns = documented_metrics(), metric_patterns()
+    assert len(patterns) > 60
+    assert [p for p, pattern in sorted(patterns.items()) if not any(map(pattern.fullmatch, names))] == []
+
+
+def test_every_documented_metric_is_in_the_code() -> None:
+    patterns = metric_patterns().values()
+    assert [n for n in sorted(documented_metrics()) if not any(pattern.fullmatch(n) for pattern in patterns)] == []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
-from megarl.config.schema import KLConfig
+from megarl.config.algo import KLConfig
 from megarl.errors import NonFiniteError
 from megarl.types import AlgoState
 

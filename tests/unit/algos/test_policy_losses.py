@@ -1,12 +1,20 @@
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megarl.algos.policy_losses import PolicyLossInputs, PolicyLossTerms, gspo, ppo_clip
-from megarl.config.schema import PolicyLossConfig
+from megarl.algos.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossTerms,
+    gspo,
+    policy_loss,
+    ppo_clip,
+)
+from megarl.config.algo import PolicyLossConfig
 
 LN2 = math.log(2)
 
@@ -133,3 +141,99 @@ def test_gspo_gradient_is_shared_by_the_tokens_of_a_row() -> None:
     gspo(inputs, PolicyLossConfig(name="gspo", clip_low=0.9, clip_high=1.0)).loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == pytest.approx([-math.sqrt(2), -math.sqrt(2)])
+
+
+def loss_inputs(logprobs: Tensor, old: list[float], advantages: list[float], **more: Any) -> PolicyLossInputs:
+    return PolicyLossInputs(
+        logprobs=logprobs,
+        old_logprobs=torch.tensor([old], dtype=torch.float64),
+        advantages=torch.tensor([advantages], dtype=torch.float64),
+        loss_mask=torch.ones(1, len(old), dtype=torch.bool),
+        **more,
+    )
+
+
+def gradient(name: str, logprobs: list[float], old: list[float], advantages: list[float], **cfg: Any) -> list[float]:
+    leaf = row(logprobs)
+    policy_loss(loss_inputs(leaf, old, advantages), PolicyLossConfig(name=name, **cfg)).loss.sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad[0].tolist()
+
+
+def test_reinforce_has_the_gradient_of_ratio_1() -> None:
+    logprobs, advantages = [-1.0, -0.5, -2.0], [1.0, -2.0, 0.5]
+    x = loss_inputs(row(logprobs), [-3.0, -0.1, -2.0], advantages)
+    terms = policy_loss(x, PolicyLossConfig(name="reinforce"))
+    assert terms.loss[0].tolist() == pytest.approx([1.0, -1.0, 1.0])
+    assert terms.diagnostics["actor/ppo_kl"][0].tolist() == pytest.approx([-2.0, 0.4, 0.0])
+    assert gradient("reinforce", logprobs, [-3.0, -0.1, -2.0], advantages) == [-1.0, 2.0, -0.5]
+    assert gradient("ppo_clip", logprobs, logprobs, advantages) == [-1.0, 2.0, -0.5]
+
+
+def test_cispo_weighs_the_log_prob_with_a_clipped_constant_ratio() -> None:
+    # Ratios 2, 1/2, 1 and 1.1 with clip range [0.8, 1.2].
+    logprobs = [LN2 - 1, -LN2 - 1, -1.0, math.log(1.1) - 1]
+    old, advantages = [-1.0] * 4, [1.0, -2.0, 3.0, -1.0]
+    terms = policy_loss(loss_inputs(row(logprobs), old, advantages), PolicyLossConfig(name="cispo"))
+    weights = [1.2, 0.8, 1.0, 1.1]
+    expected = [-w * a * lp for w, a, lp in zip(weights, advantages, logprobs, strict=True)]
+    assert terms.loss[0].tolist() == pytest.approx(expected)
+    assert terms.diagnostics["actor/pg_clipfrac"][0].tolist() == [1, 1, 0, 0]
+    # Clipped tokens keep a gradient, unlike in ppo_clip.
+    assert gradient("cispo", logprobs, old, advantages) == pytest.approx([-1.2, 1.6, -3.0, 1.1])
+
+
+def test_gspo_token_is_gspo_where_the_advantages_of_a_row_are_equal() -> None:
+    # Mean log-ratio (ln 2 + 0 − 0.2) / 3, inside the clip range.
+    logprobs, old = [LN2 - 1, -1.0, -1.2], [-1.0, -1.0, -1.0]
+    cfg: dict[str, Any] = {"clip_low": 0.5, "clip_high": 0.5}
+    values = [
+        policy_loss(loss_inputs(row(logprobs), old, [1.5] * 3), PolicyLossConfig(name=name, **cfg)).loss[0].tolist()
+        for name in ("gspo", "gspo_token")
+    ]
+    assert values[0] == pytest.approx(values[1])
+    row_ratio = math.exp((LN2 - 0.2) / 3)
+    for name in ("gspo", "gspo_token"):
+        assert gradient(name, logprobs, old, [1.5] * 3, **cfg) == pytest.approx([-1.5 * row_ratio] * 3)
+    # Different advantages: gspo spreads their mean, gspo_token keeps each where it is.
+    advantages = [3.0, 0.0, -1.5]
+    assert gradient("gspo", logprobs, old, advantages, **cfg) == pytest.approx([-0.5 * row_ratio] * 3)
+    assert gradient("gspo_token", logprobs, old, advantages, **cfg) == pytest.approx(
+        [-a * row_ratio for a in advantages]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_correction_weights_multiply_the_loss_and_its_gradient_only(name: str) -> None:
+    logprobs, old, advantages = [-0.9, -1.0, -1.1], [-1.0, -1.0, -1.0], [1.0, 2.0, -1.0]
+    weights = torch.tensor([[0.5, 0.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    cfg = PolicyLossConfig(name=name)
+    plain = policy_loss(loss_inputs(row(logprobs), old, advantages), cfg)
+    leaf = row(logprobs)
+    corrected = policy_loss(loss_inputs(leaf, old, advantages, correction=weights), cfg)
+    assert torch.equal(corrected.loss, plain.loss * weights.detach())
+    for diagnostic, value in plain.diagnostics.items():
+        assert torch.equal(corrected.diagnostics[diagnostic], value)
+    corrected.loss.sum().backward()
+    assert weights.grad is None
+    assert leaf.grad is not None
+
+
+def test_inputs_are_not_mutated_and_float32_stays() -> None:
+    for name in POLICY_LOSSES:
+        x = PolicyLossInputs(
+            logprobs=torch.tensor([[-0.9, -1.5]]),
+            old_logprobs=torch.tensor([[-1.0, -1.0]]),
+            advantages=torch.tensor([[1.0, -1.0]]),
+            loss_mask=torch.tensor([[True, False]]),
+            correction=torch.tensor([[2.0, 0.0]]),
+        )
+        copy = copy_of(x)
+        terms = policy_loss(x, PolicyLossConfig(name=name))
+        assert terms.loss.dtype == torch.float32
+        assert all(value.dtype == torch.float32 for value in terms.diagnostics.values())
+        assert all(torch.equal(getattr(x, f.name), getattr(copy, f.name)) for f in fields(x))
+
+
+def copy_of(x: PolicyLossInputs) -> PolicyLossInputs:
+    return PolicyLossInputs(**{f.name: getattr(x, f.name).clone() for f in fields(x)})

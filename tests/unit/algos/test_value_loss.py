@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from megarl.algos.value_loss import ValueLoss
-from megarl.types import AlgoState, RowBatch, ValueOutputs
+from megarl.types import AlgoState, Denominators, RowBatch, ValueOutputs
+from tests.helpers.rows import random_rows
 
 
 def batch(**scores: list[float]) -> RowBatch:
@@ -36,6 +37,13 @@ def test_clipped_values() -> None:
     assert values.grad is not None
     assert values.grad[0].tolist() == pytest.approx([0.0, -3.0, 0.25, 0.0])
     assert sums.token_sums["critic/vf_clipfrac"].item() == 1
+
+
+def test_the_loss_is_a_mean_over_tokens() -> None:
+    rows = random_rows([(2, 3), (1, 5)], holes=False)
+    assert ValueLoss().denominators(rows) == Denominators(loss=8.0, tokens=8.0)
+    # Nothing to learn from is 0 / 1.
+    assert ValueLoss().denominators([]) == Denominators(loss=1.0, tokens=1.0)
 
 
 def test_clipping_needs_the_old_values() -> None:

@@ -1,0 +1,12 @@
+"""Advantage estimators: from the rewards of complete groups to one number per token."""
+
+from megarl.algos.advantages import critic, group, reinforce  # noqa: F401 - they fill the registry
+from megarl.algos.advantages.estimator import (
+    ADVANTAGE_ESTIMATORS,
+    Estimate,
+    Estimator,
+    Flip,
+    compute_advantages,
+)
+
+__all__ = ["ADVANTAGE_ESTIMATORS", "Estimate", "Estimator", "Flip", "compute_advantages"]

@@ -1,0 +1,102 @@
+"""Estimators that read a critic's values, and what is logged about those."""
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.masked import masked_sum
+from megarl.algos.summary import summary
+from megarl.algos.token_rewards import last_token, token_rewards
+from megarl.config.algo import AdvantageConfig
+from megarl.types import Score, ScoredBatch
+
+_VARIANCE_EPS = 1e-8
+# Keeps the explained variance finite where all returns are equal.
+_EXPLAINED_EPS = 1e-5
+
+
+def masked_values(batch: ScoredBatch) -> Tensor:
+    """[B, T] float64 values, 0 outside the loss mask."""
+    return torch.where(batch.loss_mask, batch.score(Score.VALUES).double(), 0.0)
+
+
+def last_values(batch: ScoredBatch) -> Tensor:
+    """[B] the value of each row's last loss token, 0 for a row without any."""
+    return masked_sum(masked_values(batch), last_token(batch.loss_mask), dim=-1)
+
+
+def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """GAE (arXiv:1506.02438) over loss tokens; other tokens between them are skipped.
+
+    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, both 0 after the last token. Returns are A + V with
+    `lam_critic` for λ, and before any normalisation: they are in units of the reward.
+    """
+    mask, values = batch.loss_mask, masked_values(batch)
+    # Loss tokens first, in their order: the next loss token is the next column.
+    order = (~mask).to(torch.int8).argsort(dim=-1, stable=True)
+    packed_values = values.gather(-1, order)
+    next_values = torch.cat([packed_values[:, 1:], torch.zeros_like(packed_values[:, :1])], dim=-1)
+    delta = token_rewards(batch).gather(-1, order) + cfg.gamma * next_values - packed_values
+    back = order.argsort(dim=-1)
+
+    def discounted(lam: float) -> Tensor:
+        sums = discounted_sums(torch.where(mask.gather(-1, order), delta, 0.0), cfg.gamma * lam)
+        return torch.where(mask, sums.gather(-1, back), 0.0)
+
+    advantages = discounted(cfg.lam)
+    lam_critic = cfg.lam if cfg.lam_critic is None else cfg.lam_critic
+    returns = values + (advantages if lam_critic == cfg.lam else discounted(lam_critic))
+    return Estimate(advantages=advantages, returns=returns, metrics=value_metrics(values, returns, mask))
+
+
+def discounted_sums(x: Tensor, discount: float) -> Tensor:
+    """[B, T] sums y_t = x_t + discount·y_{t+1}, y = 0 after the last column."""
+    columns = x.t().clone(memory_format=torch.contiguous_format)
+    for t in range(len(columns) - 2, -1, -1):
+        columns[t] += discount * columns[t + 1]
+    return columns.t()
+
+
+def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """The critic as its own reward: A_t = V_last − V_t, so 0 on the last token, and returns V_last.
+
+    It is GAE with γ = λ = 1 and the reward V_last. Rewards of the batch are not read.
+    """
+    values = masked_values(batch)
+    returns = torch.where(batch.loss_mask, last_values(batch)[:, None], 0.0)
+    return Estimate(
+        advantages=returns - values, returns=returns, metrics=value_metrics(values, returns, batch.loss_mask)
+    )
+
+
+def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """(A − mean)·rsqrt(var + 1e-8) over the loss tokens of the batch, with the unbiased variance; see `whiten`."""
+    if not cfg.whiten:
+        return advantages
+    num_tokens = batch.loss_mask.sum()
+    centred = torch.where(batch.loss_mask, advantages - advantages.sum() / num_tokens.clamp(min=1), 0.0)
+    variance = centred.square().sum() / (num_tokens - 1).clamp(min=1)
+    return centred * (variance + _VARIANCE_EPS).rsqrt()
+
+
+def value_metrics(values: Tensor, returns: Tensor, loss_mask: Tensor) -> dict[str, float]:
+    """critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5)."""
+    kept_values, kept_returns = values[loss_mask].double(), returns[loss_mask].double()
+    metrics = summary("critic/values", kept_values) | summary("critic/returns", kept_returns)
+    if kept_returns.numel() > 1:
+        unexplained = (kept_returns - kept_values).var() / (kept_returns.var() + _EXPLAINED_EPS)
+        metrics["critic/vf_explained_var"] = 1 - float(unexplained.item())
+    return metrics
+
+
+ADVANTAGE_ESTIMATORS.register("gae")(
+    Estimator(
+        raw=gae,
+        normalise=whitened,
+        options=frozenset({"gamma", "lam", "lam_critic", "whiten"}),
+        needs_values=True,
+    )
+)
+ADVANTAGE_ESTIMATORS.register("critic_value")(
+    Estimator(raw=critic_value, normalise=whitened, options=frozenset({"whiten"}), needs_values=True)
+)

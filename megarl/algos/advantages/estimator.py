@@ -1,0 +1,90 @@
+"""What an advantage estimator is, and how one is run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algos.masked import masked_sum
+from megarl.algos.registry import Registry
+from megarl.algos.token_rewards import KL_PENALTY
+from megarl.config.algo import AdvantageConfig
+from megarl.errors import DataError
+from megarl.types import Score, ScoredBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """advantages: [B, T], 0 outside the loss mask. returns: [B, T] targets of a critic, if the estimator has any."""
+
+    advantages: Tensor
+    returns: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """Rows [B] of which advantages (never returns) change sign, before or after the estimator normalises them."""
+
+    rows: Tensor
+    stage: Literal["before_whiten", "after_whiten"]
+
+    def apply(self, advantages: Tensor) -> Tensor:
+        return torch.where(self.rows[:, None], -advantages, advantages)
+
+
+RawEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Estimate]
+Normaliser: TypeAlias = Callable[[Tensor, ScoredBatch, AdvantageConfig], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """A float64 estimate, and what then brings its advantages to scale over the batch; neither leaves the mask.
+
+    options: the fields of `AdvantageConfig` that they read. needs_values: whether they read a critic's values.
+    min_group: samples of a prompt without which it has nothing to compare.
+    """
+
+    raw: RawEstimator
+    normalise: Normaliser | None = None
+    options: frozenset[str] = frozenset()
+    needs_values: bool = False
+    min_group: int = 1
+
+    def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
+        """The estimate in the dtype of the rewards."""
+        estimate = self.raw(batch, cfg)
+        advantages = estimate.advantages
+        if flip is not None and flip.stage == "before_whiten":
+            advantages = flip.apply(advantages)
+        if self.normalise is not None:
+            advantages = self.normalise(advantages, batch, cfg)
+        if flip is not None and flip.stage == "after_whiten":
+            advantages = flip.apply(advantages)
+        dtype = batch.rewards.dtype
+        returns = None if estimate.returns is None else estimate.returns.to(dtype)
+        return replace(estimate, advantages=advantages.to(dtype), returns=returns)
+
+
+ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key="algo.advantage.estimator")
+
+
+def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
+    """The configured estimate; DataError names the row of an input that is not finite."""
+    estimator = ADVANTAGE_ESTIMATORS.get(cfg.estimator)
+    _require_finite(batch, "reward", batch.rewards, "check the scorer")
+    for name in sorted({KL_PENALTY, Score.VALUES} & batch.scores.keys()):
+        rows = masked_sum(batch.scores[name], batch.loss_mask, dim=-1)
+        _require_finite(batch, f"sum of {name}", rows, "check the model and the log-probs it is computed from")
+    return estimator(batch, cfg, flip)
+
+
+def _require_finite(batch: ScoredBatch, what: str, rows: Tensor, remedy: str) -> None:
+    bad = (~rows.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"{what} of row {bad[0]} (uid {batch.uids[bad[0]]!r}): got {rows[bad[0]].item()}, expected a finite "
+            f"number; {remedy}"
+        )

@@ -1,0 +1,127 @@
+"""Estimators that compare a row with its group: one number per row, on every loss token.
+
+Rewards r include the KL penalty of the row. A group of one has no baseline: its mean counts as 0, its deviation as 1.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.masked import GroupStats, group_stats
+from megarl.algos.token_rewards import sequence_rewards
+from megarl.config.algo import AdvantageConfig
+from megarl.errors import DataError
+from megarl.types import ScoredBatch
+
+# Keeps groups of equal rewards at 0 instead of 0/0; small against the spread of rewards that carry a signal.
+_STD_EPS = 1e-6
+_GROUP_NORM_EPS = 1e-9
+
+# A group of smaller deviation has equal rewards; rounding leaves it about 1e-16.
+EQUAL_REWARDS_STD = 1e-8
+
+RowEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Tensor]
+
+
+def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator]:
+    """Register a function that gives one float64 number per row, [B]; `options` as in `Estimator`."""
+
+    def add(rows: RowEstimator) -> RowEstimator:
+        def raw(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+            return Estimate(advantages=torch.where(batch.loss_mask, rows(batch, cfg)[:, None], 0.0))
+
+        ADVANTAGE_ESTIMATORS.register(name)(Estimator(raw=raw, options=frozenset(options), min_group=2))
+        return rows
+
+    return add
+
+
+def centred(rewards: Tensor, stats: GroupStats) -> Tensor:
+    """[B] rewards minus their group's mean."""
+    return rewards - torch.where(stats.size == 1, 0.0, stats.mean)
+
+
+def _deviation(stats: GroupStats) -> Tensor:
+    return torch.where(stats.size == 1, 1.0, stats.std)
+
+
+@_register("grpo", "norm_by_std")
+def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """GRPO (arXiv:2402.03300): A = (r − mean_group) / (std_group + 1e-6) with the unbiased deviation.
+
+    Without `norm_by_std`, A = r − mean_group (Dr. GRPO, arXiv:2503.20783).
+    """
+    rewards = sequence_rewards(batch)
+    stats = group_stats(rewards, batch.uids)
+    difference = centred(rewards, stats)
+    return difference / (_deviation(stats) + _STD_EPS) if cfg.norm_by_std else difference
+
+
+@_register("grpo_split", "norm_by_std")
+def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """GRPO whose mean and deviation are those of rows without demonstration tokens (LUFFY, arXiv:2504.14945).
+
+    A deviation of 0 counts as 1, so that a demonstration stands out of a group of equal rewards. A group of
+    nothing but demonstrations uses all its rows. `norm_by_std` as in GRPO.
+    """
+    rewards = sequence_rewards(batch)
+    on_policy = group_stats(rewards, batch.uids, where=~batch.demonstration_mask.any(dim=-1))
+    every = group_stats(rewards, batch.uids)
+    fall_back = on_policy.size == 0
+    stats = GroupStats(
+        size=torch.where(fall_back, every.size, on_policy.size),
+        mean=torch.where(fall_back, every.mean, on_policy.mean),
+        std=torch.where(fall_back, every.std, on_policy.std),
+    )
+    difference = centred(rewards, stats)
+    deviation = torch.where(stats.std < EQUAL_REWARDS_STD, 1.0, stats.std)
+    return difference / (deviation + _STD_EPS) if cfg.norm_by_std else difference
+
+
+@_register("dr_grpo")
+def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Dr. GRPO (arXiv:2503.20783): A = r − mean_group."""
+    rewards = sequence_rewards(batch)
+    return centred(rewards, group_stats(rewards, batch.uids))
+
+
+@_register("group_norm")
+def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """A = (r − mean_group) / (std_group + 1e-9): GRPO's advantage as OpenRLHF computes it."""
+    rewards = sequence_rewards(batch)
+    stats = group_stats(rewards, batch.uids)
+    return centred(rewards, stats) / (_deviation(stats) + _GROUP_NORM_EPS)
+
+
+def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
+    """[B] rewards minus the mean of the others in their group: n/(n − 1)·(r − mean)."""
+    return centred(rewards, stats) * stats.size / (stats.size - 1).clamp(min=1)
+
+
+@_register("rloo")
+def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """RLOO (arXiv:2402.14740): A_i = r_i − (Σ r − r_i)/(n − 1)."""
+    rewards = sequence_rewards(batch)
+    return leave_one_out(rewards, group_stats(rewards, batch.uids))
+
+
+@_register("maxrl")
+def maxrl(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """MaxRL (arXiv:2602.02710): A = (r − mean_group) / mean_group; 0 in a group without success.
+
+    For r ∈ {0, 1}, the mean estimates the probability p of success, and A the gradient of log p instead of p.
+    A group of one has A = 0. DataError for a negative reward, which makes the mean no probability.
+    """
+    rewards = sequence_rewards(batch)
+    negative = (rewards < 0).nonzero().flatten().tolist()
+    if negative:
+        i = negative[0]
+        raise DataError(
+            f"reward of row {i} (uid {batch.uids[i]!r}): got {rewards[i].item()}, expected >= 0 with "
+            f"algo.advantage.estimator=maxrl; use a scorer of 0 and 1, or another estimator"
+        )
+    mean = group_stats(rewards, batch.uids).mean
+    return torch.where(mean > 0, (rewards - mean) / torch.where(mean > 0, mean, 1.0), 0.0)

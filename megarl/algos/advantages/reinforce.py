@@ -1,0 +1,114 @@
+"""REINFORCE with group baselines: returns of token rewards, then brought to scale over the batch or the group.
+
+The reward, minus what the group's other rows say, is on the last loss token, the KL penalty on every one; returns
+are undiscounted.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.advantages.group import EQUAL_REWARDS_STD, centred, leave_one_out
+from megarl.algos.masked import group_index, group_stats, masked_sum
+from megarl.algos.token_rewards import returns_to_go, token_rewards
+from megarl.config.algo import AdvantageConfig
+from megarl.types import ScoredBatch
+
+_MIN_VARIANCE = 1e-8
+
+# Safeguards of `max_normalised`.
+_EPS = 1e-8
+_MAX_SCALE = 10.0
+_MAX_NEGATIVE_SQUARES = 1e8
+# Rounding leaves a token that should be 0 about 1e-17.
+_ZERO = 1e-12
+
+
+def _returns(batch: ScoredBatch, rewards: Tensor) -> Estimate:
+    """The estimate A_t = Σ_{s≥t} of token rewards with rewards [B] in place of the batch's."""
+    returns = returns_to_go(token_rewards(replace(batch, rewards=rewards)))
+    return Estimate(advantages=torch.where(batch.loss_mask, returns, 0.0))
+
+
+def _equal_rewards(batch: ScoredBatch) -> Tensor:
+    """[B] bool: rows of groups of several whose rewards, without the KL penalty, are equal."""
+    stats = group_stats(batch.rewards, batch.uids)
+    return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
+
+
+def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group; see `batch_whitened` for the scale."""
+    return _returns(batch, centred(batch.rewards.double(), group_stats(batch.rewards, batch.uids)))
+
+
+def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """(A − μ)·rsqrt(max(σ², 1e-8)), with μ and the population variance σ² over the loss tokens of the batch.
+
+    Long rows weigh more in μ, which is therefore not 0 where length goes with reward, and shifts even groups of
+    equal rewards. Without `center` μ is 0, and σ² the mean square. With `exclude_equal_groups` tokens of such
+    groups do not count in μ and σ², and are divided but not shifted. Without `norm_by_std` nothing is divided.
+    """
+    counted = batch.loss_mask
+    if cfg.exclude_equal_groups:
+        counted = counted & ~_equal_rewards(batch)[:, None]
+    num_tokens = counted.sum().clamp(min=1)
+    mean = masked_sum(advantages, counted) / num_tokens if cfg.center else advantages.new_zeros(())
+    variance = masked_sum((advantages - mean).square(), counted) / num_tokens
+    shifted = torch.where(counted, advantages - mean, advantages)
+    if not (cfg.norm_by_std and counted.any()):
+        return shifted
+    return shifted * variance.clamp(min=_MIN_VARIANCE).rsqrt()
+
+
+def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1); see `max_normalised` for the scale.
+
+    With `uniform_scale`, rows of a group of equal rewards have r/n instead.
+    """
+    stats = group_stats(batch.rewards, batch.uids)
+    rewards = batch.rewards.double()
+    advantages = leave_one_out(rewards, stats)
+    if cfg.uniform_scale:
+        advantages = torch.where(_equal_rewards(batch), rewards / stats.size, advantages)
+    return _returns(batch, advantages)
+
+
+def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Each group's loss tokens with A ≠ 0 to sum 0 and mean square 1: A > 0 becomes α·A, A < 0 becomes β·A.
+
+    S± and Q± are the sums of A and A² of each sign, N the number of tokens, α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻)) and
+    β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, 1e-8 in the denominator, α and β within [1e-8, 10]; a group
+    with |S±| < 1e-8 stays as it is, and with `uniform_scale` so does one of equal rewards.
+    """
+    index, num_groups = group_index(batch.uids, advantages.device)
+
+    def group_sum(tokens: Tensor) -> Tensor:
+        rows = tokens.double().sum(dim=-1)
+        return rows.new_zeros(num_groups).index_add(0, index, rows)[index]
+
+    positive, negative = advantages > _ZERO, advantages < -_ZERO
+    sum_pos, sum_neg = group_sum(advantages * positive), group_sum(advantages * negative)
+    has_both = (sum_pos >= _EPS) & (sum_neg <= -_EPS)
+    if cfg.uniform_scale:
+        has_both &= ~_equal_rewards(batch)
+    balance = torch.where(has_both, sum_pos / -sum_neg, 1.0)
+    squares_neg = (balance.square() * group_sum(advantages.square() * negative)).clamp(max=_MAX_NEGATIVE_SQUARES)
+    squares = group_sum(advantages.square() * positive) + squares_neg
+    alpha = (group_sum(positive | negative) / (squares + _EPS)).sqrt()
+    scale_pos = torch.where(has_both, alpha.clamp(_EPS, _MAX_SCALE), 1.0)[:, None]
+    scale_neg = torch.where(has_both, (alpha * balance).clamp(_EPS, _MAX_SCALE), 1.0)[:, None]
+    return advantages * torch.where(positive, scale_pos, torch.where(negative, scale_neg, 1.0))
+
+
+ADVANTAGE_ESTIMATORS.register("reinforce_baseline")(
+    Estimator(
+        raw=reinforce_baseline,
+        normalise=batch_whitened,
+        options=frozenset({"norm_by_std", "center", "exclude_equal_groups"}),
+    )
+)
+ADVANTAGE_ESTIMATORS.register("reinforce_max")(
+    Estimator(raw=reinforce_max, normalise=max_normalised, options=frozenset({"uniform_scale"}), min_group=2)
+)

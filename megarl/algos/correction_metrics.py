@@ -1,0 +1,43 @@
+"""What a step's importance ratios look like, before anything is rejected: a gate must not hide what it removes."""
+
+from torch import Tensor
+
+from megarl.algos.masked import masked_sum, row_means
+from megarl.algos.policy_losses import MAX_LOG_RATIO
+
+
+def correction_metrics(
+    *, log_ratio: Tensor, sampled: Tensor, weights: Tensor, accepted: Tensor, advantages: Tensor
+) -> dict[str, float]:
+    """is/*, over the n sampled tokens (rows: those that have some); everything is 0 if there are none.
+
+    `log_ratio` is ln ρ [B, T] in float64 and 0 outside `sampled`, `weights` are those before gate and veto.
+
+    accept_frac: share of tokens accepted. w_mean, w_max, ess = (Σ w)² / (n Σ w²): of `weights`.
+    chi2_token = mean ρ² − 1 and chi2_seq = mean over rows of (Π ρ)² − 1: χ²(trainer ‖ engine).
+    k3 = mean(ρ − 1 − ln ρ): KL(engine ‖ trainer). log_ppl_gap: mean over rows of −mean ln ρ, the trainer's
+    log-perplexity minus the engine's. rejected_advantage_pos and _neg: Σ of the positive and of the negative
+    advantages of rejected tokens / n. Where they do not cancel, the gate itself pushes the policy.
+    """
+    num_tokens = sampled.sum().clamp(min=1)
+    rows = sampled.any(-1)
+    num_rows = rows.sum().clamp(min=1)
+
+    def token_mean(values: Tensor) -> float:
+        return float(masked_sum(values.double(), sampled) / num_tokens)
+
+    row_sum = log_ratio.sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sum_w, sum_w2 = masked_sum(weights, sampled), masked_sum(weights.square(), sampled)
+    rejected = advantages.masked_fill(accepted, 0.0)
+    return {
+        "is/accept_frac": token_mean(accepted),
+        "is/w_mean": token_mean(weights),
+        "is/w_max": float(weights.masked_fill(~sampled, 0.0).max()) if weights.numel() else 0.0,
+        "is/ess": float(sum_w.square() / (num_tokens * sum_w2)) if float(sum_w2) > 0 else 0.0,
+        "is/chi2_token": token_mean((2 * log_ratio).expm1()),
+        "is/chi2_seq": float(masked_sum((2 * row_sum).expm1(), rows) / num_rows),
+        "is/k3": token_mean(log_ratio.expm1() - log_ratio),
+        "is/log_ppl_gap": float(-row_means(log_ratio, sampled).sum() / num_rows),
+        "is/rejected_advantage_pos": token_mean(rejected.clamp(min=0)),
+        "is/rejected_advantage_neg": token_mean(rejected.clamp(max=0)),
+    }

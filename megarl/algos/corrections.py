@@ -1,0 +1,272 @@
+"""Correction for rollouts that another engine sampled: weights on the policy loss, computed once per step on the host.
+
+ρ_t = π_trainer(y_t) / π_engine(y_t), both with the weights that sampled: what the engine's kernels change. A correction
+is a weight (what an accepted token counts) × a gate (which tokens are accepted) × a veto (which rows are dropped).
+Names are presets of weight and gate. Rejected tokens stay in the loss's denominator.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algos.correction_metrics import correction_metrics
+from megarl.algos.masked import row_means
+from megarl.algos.policy_losses import MAX_LOG_RATIO, ROW_RATIO_LOSSES
+from megarl.algos.registry import Registry
+from megarl.config.algo import AlgoConfig, CorrectionConfig
+from megarl.errors import ConfigError, NonFiniteError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionInputs:
+    """All rows of a step, every tensor [B, T]. `demonstration_mask`: loss tokens that the engine did not sample."""
+
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    demonstration_mask: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What the updates need of it, [B, T] each, and what to log.
+
+    weights: factors of the policy loss, in the dtype of the log-probs; 1 on demonstration tokens, 0 outside the loss
+    mask. accepted: bool, loss tokens that no gate and no veto rejected. old_logprobs: what the policy loss's ratio is
+    taken to: the trainer's, or under `rollout_ratio` the engine's where it sampled.
+    """
+
+    weights: Tensor
+    accepted: Tensor
+    old_logprobs: Tensor
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRatios:
+    """ln ρ [B, T] in float64, clamped to ±20, 0 where `sampled` (bool) is not set; sums are over sampled tokens."""
+
+    token: Tensor
+    sampled: Tensor
+
+    @property
+    def row_sum(self) -> Tensor:
+        """[B, 1] ln Π ρ."""
+        return self.token.sum(-1, keepdim=True)
+
+    @property
+    def row_mean(self) -> Tensor:
+        """[B, 1] mean of ln ρ, 0 for a row without sampled tokens."""
+        return row_means(self.token, self.sampled)[:, None]
+
+    def prefix_mean(self, *, own: bool) -> Tensor:
+        """[B, T] mean of ln ρ over the sampled tokens up to each place, with or without that place; of none: 0."""
+        total, count = self.token.cumsum(-1), self.sampled.cumsum(-1)
+        if not own:
+            total, count = total - self.token, count - self.sampled.long()
+        return torch.where(count > 0, total / count.clamp(min=1), 0.0)
+
+
+Weight: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
+Gate: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
+
+
+def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """1."""
+    return torch.ones_like(x.token)
+
+
+def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """ρ, at most `token_cap` if there is one."""
+    ratio = x.token.exp()
+    return ratio if cfg.token_cap is None else ratio.clamp(max=cfg.token_cap)
+
+
+def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """clip(ρ, low, high)."""
+    return x.token.exp().clamp(cfg.low, cfg.high)
+
+
+def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """min(ρ, high)."""
+    return x.token.exp().clamp(max=cfg.high)
+
+
+def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """min(Π ρ, high), one number per row."""
+    log_ratio = x.row_sum.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp().clamp(max=cfg.high).expand_as(x.token)
+
+
+def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """(Π ρ)^(1/n), one number per row."""
+    return x.row_mean.exp().expand_as(x.token)
+
+
+def every_token(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """All."""
+    return torch.ones_like(x.sampled)
+
+
+def _within(log_ratio: Tensor, cfg: CorrectionConfig) -> Tensor:
+    ratio = log_ratio.exp()
+    return (ratio >= cfg.low) & (ratio <= cfg.high)
+
+
+def token_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """low ≤ ρ ≤ high."""
+    return _within(x.token, cfg)
+
+
+def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """low ≤ geometric mean of the row's ρ ≤ high: whole rows."""
+    return _within(x.row_mean, cfg).expand_as(x.sampled)
+
+
+def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """low ≤ g_t ≤ high, g_t the geometric mean of ρ_1 … ρ_t. Later tokens may be accepted again."""
+    return _within(x.prefix_mean(own=True), cfg)
+
+
+def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """low ≤ g_{t−1} ≤ high; the first token passes. Known before y_t is drawn."""
+    return _within(x.prefix_mean(own=False), cfg)
+
+
+def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """Mean of −ln ρ, an estimate of KL(engine ‖ trainer) per token, at most `max_kl_nats`: whole rows."""
+    return (-x.row_mean <= cfg.max_kl_nats).expand_as(x.sampled)
+
+
+# Fields of CorrectionConfig that modify a preset, and when they are set.
+_OPTIONS = ("token_cap", "veto", "only_negative", "normalise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionRule:
+    """A preset. `options`: modifiers that it takes. `rollout_ratio`: the policy loss's own ratio is to the engine."""
+
+    weight: Weight
+    gate: Gate = every_token
+    options: frozenset[str] = frozenset({"veto", "normalise"})
+    rollout_ratio: bool = False
+
+
+CORRECTIONS: Registry[CorrectionRule] = Registry("correction", key="algo.correction.name")
+
+_GATED = frozenset({"veto", "normalise", "only_negative"})
+_GATED_RATIO = _GATED | {"token_cap"}
+
+# No correction.
+CORRECTIONS.register("none")(CorrectionRule(weight=one, options=frozenset()))
+# The policy loss's ratio is to the engine's log-probs: old and mismatch in one ratio, clipped as one.
+CORRECTIONS.register("rollout_ratio")(CorrectionRule(weight=one, options=frozenset({"veto"}), rollout_ratio=True))
+# Truncated importance sampling as OpenRLHF has it: small weights are raised to `low`.
+CORRECTIONS.register("tis")(CorrectionRule(weight=clipped_token_ratio))
+# The same from above only (arXiv:1802.01561 truncates ρ so; Flash-RL applies it to the engine's mismatch).
+CORRECTIONS.register("tis_upper")(CorrectionRule(weight=truncated_token_ratio))
+# IcePop (Ring-1T, arXiv:2510.18855).
+CORRECTIONS.register("icepop")(CorrectionRule(weight=token_ratio, gate=token_within, options=_GATED_RATIO))
+CORRECTIONS.register("seq_mask_tis", "seq-mask-tis")(
+    CorrectionRule(weight=token_ratio, gate=row_within, options=_GATED_RATIO)
+)
+# REINFORCE Pro.
+CORRECTIONS.register("reinforce_pro")(CorrectionRule(weight=token_ratio, gate=prefix_within, options=_GATED_RATIO))
+# REINFORCE Pro whose gate does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever the
+# gate does, so a baseline still cancels; the gradient as a whole stays biased. Anything else that depends on
+# the token or its advantage would undo it, hence no options.
+CORRECTIONS.register("baseline_unbiased")(CorrectionRule(weight=token_ratio, gate=earlier_within, options=frozenset()))
+# Importance sampling of whole rows: unbiased but for the truncation, variance exponential in the length.
+CORRECTIONS.register("sequence")(CorrectionRule(weight=truncated_row_product))
+CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED))
+# With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
+CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_within, options=_GATED))
+
+
+def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
+    """The configured correction. Row-wise, but for `normalise`; statistics in float64.
+
+    Raises:
+        NonFiniteError: a log-prob of a sampled token is not finite.
+    """
+    rule = CORRECTIONS.get(cfg.name)
+    ratios = log_ratios(x)
+    sampled = ratios.sampled
+    raw = rule.weight(ratios, cfg)
+    gate = rule.gate(ratios, cfg)
+    if cfg.only_negative:
+        gate = gate | (x.advantages >= 0)
+    vetoed = vetoed_rows(ratios, cfg)
+    accepted = sampled & gate & ~vetoed[:, None]
+    weights = torch.where(accepted, raw, 0.0)
+    if cfg.normalise:
+        mean = weights.sum() / sampled.sum().clamp(min=1)
+        weights = weights / torch.where(mean > 0, mean, 1.0)
+    demonstrated = x.loss_mask & x.demonstration_mask
+    old = torch.where(sampled, x.rollout_logprobs, x.old_logprobs) if rule.rollout_ratio else x.old_logprobs
+    return Correction(
+        weights=torch.where(demonstrated, 1.0, weights).to(x.old_logprobs.dtype),
+        accepted=accepted | demonstrated,
+        old_logprobs=old,
+        metrics=correction_metrics(
+            log_ratio=ratios.token, sampled=sampled, weights=raw, accepted=accepted, advantages=x.advantages
+        )
+        | {"is/veto_frac": float(vetoed.sum() / sampled.any(-1).sum().clamp(min=1))},
+    )
+
+
+def log_ratios(x: CorrectionInputs) -> LogRatios:
+    """ln ρ of the tokens that the engine sampled; NonFiniteError if one is not finite."""
+    sampled = x.loss_mask & ~x.demonstration_mask
+    difference = torch.where(sampled, x.old_logprobs.double() - x.rollout_logprobs.double(), 0.0)
+    bad = (~difference.isfinite()).nonzero().tolist()
+    if bad:
+        i, t = bad[0]
+        raise NonFiniteError(
+            f"correction: log-probs of row {i}, token {t}: got {x.old_logprobs[i, t].item()} (trainer) and "
+            f"{x.rollout_logprobs[i, t].item()} (engine), expected finite numbers; look at the engine's sampling "
+            "settings and at the weights"
+        )
+    return LogRatios(token=difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), sampled=sampled)
+
+
+def vetoed_rows(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
+    """[B] bool: rows with a token of ρ > veto or ρ < 1 / veto. A row's mean hides one such token if the row is long."""
+    if cfg.veto is None:
+        return torch.zeros(len(x.token), dtype=torch.bool, device=x.token.device)
+    return (x.token.abs().exp() > cfg.veto).any(-1)
+
+
+def check_correction(cfg: AlgoConfig) -> None:
+    """ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit."""
+    correction = cfg.correction
+    rule = CORRECTIONS.get(correction.name)
+    if not (correction.low < correction.high and correction.low <= 1 <= correction.high):
+        raise ConfigError(
+            f"algo.correction.low and algo.correction.high: got {correction.low} and {correction.high}, expected "
+            "low <= 1 <= high and low < high, as a ratio of 1 is perfect agreement; take for example 0.5 and 5.0"
+        )
+    for option in _OPTIONS:
+        value = getattr(correction, option)
+        if value not in (None, False) and option not in rule.options:
+            raise ConfigError(
+                f"algo.correction.{option}: got {value} with algo.correction.name={correction.name}, "
+                f"{_why_not(correction.name)}; take away algo.correction.{option} or choose another correction"
+            )
+    if cfg.policy_loss.name in ROW_RATIO_LOSSES and correction.name not in ("none", "rollout_ratio"):
+        raise ConfigError(
+            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose "
+            "ratio is one per row and takes no weights per token; set algo.correction.name=rollout_ratio, which takes "
+            "that ratio to the engine's log-probs, or none"
+        )
+
+
+def _why_not(name: str) -> str:
+    if name == "baseline_unbiased":
+        return "whose baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
+    accepted = ", ".join(sorted(CORRECTIONS.get(name).options))
+    return f"which has nothing that it could act on and takes {accepted or 'no options'}"

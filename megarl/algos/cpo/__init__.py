@@ -1,0 +1,28 @@
+"""CPO: advantages shaped by what a hint changes in the policy's log-probs.
+
+`shape_advantages` runs on the host over a whole step, or with the current entropies in the loss (`shapes_in_loss`).
+"""
+
+from megarl.algos.cpo.difficulty import difficulty_metrics, group_difficulty
+from megarl.algos.cpo.inputs import EXCLUDED, LOSS_SCORES, CpoInputs, inputs_from_batch, inputs_from_rows, loss_scores
+from megarl.algos.cpo.metrics import cpo_metrics, hint_metrics, shift_diagnostics
+from megarl.algos.cpo.shaping import required_scores, shape_advantages, shapes_in_loss
+from megarl.algos.cpo.validate import check_cpo
+
+__all__ = [
+    "EXCLUDED",
+    "LOSS_SCORES",
+    "CpoInputs",
+    "check_cpo",
+    "cpo_metrics",
+    "difficulty_metrics",
+    "group_difficulty",
+    "hint_metrics",
+    "inputs_from_batch",
+    "inputs_from_rows",
+    "loss_scores",
+    "required_scores",
+    "shape_advantages",
+    "shapes_in_loss",
+    "shift_diagnostics",
+]

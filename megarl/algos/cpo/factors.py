@@ -1,0 +1,120 @@
+"""The quantities that CPO's formulas multiply: one number per token [B, T], or per row [B, 1]. All are finite."""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algos.cpo.information import MAX_DELTA
+from megarl.algos.cpo.terms import Terms
+from megarl.algos.masked import masked_sum, row_means
+
+Factor: TypeAlias = Callable[[Terms], Tensor]
+
+_MAX_MI = 10.0
+_RANGE_EPS = 1e-8
+
+
+def mi(x: Terms) -> Tensor:
+    """The mutual information, by the configured estimator."""
+    return x.mi
+
+
+def capped_mi(x: Terms) -> Tensor:
+    """min(MI, 10)."""
+    return x.mi.clamp(max=_MAX_MI)
+
+
+def capped_delta(x: Terms) -> Tensor:
+    """clip(d, ±10)."""
+    return x.delta.clamp(-MAX_DELTA, MAX_DELTA)
+
+
+def clamped_ratio(x: Terms) -> Tensor:
+    """clip(exp(d), 1/λ, λ)."""
+    bound = math.log(x.cfg.ratio_clamp)
+    return x.delta.clamp(-bound, bound).exp()
+
+
+def entropy(x: Terms) -> Tensor:
+    """The token's entropy."""
+    return x.entropy
+
+
+def entropy_gap(x: Terms) -> Tensor:
+    """The highest entropy of the row − the token's."""
+    return _highest_entropy(x) - x.entropy
+
+
+def uncertainty(x: Terms) -> Tensor:
+    """u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 where nothing may change."""
+    low = torch.where(x.active, x.entropy, math.inf).amin(dim=-1, keepdim=True)
+    spread = _highest_entropy(x) - low
+    return torch.where(x.active, (x.entropy - low) / (spread + _RANGE_EPS), 0.0)
+
+
+def certainty(x: Terms) -> Tensor:
+    """1 − u."""
+    return 1 - uncertainty(x)
+
+
+def one_plus_uncertainty(x: Terms) -> Tensor:
+    """1 + u."""
+    return 1 + uncertainty(x)
+
+
+def two_minus_uncertainty(x: Terms) -> Tensor:
+    """2 − u."""
+    return 2 - uncertainty(x)
+
+
+def vocab_certainty(x: Terms) -> Tensor:
+    """1 − entropy / ln(vocab_size)."""
+    return 1 - x.entropy / math.log(x.inputs.vocab_size)
+
+
+def row_delta(x: Terms) -> Tensor:
+    """Mean of d over the row."""
+    return row_means(x.delta, x.active)[:, None]
+
+
+def row_capped_delta(x: Terms) -> Tensor:
+    """Mean of clip(d, ±10) over the row."""
+    return row_means(capped_delta(x), x.active)[:, None]
+
+
+def row_mi_sum(x: Terms) -> Tensor:
+    """Σ MI over the row, which grows with its length."""
+    return masked_sum(x.mi, x.active, dim=-1)[:, None]
+
+
+def row_mi_mean(x: Terms) -> Tensor:
+    """Mean of MI over the row."""
+    return row_means(x.mi, x.active)[:, None]
+
+
+def row_entropy(x: Terms) -> Tensor:
+    """Mean entropy of the row."""
+    return row_means(x.entropy, x.active)[:, None]
+
+
+def _highest_entropy(x: Terms) -> Tensor:
+    # Entropies are not negative, and 0 outside the active tokens.
+    return x.entropy.amax(dim=-1, keepdim=True)
+
+
+# What needs entropies, however they are obtained.
+ENTROPY_FACTORS: frozenset[Factor] = frozenset(
+    {
+        entropy,
+        entropy_gap,
+        uncertainty,
+        certainty,
+        one_plus_uncertainty,
+        two_minus_uncertainty,
+        vocab_certainty,
+        row_entropy,
+    }
+)

@@ -1,0 +1,81 @@
+"""What a CPO formula is, and how it changes advantages."""
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algos.cpo import scopes
+from megarl.algos.cpo.factors import ENTROPY_FACTORS, Factor
+from megarl.algos.cpo.scopes import Scope
+from megarl.algos.cpo.terms import Terms
+
+Weight: TypeAlias = Literal["pos_alpha", "neg_alpha", "mi_alpha", "kl_alpha"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """Adds sign · algo.cpo.{weight} · Π factors where all scopes hold, at most `max_share` · |A| (None: no bound)."""
+
+    scopes: tuple[Scope, ...] = ()
+    weight: Weight
+    factors: tuple[Factor, ...]
+    sign: float = 1.0
+    max_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """Multiplies by a number, or by a factor of the hint, where all scopes hold."""
+
+    scopes: tuple[Scope, ...] = ()
+    value: float | Factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """A' = A·Π gains + Σ terms. An empty formula leaves advantages as they are.
+
+    accuracy_clamp: the result may not turn against the verifier: max(A', 0) on correct rows, min(A', 0) on others.
+    """
+
+    gains: tuple[Gain, ...] = ()
+    terms: tuple[Term, ...] = ()
+    accuracy_clamp: bool = False
+
+    @property
+    def uses_hint(self) -> bool:
+        return bool(self.terms) or any(callable(gain.value) for gain in self.gains)
+
+    @property
+    def uses_entropy(self) -> bool:
+        return any(not ENTROPY_FACTORS.isdisjoint(term.factors) for term in self.terms)
+
+    @property
+    def uses_neg_scope(self) -> bool:
+        return any(scopes.negative in term.scopes for term in self.terms)
+
+
+def apply_formula(formula: Formula, x: Terms) -> Tensor:
+    """A' [B, T]; advantages outside `x.active` are not changed."""
+    result = x.advantages
+    for gain in formula.gains:
+        value = gain.value(x) if callable(gain.value) else gain.value
+        result = torch.where(_where(gain.scopes, x), result * value, result)
+    for term in formula.terms:
+        result = torch.where(_where(term.scopes, x), result + _amount(term, x), result)
+    if formula.accuracy_clamp:
+        result = torch.where(scopes.correct(x), result.clamp(min=0), result.clamp(max=0))
+    return torch.where(x.active, result, x.advantages)
+
+
+def _where(conditions: tuple[Scope, ...], x: Terms) -> Tensor:
+    return reduce(torch.logical_and, (scope(x) for scope in conditions), x.active)
+
+
+def _amount(term: Term, x: Terms) -> Tensor:
+    weight: float = getattr(x.cfg, term.weight)
+    amount = reduce(torch.mul, (factor(x) for factor in term.factors)) * (term.sign * weight)
+    return amount if term.max_share is None else torch.minimum(amount, term.max_share * x.advantages.abs())

@@ -1,0 +1,54 @@
+"""How much a hint tells about a token: estimators from d = hint_logprobs − old_logprobs, in nats."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algos.registry import Registry
+
+# |d| of bounded quantities: one token far from the hinted policy must not decide the whole row.
+MAX_DELTA = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiEstimator:
+    """of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ → least and greatest d that `of` is given."""
+
+    of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    bounds: Callable[[float], tuple[float, float]] = lambda ratio_clamp: (-MAX_DELTA, MAX_DELTA)
+    uses_hint_kl: bool = False
+
+
+MI_ESTIMATORS: Registry[MiEstimator] = Registry("mutual-information estimator", key="algo.cpo.mi_estimator")
+
+
+def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
+    """exp(hint_logprobs)·d, as CPO was described: not a mutual information, as it weighs rare tokens down."""
+    return hint_logprobs.exp() * delta
+
+
+def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
+    """d, the pointwise mutual information of token and hint."""
+    return delta
+
+
+def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
+    """exp(d)·d: on tokens of the old policy unbiased for KL(with hint ‖ without), as far as d is not bounded."""
+    return delta.exp() * delta
+
+
+def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
+    """KL(with hint ‖ without) over the whole vocabulary, from its own scoring pass."""
+    if hint_kl is None:
+        raise ValueError("full_kl: got no hint_kl, expected [B, T]")
+    return hint_kl
+
+
+MI_ESTIMATORS.register("p_weighted")(MiEstimator(of=p_weighted, bounds=lambda ratio_clamp: (-math.inf, math.inf)))
+MI_ESTIMATORS.register("pmi")(MiEstimator(of=pmi))
+MI_ESTIMATORS.register("kl_is")(
+    MiEstimator(of=kl_is, bounds=lambda ratio_clamp: (-MAX_DELTA, min(MAX_DELTA, math.log(ratio_clamp))))
+)
+MI_ESTIMATORS.register("full_kl")(MiEstimator(of=full_kl, uses_hint_kl=True))

@@ -1,0 +1,168 @@
+"""What CPO's shaping reads: of a whole step on the host, or of a micro-batch in the loss."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megarl.algos.cpo.difficulty import group_difficulty
+from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.config.algo import CpoConfig
+from megarl.types import RowBatch, Score, ScoredBatch
+
+PerToken: TypeAlias = Literal[
+    "old_logprobs", "hint_logprobs", "shuffled_hint_logprobs", "hint_kl", "entropy", "excluded"
+]
+PerRow: TypeAlias = Literal["correct", "difficulty", "has_hint", "hinted_correct"]
+
+# Names under which the parts that belong to whole rows travel to the loss, repeated on every token.
+CORRECT, DIFFICULTY, EXCLUDED = "cpo_correct", "cpo_difficulty", "cpo_excluded"
+# The trainer's log-probs, under a name of their own: a correction may take the policy loss's ratio to the engine's.
+OLD = "cpo_old_logprobs"
+
+# All that `loss_scores` may hold.
+LOSS_SCORES: frozenset[str] = frozenset(
+    {
+        CORRECT,
+        DIFFICULTY,
+        EXCLUDED,
+        OLD,
+        Score.HINT_LOGPROBS,
+        Score.SHUFFLED_HINT_LOGPROBS,
+        Score.HINT_KL,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpoInputs:
+    """Rows of a step or of a micro-batch. Per-token tensors are [B, T] and unread outside `loss_mask` (bool).
+
+    advantages: the base estimator's. correct: [B] bool, the verifier's verdict. difficulty: [B] int, 1 all rows of the
+    group are correct, −1 none, 0 else. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the same tokens scored
+    by the same weights without the hint, with it, and with another prompt's. hint_kl: KL(with hint ‖ without) over
+    the vocabulary, in nats. entropy: nats, detached. vocab_size: the model's own, not padded. has_hint: [B] bool,
+    rows where it is False are scored as if the hint changed nothing (None: all have one). excluded: [B, T] bool,
+    tokens that keep their advantage. hinted_correct: [B] bool, a sample generated with the hint was correct; wrong
+    rows where it is False are not adjusted by the methods of the families mi3 and negonly. step: 0 for the first.
+    What a method does not use (`required_scores`) may be None.
+    """
+
+    advantages: Tensor
+    loss_mask: Tensor
+    correct: Tensor
+    difficulty: Tensor
+    vocab_size: int
+    old_logprobs: Tensor | None = None
+    hint_logprobs: Tensor | None = None
+    shuffled_hint_logprobs: Tensor | None = None
+    hint_kl: Tensor | None = None
+    entropy: Tensor | None = None
+    has_hint: Tensor | None = None
+    excluded: Tensor | None = None
+    hinted_correct: Tensor | None = None
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        shape = self.loss_mask.shape
+        names: tuple[PerToken | Literal["advantages"], ...] = (
+            "advantages",
+            "old_logprobs",
+            "hint_logprobs",
+            "shuffled_hint_logprobs",
+            "hint_kl",
+            "entropy",
+            "excluded",
+        )
+        rows: tuple[PerRow, ...] = ("correct", "difficulty", "has_hint", "hinted_correct")
+        for name, expected in [*((n, shape) for n in names), *((n, shape[:1]) for n in rows)]:
+            value = getattr(self, name)
+            if value is not None and value.shape != expected:
+                raise ValueError(f"cpo inputs: {name} has shape {tuple(value.shape)}, expected {tuple(expected)}")
+
+    @property
+    def active(self) -> Tensor:
+        """[B, T] bool: the loss tokens whose advantage may change."""
+        return self.loss_mask if self.excluded is None else self.loss_mask & ~self.excluded
+
+    def hinted(self, values: Tensor, without: Tensor | float) -> Tensor:
+        """[B, T] `values`, in rows without a hint `without`."""
+        return values if self.has_hint is None else torch.where(self.has_hint[:, None], values, without)
+
+    def need(self, name: PerToken) -> Tensor:
+        """A part that the method uses; ValueError if it was not given."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise ValueError(f"cpo inputs: got no {name}, which the method uses; see required_scores()")
+        return value
+
+
+def inputs_from_batch(
+    batch: ScoredBatch,
+    advantages: Tensor,
+    cfg: CpoConfig,
+    *,
+    vocab_size: int,
+    has_hint: Tensor | None = None,
+    excluded: Tensor | None = None,
+) -> CpoInputs:
+    """Inputs of a whole step from whatever scores it has."""
+    return CpoInputs(
+        advantages=advantages,
+        loss_mask=batch.loss_mask,
+        correct=batch.correct,
+        difficulty=group_difficulty(batch.uids, batch.correct, batch.rewards, cfg),
+        vocab_size=vocab_size,
+        old_logprobs=batch.scores.get(Score.OLD_LOGPROBS),
+        hint_logprobs=batch.scores.get(Score.HINT_LOGPROBS),
+        shuffled_hint_logprobs=batch.scores.get(Score.SHUFFLED_HINT_LOGPROBS),
+        hint_kl=batch.scores.get(Score.HINT_KL),
+        entropy=batch.scores.get(Score.OLD_ENTROPY),
+        has_hint=has_hint,
+        excluded=excluded,
+        step=max(batch.step - 1, 0),
+    )
+
+
+def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
+    """[B, T] scores with which rows must travel for `inputs_from_rows`, for shaping by the current entropy."""
+    like = x.advantages
+    old = x.need("old_logprobs")
+    scores = {
+        CORRECT: x.correct.to(like.dtype)[:, None].expand_as(like),
+        DIFFICULTY: x.difficulty.to(like.dtype)[:, None].expand_as(like),
+        OLD: old,
+        Score.HINT_LOGPROBS.value: x.hinted(x.need("hint_logprobs"), old),
+    }
+    if x.excluded is not None:
+        scores[EXCLUDED] = x.excluded.to(like.dtype)
+    if cfg.shuffled_baseline:
+        scores[Score.SHUFFLED_HINT_LOGPROBS.value] = x.hinted(x.need("shuffled_hint_logprobs"), old)
+    if MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
+        scores[Score.HINT_KL.value] = x.hinted(x.need("hint_kl"), 0.0)
+    return scores
+
+
+def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> CpoInputs:
+    """Inputs of a micro-batch whose rows carry `advantages` and `loss_scores`; `entropy` is the current policy's."""
+    excluded = rows.scores.get(EXCLUDED)
+    return CpoInputs(
+        advantages=rows.score("advantages"),
+        loss_mask=rows.loss_mask,
+        correct=_per_row(rows.score(CORRECT)) > 0,
+        difficulty=_per_row(rows.score(DIFFICULTY)).long(),
+        vocab_size=vocab_size,
+        old_logprobs=rows.score(OLD),
+        hint_logprobs=rows.score(Score.HINT_LOGPROBS),
+        shuffled_hint_logprobs=rows.scores.get(Score.SHUFFLED_HINT_LOGPROBS),
+        hint_kl=rows.scores.get(Score.HINT_KL),
+        entropy=entropy.detach(),
+        excluded=None if excluded is None else excluded > 0,
+    )
+
+
+def _per_row(values: Tensor) -> Tensor:
+    """[B] from a number repeated on all tokens of a row; rows are padded on the right."""
+    return values[:, 0] if values.shape[1] else values.new_zeros(len(values))

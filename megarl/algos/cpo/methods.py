@@ -1,0 +1,225 @@
+"""CPO's methods as data: a formula per formula set.
+
+doc: as CPO was described, for the methods whose formula was given. ref: as its public code computes them
+(github.com/26hzhang/verl, verl/cpo), but for correctness, which is the verifier's word and not a reward of exactly 1,
+and for the highest entropy of a row, which is that of its loss tokens. fix: without the flaws of either: means in
+place of sums over a row, bounded log-ratios, and wrong samples as the negative ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from megarl.algos.cpo import factors as f
+from megarl.algos.cpo import scopes as s
+from megarl.algos.cpo.formulas import Formula, Gain, Term
+from megarl.algos.cpo.verifier_sign import verifier_weights
+from megarl.algos.registry import Registry
+from megarl.config.algo import CpoConfig
+from megarl.errors import ConfigError
+
+FormulaSet: TypeAlias = Literal["doc", "ref", "fix"]
+
+_NEG_SCOPES: Mapping[FormulaSet, str] = {
+    "doc": "not_all_correct",
+    "ref": "all_wrong_group",
+    "fix": "negative_sample",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A formula per formula set; `default` is the set that is taken where the configuration names none."""
+
+    default: FormulaSet
+    formulas: Mapping[FormulaSet, Formula]
+
+
+CPO_METHODS: Registry[Method] = Registry("CPO method", key="algo.cpo.method")
+
+
+def formula_set(cfg: CpoConfig) -> FormulaSet:
+    """The configured formula set, or the method's own."""
+    return cfg.formula_set or CPO_METHODS.get(cfg.method).default
+
+
+def formula(cfg: CpoConfig) -> Formula:
+    """The configured formula; ConfigError for an unknown method or one without a formula of that set."""
+    formulas = CPO_METHODS.get(cfg.method).formulas
+    chosen = formula_set(cfg)
+    if chosen not in formulas:
+        raise ConfigError(
+            f"algo.cpo.formula_set: got {chosen!r}, which has no formula of {cfg.method!r}; "
+            f"expected one of: {', '.join(formulas)}"
+        )
+    return formulas[chosen]
+
+
+def neg_scope(cfg: CpoConfig) -> str:
+    """Who is negative: as configured, or as in the formula set."""
+    return cfg.neg_scope or _NEG_SCOPES[formula_set(cfg)]
+
+
+def _add(name: str, *, doc: Formula | None = None, ref: Formula, fix: Formula | None = None) -> None:
+    """Register a method under its name with and without its suffix; `fix` is its default formula if not given."""
+    default: FormulaSet = "doc" if doc else "ref"
+    formulas: dict[FormulaSet, Formula] = {"doc": doc} if doc else {}
+    CPO_METHODS.register(name, f"{name}_qwen3")(
+        Method(default=default, formulas={**formulas, "ref": ref, "fix": fix or doc or ref})
+    )
+
+
+# The uncertain tokens of correct rows.
+_UNSURE = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.uncertainty,))
+
+# --- by likelihood ratio and entropy
+
+_CONFIRMED = Term(scopes=(s.confirmed,), weight="pos_alpha", factors=(f.entropy,))
+_REJECTED = Term(scopes=(s.rejected,), weight="neg_alpha", factors=(f.entropy_gap,), sign=-1.0)
+_NAIVE = Formula(terms=(_CONFIRMED, _REJECTED))
+_NAIVE_BY_VERDICT = Formula(
+    terms=(
+        Term(scopes=(s.correct, s.confirmed), weight="pos_alpha", factors=(f.entropy,)),
+        Term(scopes=(s.wrong, s.rejected), weight="neg_alpha", factors=(f.entropy_gap,), sign=-1.0),
+    ),
+    accuracy_clamp=True,
+)
+# Groups of one verdict have no advantage under GRPO, so that this acts with other base estimators only.
+_BY_DIFFICULTY = Formula(
+    gains=(Gain(scopes=(s.easy, s.correct), value=0.5), Gain(scopes=(s.hard,), value=1.5)),
+)
+
+# Here the suffix tells two methods apart.
+CPO_METHODS.register("naive")(Method(default="ref", formulas={"doc": _BY_DIFFICULTY, "ref": _NAIVE, "fix": _NAIVE}))
+CPO_METHODS.register("naive_qwen3")(
+    Method(
+        default="doc",
+        formulas={"doc": _BY_DIFFICULTY, "ref": _NAIVE_BY_VERDICT, "fix": _BY_DIFFICULTY},
+    )
+)
+_add("noaccmask", ref=Formula(terms=_NAIVE.terms, accuracy_clamp=True))
+
+# --- by mutual information
+
+_add(
+    "mi",
+    doc=Formula(terms=(Term(weight="mi_alpha", factors=(f.mi,)),)),
+    ref=Formula(
+        terms=(
+            Term(scopes=(s.mi_up,), weight="pos_alpha", factors=(f.mi, f.uncertainty)),
+            Term(scopes=(s.mi_down,), weight="neg_alpha", factors=(f.mi, f.certainty)),
+        ),
+        accuracy_clamp=True,
+    ),
+)
+_add(
+    "mi_accmask",
+    ref=Formula(
+        terms=(
+            Term(scopes=(s.correct, s.mi_up), weight="pos_alpha", factors=(f.mi, f.one_plus_uncertainty)),
+            Term(scopes=(s.wrong, s.mi_down), weight="neg_alpha", factors=(f.mi, f.two_minus_uncertainty)),
+        ),
+        accuracy_clamp=True,
+    ),
+)
+
+
+def _unified(mi: f.Factor) -> Formula:
+    return Formula(
+        terms=(
+            Term(scopes=(s.correct,), weight="pos_alpha", factors=(mi, f.certainty)),
+            Term(scopes=(s.wrong,), weight="neg_alpha", factors=(mi, f.certainty)),
+        ),
+        accuracy_clamp=True,
+    )
+
+
+_add("mi_unify", ref=_unified(f.mi))
+_add("mi_clamp_unify", ref=_unified(f.capped_mi))
+_add(
+    "mi_clamp_unify_difficulty",
+    doc=Formula(
+        terms=(
+            Term(scopes=(s.easy,), weight="pos_alpha", factors=(f.clamped_ratio, f.mi)),
+            Term(scopes=(s.hard,), weight="neg_alpha", factors=(f.clamped_ratio, f.mi)),
+            Term(scopes=(s.medium,), weight="mi_alpha", factors=(f.clamped_ratio, f.mi)),
+        )
+    ),
+    ref=Formula(
+        terms=(
+            Term(scopes=(s.not_medium,), weight="pos_alpha", factors=(f.capped_mi, f.certainty)),
+            Term(scopes=(s.medium,), weight="neg_alpha", factors=(f.capped_mi, f.certainty)),
+        )
+    ),
+)
+
+
+def _mi3(scope: s.Scope, *, sign: float = 1.0) -> Formula:
+    """Negative rows: MI × u where it is positive, MI × (1 − u) where it is not."""
+    return Formula(
+        terms=(
+            _UNSURE,
+            Term(scopes=(scope, s.mi_up), weight="neg_alpha", factors=(f.mi, f.uncertainty), sign=sign),
+            Term(scopes=(scope, s.mi_down), weight="neg_alpha", factors=(f.mi, f.certainty), sign=sign),
+        )
+    )
+
+
+_add("mi2", ref=Formula(terms=(_UNSURE, Term(scopes=(s.wrong,), weight="neg_alpha", factors=(f.mi,)))))
+_add("mi3", ref=_mi3(s.teachable))
+_add("reverse_mi3", ref=_mi3(s.teachable, sign=-1.0))
+_add("addition_mi3", ref=Formula(terms=_mi3(s.teachable).terms[:2]))
+_add(
+    "negonly_mi3",
+    doc=Formula(
+        terms=(Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.clamped_ratio, f.mi, f.vocab_certainty)),)
+    ),
+    ref=_mi3(s.negative),
+)
+_add("negonly_mi", ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.mi,)))))
+
+# --- by the log-ratio, of tokens or of rows
+
+
+def _negonly_seq_kl(row_kl: f.Factor) -> Formula:
+    return Formula(
+        terms=(
+            Term(scopes=(s.correct,), weight="pos_alpha", factors=(row_kl,)),
+            Term(scopes=(s.negative,), weight="neg_alpha", factors=(row_kl,)),
+        )
+    )
+
+
+def _towards_hint(unsure: Term, kl: f.Factor) -> Formula:
+    """Wrong rows move towards the hinted policy, by at most half of an advantage that other samples gave them."""
+    return Formula(
+        terms=(
+            unsure,
+            Term(scopes=(s.wrong, s.hard), weight="neg_alpha", factors=(kl,)),
+            Term(scopes=(s.wrong, s.not_hard), weight="neg_alpha", factors=(kl,), max_share=0.5),
+        )
+    )
+
+
+# The public code also bounds this bonus below, by −|A|/2; it is never negative.
+_UNSURE_ROW = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.row_entropy,))
+
+_add(
+    "negonly_seq_kl",
+    doc=Formula(terms=(Term(scopes=(s.negative,), weight="kl_alpha", factors=(f.row_mi_sum,)),)),
+    ref=_negonly_seq_kl(f.row_delta),
+    fix=Formula(terms=(Term(scopes=(s.negative,), weight="kl_alpha", factors=(f.row_mi_mean,)),)),
+)
+_add("seq_kl", ref=_towards_hint(_UNSURE_ROW, f.row_delta), fix=_towards_hint(_UNSURE_ROW, f.row_capped_delta))
+_add(
+    "negonly_tok_kl",
+    ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.capped_delta,)))),
+)
+_add("tok_kl", ref=_towards_hint(_UNSURE, f.capped_delta))
+
+# --- no adjustment, and the sign from the verifier alone
+
+CPO_METHODS.register("none")(Method(default="fix", formulas={"doc": Formula(), "ref": Formula(), "fix": Formula()}))
+CPO_METHODS.register("verifier_sign")(
+    Method(default="fix", formulas={"fix": Formula(gains=(Gain(value=verifier_weights),))})
+)

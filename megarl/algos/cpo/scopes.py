@@ -1,0 +1,79 @@
+"""Where a term of a CPO formula acts: bool per token [B, T], or per row [B, 1]."""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from megarl.algos.cpo.terms import Terms
+
+Scope: TypeAlias = Callable[[Terms], Tensor]
+
+_LIKELY = 0.1
+
+
+def correct(x: Terms) -> Tensor:
+    """Rows that the verifier accepts."""
+    return x.inputs.correct[:, None]
+
+
+def wrong(x: Terms) -> Tensor:
+    """Rows that it does not."""
+    return ~correct(x)
+
+
+def teachable(x: Terms) -> Tensor:
+    """Wrong rows, and if it is known with which hints the policy is right, only those that have such a one."""
+    helped = x.inputs.hinted_correct
+    return wrong(x) if helped is None else wrong(x) & helped[:, None]
+
+
+def negative(x: Terms) -> Tensor:
+    """Rows that count as negative by `algo.cpo.neg_scope`."""
+    return x.negative[:, None]
+
+
+def easy(x: Terms) -> Tensor:
+    """Difficulty 1."""
+    return x.inputs.difficulty[:, None] == 1
+
+
+def medium(x: Terms) -> Tensor:
+    """Difficulty 0."""
+    return x.inputs.difficulty[:, None] == 0
+
+
+def not_medium(x: Terms) -> Tensor:
+    """Difficulty 1 or −1."""
+    return ~medium(x)
+
+
+def hard(x: Terms) -> Tensor:
+    """Difficulty −1."""
+    return x.inputs.difficulty[:, None] == -1
+
+
+def not_hard(x: Terms) -> Tensor:
+    """Difficulty 0 or 1."""
+    return ~hard(x)
+
+
+def mi_up(x: Terms) -> Tensor:
+    """MI ≥ 0."""
+    return x.mi >= 0
+
+
+def mi_down(x: Terms) -> Tensor:
+    """MI < 0."""
+    return x.mi < 0
+
+
+def confirmed(x: Terms) -> Tensor:
+    """exp(d) ≥ λ, and the token is likely with the hint."""
+    return (x.delta >= math.log(x.cfg.ratio_clamp)) & (x.hint_logprobs.exp() > _LIKELY)
+
+
+def rejected(x: Terms) -> Tensor:
+    """exp(d) ≤ 1/λ, and the token was likely without the hint."""
+    return (x.delta <= -math.log(x.cfg.ratio_clamp)) & (x.old_logprobs.exp() > _LIKELY)

@@ -1,0 +1,48 @@
+"""CPO: advantages shaped by what a hint changes in the policy's log-probs."""
+
+import torch
+from torch import Tensor
+
+from megarl.algos.cpo.formulas import apply_formula
+from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.algos.cpo.inputs import CpoInputs
+from megarl.algos.cpo.methods import formula, neg_scope
+from megarl.algos.cpo.terms import Terms, make_terms
+from megarl.config.algo import CpoConfig
+from megarl.types import Score
+
+
+def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
+    """[B, T] advantages by the configured method, 0 outside the loss mask; see docs/algorithms.md for the formulas.
+
+    Rows do not touch each other. NonFiniteError for NaN or infinity on a token that is read.
+    """
+    if not x.loss_mask.numel():
+        return torch.zeros_like(x.advantages)
+    return apply_formula(formula(cfg), terms_of(x, cfg))
+
+
+def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
+    """What the configured formula reads."""
+    chosen = formula(cfg)
+    return make_terms(x, cfg, neg_scope=neg_scope(cfg), uses_hint=chosen.uses_hint, uses_entropy=chosen.uses_entropy)
+
+
+def required_scores(cfg: CpoConfig) -> frozenset[Score]:
+    """The scores that the method reads. All log-probs must come from one engine: old ones from the trainer too."""
+    chosen = formula(cfg)
+    scores = set()
+    if chosen.uses_hint:
+        scores |= {Score.OLD_LOGPROBS, Score.HINT_LOGPROBS}
+        if cfg.shuffled_baseline:
+            scores.add(Score.SHUFFLED_HINT_LOGPROBS)
+        if MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
+            scores.add(Score.HINT_KL)
+    if chosen.uses_entropy and cfg.entropy_source == "old":
+        scores.add(Score.OLD_ENTROPY)
+    return frozenset(scores)
+
+
+def shapes_in_loss(cfg: CpoConfig) -> bool:
+    """Whether shaping needs the current entropy and so belongs into the loss, per micro-batch, not on the host."""
+    return formula(cfg).uses_entropy and cfg.entropy_source == "current"

@@ -1,0 +1,91 @@
+"""What CPO's formulas read, cleaned: zeros outside the tokens that may change, rows without a hint unchanged."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.algos.cpo.inputs import CpoInputs
+from megarl.algos.registry import Registry
+from megarl.config.algo import CpoConfig
+from megarl.errors import NonFiniteError
+
+# Which rows count as negative, [B] bool.
+NEG_SCOPES: Registry[Callable[[CpoInputs], Tensor]] = Registry("negative scope", key="algo.cpo.neg_scope")
+NEG_SCOPES.register("not_all_correct")(lambda x: x.difficulty != 1)
+NEG_SCOPES.register("all_wrong_group")(lambda x: (x.difficulty == -1) & ~x.correct)
+NEG_SCOPES.register("negative_sample")(lambda x: ~x.correct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """[B, T], 0 outside `active`: d (`delta`), log-probs without and with the hint, mutual information, entropy.
+
+    d is hint_logprobs − old_logprobs, with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
+    negative: [B] bool, the rows that count as negative.
+    """
+
+    inputs: CpoInputs
+    cfg: CpoConfig
+    active: Tensor
+    advantages: Tensor
+    delta: Tensor
+    old_logprobs: Tensor
+    hint_logprobs: Tensor
+    mi: Tensor
+    entropy: Tensor
+    negative: Tensor
+
+
+def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool, uses_entropy: bool) -> Terms:
+    """The terms of a formula; those that it does not use are 0, and need not be given.
+
+    NonFiniteError for NaN or infinity on a token that is read.
+    """
+    active = x.active
+    advantages = _clean("advantages", x.advantages, x.loss_mask)
+    zeros = torch.zeros_like(advantages)
+    old, hint, delta, mi = zeros, zeros, zeros, zeros
+    if uses_hint:
+        old = _clean("old_logprobs", x.need("old_logprobs"), active)
+        hint = _clean("hint_logprobs", x.hinted(x.need("hint_logprobs"), old), active)
+        baseline = old
+        if cfg.shuffled_baseline:
+            shuffled = x.hinted(x.need("shuffled_hint_logprobs"), old)
+            baseline = _clean("shuffled_hint_logprobs", shuffled, active)
+        delta = hint - baseline
+        mi = _mutual_information(x, cfg, delta, hint)
+    negative = NEG_SCOPES.get(neg_scope)(x)
+    return Terms(
+        inputs=x,
+        cfg=cfg,
+        active=active,
+        advantages=advantages,
+        delta=delta,
+        old_logprobs=old,
+        hint_logprobs=hint,
+        mi=mi,
+        entropy=_clean("entropy", x.need("entropy"), active).detach() if uses_entropy else zeros,
+        negative=negative if x.hinted_correct is None else negative & x.hinted_correct,
+    )
+
+
+def _mutual_information(x: CpoInputs, cfg: CpoConfig, delta: Tensor, hint_logprobs: Tensor) -> Tensor:
+    estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
+    hint_kl = _clean("hint_kl", x.hinted(x.need("hint_kl"), 0.0), x.active) if estimator.uses_hint_kl else None
+    low, high = estimator.bounds(cfg.ratio_clamp)
+    return torch.where(x.active, estimator.of(delta.clamp(low, high), hint_logprobs, hint_kl), 0.0)
+
+
+def _clean(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with zeros outside `mask`."""
+    kept = torch.where(mask, values, 0.0)
+    bad_rows = (~kept.isfinite().all(dim=-1)).nonzero().flatten().tolist()
+    if bad_rows:
+        raise NonFiniteError(
+            f"cpo: {name} of row {bad_rows[0]} is not finite on a loss token, expected finite numbers; "
+            f"check the scoring passes"
+        )
+    return kept

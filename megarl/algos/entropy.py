@@ -1,0 +1,86 @@
+"""What steers the coefficient of the entropy bonus: loss = policy loss − coef · entropy.
+
+The entropy H is the mean over the step's policy tokens on all ranks, without a gradient; a coefficient learned from a
+rank's own entropy would differ between ranks. The coefficient of a step was set after the step before.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+from megarl.algos.registry import Registry
+from megarl.config.algo import AlgoConfig
+from megarl.errors import ConfigError, NonFiniteError
+from megarl.types import EntropyState
+
+_BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
+# Below this a policy counts as deterministic; it bounds the proportional coefficient.
+_MIN_ENTROPY_NATS = 1e-4
+
+
+EntropyController: TypeAlias = Callable[[EntropyState, float, AlgoConfig], EntropyState]
+
+ENTROPY_CONTROLLERS: Registry[EntropyController] = Registry("entropy controller", key="algo.entropy.controller")
+
+
+def initial_entropy_state(cfg: AlgoConfig) -> EntropyState:
+    """The coefficient starts at `algo.entropy_coef`."""
+    return EntropyState(coef=cfg.entropy_coef)
+
+
+def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
+    """The state for the next step by the configured controller; NonFiniteError for a bad entropy."""
+    if not math.isfinite(entropy_nats):
+        raise NonFiniteError(f"entropy: got {entropy_nats}, expected a finite number of nats; check the log-probs")
+    return ENTROPY_CONTROLLERS.get(cfg.entropy.controller)(state, entropy_nats, cfg)
+
+
+@ENTROPY_CONTROLLERS.register("fixed")
+def fixed(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
+    """The coefficient never changes."""
+    return state
+
+
+@ENTROPY_CONTROLLERS.register("learned")
+def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
+    """One AdamW step of ln α on alpha_loss = (H − target)·α, whose gradient in ln α is (H − target)·α.
+
+    As the temperature of SAC is learned (arXiv:1812.05905). α is held at or below `max_coef`, and leaves the bound as
+    soon as H exceeds the target. Without weight decay, which would pull ln α to 0 and so α to 1.
+    """
+    gradient = (entropy_nats - cfg.entropy.target_nats) * state.coef
+    num_updates = state.num_updates + 1
+    exp_avg = _BETA_1 * state.exp_avg + (1 - _BETA_1) * gradient
+    exp_avg_sq = _BETA_2 * state.exp_avg_sq + (1 - _BETA_2) * gradient**2
+    mean, mean_sq = exp_avg / (1 - _BETA_1**num_updates), exp_avg_sq / (1 - _BETA_2**num_updates)
+    log_coef = math.log(state.coef) - cfg.entropy.lr * mean / (math.sqrt(mean_sq) + _EPS)
+    return EntropyState(
+        coef=_bounded(math.exp(log_coef), cfg), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, num_updates=num_updates
+    )
+
+
+@ENTROPY_CONTROLLERS.register("proportional")
+def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
+    """entropy_coef · target / H, at most `max_coef`; H counts as at least 1e-4 nats."""
+    scale = cfg.entropy.target_nats / max(entropy_nats, _MIN_ENTROPY_NATS)
+    return EntropyState(coef=_bounded(cfg.entropy_coef * scale, cfg))
+
+
+def check_entropy(cfg: AlgoConfig) -> None:
+    """ConfigError for an unknown controller, or a coefficient that it cannot move."""
+    ENTROPY_CONTROLLERS.get(cfg.entropy.controller)
+    if cfg.entropy.controller != "fixed" and cfg.entropy_coef == 0:
+        raise ConfigError(
+            f"algo.entropy_coef: got 0 with algo.entropy.controller={cfg.entropy.controller}, which scales the "
+            f"coefficient and so never leaves 0; set algo.entropy_coef > 0, or algo.entropy.controller=fixed"
+        )
+    bound = cfg.entropy.max_coef
+    if bound is not None and cfg.entropy_coef > bound:
+        raise ConfigError(
+            f"algo.entropy_coef: got {cfg.entropy_coef}, expected <= algo.entropy.max_coef={bound}; "
+            f"lower it or raise the bound"
+        )
+
+
+def _bounded(coef: float, cfg: AlgoConfig) -> float:
+    return coef if cfg.entropy.max_coef is None else min(coef, cfg.entropy.max_coef)

@@ -1,0 +1,120 @@
+"""Which groups train: groups that carry no signal, or are too easy or too hard, are removed before rows are scored."""
+
+import math
+from collections.abc import Sequence
+
+from megarl.config.algo import FilterConfig
+from megarl.errors import ConfigError, DataError
+
+# Scores are float32 somewhere on their way: 0.1 is then off by 1.5e-9.
+_SCORE_TOLERANCE = 1e-6
+
+
+def kept_rows(
+    scores: Sequence[float], uids: Sequence[str], cfg: FilterConfig, *, demonstrated: Sequence[bool] | None = None
+) -> tuple[bool, ...]:
+    """Whether each row stays: all rows of a group (equal uid) or none.
+
+    A group stays if low < mean score < high for `mean_score` = [low, high], both strict (dynamic sampling,
+    arXiv:2503.14476), and if its scores are not all equal to one of `uniform_scores` (within 1e-6). Scores are the
+    scorer's, before shaping. Rows that are `demonstrated` begin with a demonstration; without `count_demonstrations`
+    the others alone decide, unless the group has no others.
+
+    Raises:
+        DataError: a score is not finite, or `mean_score` meets a group of one row.
+    """
+    groups = _group_rows(uids)
+    removed: set[str] = set()
+    for uid, rows in groups.items():
+        values = [float(scores[i]) for i in _judged(rows, cfg, demonstrated)]
+        _check_group(uid, values, len(rows), cfg)
+        if not _in_bounds(values, cfg) or _is_uniform(values, cfg):
+            removed.add(uid)
+    return tuple(uid not in removed for uid in uids)
+
+
+def group_metrics(
+    correct: Sequence[bool],
+    uids: Sequence[str],
+    keep: Sequence[bool],
+    *,
+    demonstrated: Sequence[bool] | None = None,
+) -> dict[str, float]:
+    """What a step sampled, before anything is removed: counts of groups, and shares of rows that are correct.
+
+    filter/num_groups, filter/num_groups_removed; batch/solve_none, batch/solve_all: groups without, and of nothing but,
+    correct rows; batch/solved: share of rows correct; batch/on_solved, batch/off_solved: the same over rows without
+    and with a demonstration, where there are such rows.
+    """
+    groups = _group_rows(uids).values()
+    metrics = {
+        "filter/num_groups": len(groups),
+        "filter/num_groups_removed": sum(not keep[rows[0]] for rows in groups),
+        "batch/solve_none": sum(not any(correct[i] for i in rows) for rows in groups),
+        "batch/solve_all": sum(all(correct[i] for i in rows) for rows in groups),
+    }
+    marks = [False] * len(uids) if demonstrated is None else demonstrated
+    parts = {
+        "batch/solved": correct,
+        "batch/on_solved": [c for c, mark in zip(correct, marks, strict=True) if not mark],
+        "batch/off_solved": [c for c, mark in zip(correct, marks, strict=True) if mark],
+    }
+    shares = {name: sum(map(bool, rows)) / len(rows) for name, rows in parts.items() if len(rows)}
+    return {name: float(value) for name, value in (metrics | shares).items()}
+
+
+def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
+    """ConfigError for bounds that keep nothing, groups too small to judge, and refills of nothing."""
+    if cfg.mean_score is not None:
+        low, high = cfg.mean_score
+        if low >= high:
+            raise ConfigError(
+                f"algo.filter.mean_score: got [{low}, {high}], expected lower < upper bound, both exclusive; "
+                "take for example [0.0, 1.0]"
+            )
+    filters = cfg.mean_score is not None or bool(cfg.uniform_scores)
+    if filters and num_samples < 2:
+        raise ConfigError(
+            f"algo.filter: got rollout.num_samples={num_samples}, expected at least 2 samples of a prompt to judge its "
+            "group by; raise rollout.num_samples or take algo.filter away"
+        )
+    if cfg.max_refills and not filters:
+        raise ConfigError(
+            f"algo.filter.max_refills: got {cfg.max_refills} without a filter that removes groups; set "
+            "algo.filter.mean_score or algo.filter.uniform_scores, or algo.filter.max_refills=0"
+        )
+
+
+def _group_rows(uids: Sequence[str]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for i, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(i)
+    return groups
+
+
+def _judged(rows: Sequence[int], cfg: FilterConfig, demonstrated: Sequence[bool] | None) -> Sequence[int]:
+    """The rows that decide about their group."""
+    if cfg.count_demonstrations or demonstrated is None:
+        return rows
+    return [i for i in rows if not demonstrated[i]] or rows
+
+
+def _check_group(uid: str, values: Sequence[float], num_rows: int, cfg: FilterConfig) -> None:
+    bad = [value for value in values if not math.isfinite(value)]
+    if bad:
+        raise DataError(f"score of group {uid!r}: got {bad[0]}, expected a finite number; check the scorer")
+    if cfg.mean_score is not None and num_rows == 1:
+        raise DataError(
+            f"group {uid!r}: got 1 row, expected all samples of the prompt, at least 2, to judge its mean score"
+        )
+
+
+def _in_bounds(values: Sequence[float], cfg: FilterConfig) -> bool:
+    if cfg.mean_score is None:
+        return True
+    low, high = cfg.mean_score
+    return low < math.fsum(values) / len(values) < high
+
+
+def _is_uniform(values: Sequence[float], cfg: FilterConfig) -> bool:
+    return any(all(abs(value - score) <= _SCORE_TOLERANCE for value in values) for score in cfg.uniform_scores)

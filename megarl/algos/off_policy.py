@@ -1,0 +1,153 @@
+"""Losses of rows that start with a demonstration: LUFFY's mixed loss (arXiv:2504.14945), or imitation beside RL.
+
+Demonstration tokens are `demonstration_mask`, policy tokens are the other loss tokens. All tensors are [B, T].
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algos.aggregation import RowCounts
+from megarl.algos.policy_losses import PolicyLossInputs, Surrogate, clipped_surrogate
+from megarl.algos.reshape import demonstration_reshape, ratio_reshape
+from megarl.config.algo import OffPolicyConfig, PolicyLossConfig
+from megarl.types import DEMONSTRATION, Row, pad_rows
+
+# Added to the demonstrator's probabilities before dividing by them.
+_PROBABILITY_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedLossTerms:
+    """loss: with graph, for the configured aggregation over all loss tokens.
+
+    policy, demonstration: without graph, by metric name; their means are over policy tokens and over demonstration
+    tokens. Places outside the loss mask carry no meaning.
+    """
+
+    loss: Tensor
+    policy: Mapping[str, Tensor]
+    demonstration: Mapping[str, Tensor]
+
+
+def luffy_loss(
+    x: PolicyLossInputs,
+    demonstration_mask: Tensor,
+    cfg: OffPolicyConfig,
+    clip: PolicyLossConfig,
+    target_probs: Tensor | None = None,
+) -> MixedLossTerms:
+    """LUFFY's loss per token (arXiv:2504.14945).
+
+    Policy tokens: the clipped surrogate of `ppo_clip` on the reshaped ratio R', with upper clip
+    max(1 + clip_high, clip_upper_bound), or −A·R' with `remove_clip`; times the correction weights, if there are any.
+    Demonstration tokens: −A·f(P), P = exp(logprobs), without an old policy: the demonstrator's probability counts
+    as 1. Where `target_probs` q is known (≥ 0), P / (q + 1e-6) takes the place of f(P). f is cut at `max_clip`,
+    then raised to `min_clip`; there it has no gradient.
+    Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, this is `ppo_clip`.
+    """
+    demonstrated = x.loss_mask & demonstration_mask
+    surrogate, log_ratio = _policy_terms(x, x.loss_mask & ~demonstrated, cfg, clip)
+    raw = _demonstration_ratio(torch.where(demonstrated, x.logprobs, 0.0), cfg, target_probs)
+    ratio = raw.clamp(cfg.min_clip, cfg.max_clip) if (cfg.min_clip, cfg.max_clip) != (None, None) else raw
+    demonstration_loss = -torch.where(demonstrated, x.advantages, 0.0) * ratio
+    policy_loss = surrogate.loss if x.correction is None else surrogate.loss * x.correction.detach()
+    dtype = x.logprobs.dtype
+    return MixedLossTerms(
+        loss=torch.where(demonstrated, demonstration_loss, policy_loss),
+        policy={
+            "actor/on_pg_loss": surrogate.loss.detach(),
+            "actor/pg_clipfrac": surrogate.clipped.to(dtype),
+            "actor/pg_clipfrac_lower": surrogate.dual_clipped.to(dtype),
+            "actor/ppo_kl": -log_ratio.detach(),
+        },
+        demonstration={
+            "actor/off_pg_loss": demonstration_loss.detach(),
+            "actor/off_ratio": ratio.detach(),
+            "actor/off_clipfrac": (ratio != raw).to(dtype),
+        },
+    )
+
+
+def _policy_terms(
+    x: PolicyLossInputs, mask: Tensor, cfg: OffPolicyConfig, clip: PolicyLossConfig
+) -> tuple[Surrogate, Tensor]:
+    """The surrogate and lp − old. Outside `mask` all inputs are 0, so that nothing there spoils a gradient."""
+    logprobs, old_logprobs = (torch.where(mask, v, 0.0) for v in (x.logprobs, x.old_logprobs.detach()))
+    surrogate = clipped_surrogate(
+        ratio_reshape(cfg).of_ratio(logprobs, old_logprobs),
+        torch.where(mask, x.advantages, 0.0),
+        low=-torch.inf if cfg.remove_clip else 1 - clip.clip_low,
+        high=torch.inf if cfg.remove_clip else max(1 + clip.clip_high, cfg.clip_upper_bound),
+        dual_clip=None if cfg.remove_clip else clip.dual_clip,
+    )
+    return surrogate, logprobs - old_logprobs
+
+
+def _demonstration_ratio(logprobs: Tensor, cfg: OffPolicyConfig, target_probs: Tensor | None) -> Tensor:
+    reshaped = demonstration_reshape(cfg).of_probability(logprobs)
+    if target_probs is None:
+        return reshaped
+    known = target_probs >= 0
+    divided = logprobs.exp() / (torch.where(known, target_probs, 1.0) + _PROBABILITY_EPS)
+    return torch.where(known, divided, reshaped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImitationMasks:
+    """Which loss tokens the policy loss sees, and which are imitated; disjoint, bool [B, T]."""
+
+    policy: Tensor
+    imitated: Tensor
+
+
+def imitation_masks(
+    loss_mask: Tensor, demonstration_mask: Tensor, tokens: Literal["demonstration", "row"]
+) -> ImitationMasks:
+    """A row with a demonstration token is imitated, that part of it or the whole row; others see the policy loss.
+
+    loss = agg(policy loss over `policy`) − sft_coef · mean over `imitated` of logprobs
+    """
+    demonstrated = loss_mask & demonstration_mask
+    in_row = demonstrated.any(dim=-1, keepdim=True)
+    return ImitationMasks(
+        policy=loss_mask & ~in_row, imitated=demonstrated if tokens == "demonstration" else loss_mask & in_row
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCounts:
+    """Global counts of an optimizer mini-batch, known before its first backward.
+
+    policy_loss: rows and tokens that the policy loss sees; num_policy_tokens, num_demonstration_tokens: by who wrote
+    them; num_imitated_tokens: those of the imitation loss, 0 unless `loss` is sft.
+    """
+
+    policy_loss: RowCounts
+    num_policy_tokens: int
+    num_demonstration_tokens: int
+    num_imitated_tokens: int
+
+
+def count_mixed(rows: Sequence[Row], cfg: OffPolicyConfig) -> MixedCounts:
+    """Counts of rows whose score `demonstration` marks demonstration tokens; rows without that score have none."""
+    loss_mask = pad_rows([row.loss_mask for row in rows], dtype=torch.bool)
+    absent = np.empty(0, np.float32)
+    marks = pad_rows([row.scores.get(DEMONSTRATION, absent) for row in rows], dtype=torch.bool)
+    demonstrated = torch.zeros_like(loss_mask)
+    demonstrated[:, : marks.shape[1]] = marks
+    demonstrated &= loss_mask
+    seen, num_imitated = loss_mask, 0
+    if cfg.loss == "sft":
+        masks = imitation_masks(loss_mask, demonstrated, cfg.sft_tokens)
+        seen, num_imitated = masks.policy, int(masks.imitated.sum())
+    return MixedCounts(
+        policy_loss=RowCounts(num_rows=int(seen.any(dim=-1).sum()), num_tokens=int(seen.sum())),
+        num_policy_tokens=int((loss_mask & ~demonstrated).sum()),
+        num_demonstration_tokens=int(demonstrated.sum()),
+        num_imitated_tokens=num_imitated,
+    )

@@ -1,0 +1,136 @@
+"""How much of its demonstration each sample of a prompt starts with (LUFFY, arXiv:2504.14945).
+
+Every draw is a hash of what identifies the sample, so that a resumed run repeats it without saved state.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megarl.algos.registry import Registry
+from megarl.config.algo import DemonstrationConfig
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A prefixed sample: the step (from 1), and its place among the `count` prefixed samples of its prompt."""
+
+    step: int
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The share of the demonstration is drawn uniformly from [low, high], then cut to [0, 1]."""
+
+    low: float
+    high: float
+
+
+PrefixStrategy: TypeAlias = Callable[[Slot, DemonstrationConfig], Window]
+
+PREFIX_STRATEGIES: Registry[PrefixStrategy] = Registry("prefix strategy", key="algo.demonstrations.strategy")
+
+# Stretches of equal numbers of steps in which the stepped schedules keep their window.
+_NUM_WINDOWS = 10
+# Keeps a product that a whole number was meant by, such as 0.29 · 100, from being rounded down to the one below.
+_LENGTH_EPS = 1e-9
+
+
+@PREFIX_STRATEGIES.register("none")
+def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """No demonstration."""
+    return Window(low=0.0, high=0.0)
+
+
+@PREFIX_STRATEGIES.register("random")
+def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """U[min_ratio, max_ratio]."""
+    return Window(low=cfg.min_ratio, high=cfg.max_ratio)
+
+
+@PREFIX_STRATEGIES.register("linear")
+def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1."""
+    ratio = cfg.max_ratio * (1 - min((slot.step - 1) / cfg.decay_steps, 1.0))
+    return Window(low=ratio, high=ratio)
+
+
+@PREFIX_STRATEGIES.register("linear_max")
+def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """U[0, (10 − j)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on."""
+    return Window(low=0.0, high=(_NUM_WINDOWS - _tenth(slot.step, cfg)) * cfg.max_ratio / _NUM_WINDOWS)
+
+
+@PREFIX_STRATEGIES.register("reverse_linear")
+def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """U[0, (j + 1)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on."""
+    return Window(low=0.0, high=(_tenth(slot.step, cfg) + 1) * cfg.max_ratio / _NUM_WINDOWS)
+
+
+@PREFIX_STRATEGIES.register("fixed")
+def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """Equally spaced from min_ratio to max_ratio over the prefixed samples; max_ratio for a single one."""
+    spread = cfg.max_ratio - cfg.min_ratio
+    ratio = cfg.max_ratio if slot.count == 1 else cfg.min_ratio + spread * slot.index / (slot.count - 1)
+    return Window(low=ratio, high=ratio)
+
+
+@PREFIX_STRATEGIES.register("linear_variance")
+def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
+    """U[v − variance, v + variance] around v of `linear`."""
+    middle = linear(slot, cfg).low
+    return Window(low=middle - cfg.variance, high=middle + cfg.variance)
+
+
+def _tenth(step: int, cfg: DemonstrationConfig) -> int:
+    """The tenth of decay_steps that s = step − 1 lies in; a boundary belongs to the earlier one."""
+    elapsed = (step - 1) * _NUM_WINDOWS
+    return min(max(-(-elapsed // cfg.decay_steps) - 1, 0), _NUM_WINDOWS - 1)
+
+
+def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
+    """How many samples of a prompt, the first ones, get a prefix. ConfigError if there are not so many."""
+    if cfg.num_prefixed > num_samples:
+        raise ConfigError(
+            f"algo.demonstrations.num_prefixed: got {cfg.num_prefixed}, expected <= rollout.num_samples={num_samples}; "
+            f"lower it, or set -1 for all"
+        )
+    return num_samples if cfg.num_prefixed == -1 else cfg.num_prefixed
+
+
+def prefix_ratios(
+    cfg: DemonstrationConfig, *, uid: str, step: int, num_samples: int, run_seed: int
+) -> tuple[float, ...]:
+    """The share of its demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
+
+    A draw depends on (run_seed, step, uid, sample index), with `shared` not on the last.
+    """
+    count = num_prefixed(cfg, num_samples)
+    strategy = PREFIX_STRATEGIES.get(cfg.strategy)
+    ratios = []
+    for i in range(count):
+        window = strategy(Slot(step=step, index=i, count=count), cfg)
+        draw = _uniform("ratio", run_seed, step, uid, 0 if cfg.shared else i)
+        ratios.append(min(max(window.low + (window.high - window.low) * draw, 0.0), 1.0))
+    return (*ratios, *[0.0] * (num_samples - count))
+
+
+def prefix_length(num_tokens: int, ratio: float) -> int:
+    """⌊num_tokens · ratio⌋, of a demonstration's tokens with its end token."""
+    return math.floor(num_tokens * ratio + _LENGTH_EPS)
+
+
+def keeps_demonstration(cfg: DemonstrationConfig, *, uid: str, run_seed: int) -> bool:
+    """Whether a prompt is among the `keep_frac` that use their demonstration; the same in every epoch."""
+    return _uniform("keep", run_seed, uid) < cfg.keep_frac
+
+
+def _uniform(*key: object) -> float:
+    """In [0, 1), from a hash of `key`."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53

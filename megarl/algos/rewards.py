@@ -1,0 +1,142 @@
+"""Rewards before the advantage: shaping, their source, and which rows hide them."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megarl.algos.advantages import Estimate, Flip, compute_advantages
+from megarl.algos.advantages.critic import last_values
+from megarl.algos.summary import summary
+from megarl.algos.token_rewards import KL_PENALTY, sequence_rewards
+from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
+from megarl.types import ScoredBatch
+
+# Tells this random choice apart from others of the same seed.
+_MASK_SALT = "reward mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedRewards:
+    """rewards: [B]."""
+
+    rewards: Tensor
+    metrics: Mapping[str, float]
+
+
+def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens: int) -> ShapedRewards:
+    """The scorer's rewards with the overlong penalty, then what `truncated` says, then within `clip`.
+
+    Metrics: critic/rule_score/*, the rewards before; reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
+    """
+    rewards = batch.rewards
+    metrics = summary("critic/rule_score", rewards)
+    num_rows = max(len(rewards), 1)
+    if cfg.overlong_buffer_tokens is not None:
+        penalty = overlong_penalty(
+            batch.loss_mask.sum(dim=-1),
+            max_tokens=max_response_tokens,
+            buffer_tokens=cfg.overlong_buffer_tokens,
+            factor=cfg.overlong_factor,
+        )
+        rewards = rewards + penalty.to(rewards.dtype)
+        metrics["reward/overlong_penalty_mean"] = float(penalty.sum().item()) / num_rows
+    if cfg.truncated is not None and batch.truncated is not None:
+        changed = rewards * cfg.truncated if cfg.truncated >= 0 else torch.full_like(rewards, cfg.truncated)
+        rewards = torch.where(batch.truncated, changed, rewards)
+        metrics["reward/truncated_frac"] = int(batch.truncated.sum()) / num_rows
+    if cfg.clip is not None:
+        clipped = rewards.clamp(*cfg.clip)
+        metrics["reward/clipped_frac"] = int((clipped != rewards).sum()) / num_rows
+        rewards = clipped
+    return ShapedRewards(rewards=rewards, metrics=metrics)
+
+
+def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476), float64 like `num_tokens`: 0 up to max_tokens −
+    buffer_tokens, then linear down to −factor at max_tokens."""
+    excess = (num_tokens.double() - (max_tokens - buffer_tokens)).clamp(0, buffer_tokens)
+    return -excess / buffer_tokens * factor
+
+
+def reward_advantages(
+    batch: ScoredBatch, reward: RewardConfig, advantage: AdvantageConfig, *, keep: Tensor | None = None
+) -> Estimate:
+    """From shaped rewards and the KL penalty to advantages: source, mask, estimator, flip, in this order.
+
+    With `source=critic` the value of a row's last loss token is its reward, there is no KL penalty, and the
+    estimator is `critic_value`. Rows that `keep` [B] hides (None: `keep_rows` decides) lose reward and KL penalty.
+    Their advantages change sign, their returns do not; the critic's advantages, which no reward enters, never do.
+
+    Metrics: reward_source/{rule_based,critic}, critic/score/* (rewards by their source), critic/rewards/* (after
+    KL penalty and mask), reward_mask/{num_masked,mask_ratio_actual,flip_adv}, and the estimator's.
+    """
+    from_critic = reward.source == "critic"
+    if from_critic:
+        batch = critic_rewards(batch)
+        advantage = replace(advantage, estimator="critic_value")
+    metrics = {"reward_source/critic" if from_critic else "reward_source/rule_based": 1.0}
+    metrics |= summary("critic/score", batch.rewards)
+    if keep is None and reward.mask.ratio > 0:
+        keep = keep_rows(batch.uids, reward.mask, seed=batch.seed)
+    flip = None
+    if keep is not None:
+        batch = hide_rewards(batch, keep)
+        num_masked = int((~keep).sum())
+        metrics["reward_mask/num_masked"] = float(num_masked)
+        metrics["reward_mask/mask_ratio_actual"] = num_masked / max(len(keep), 1)
+        if not from_critic and reward.mask.flip is not False:
+            flip = Flip(rows=~keep, stage=reward.mask.flip_stage)
+            metrics["reward_mask/flip_adv"] = 1.0
+    metrics |= summary("critic/rewards", sequence_rewards(batch))
+    estimate = compute_advantages(batch, advantage, flip)
+    return replace(estimate, metrics={**metrics, **estimate.metrics})
+
+
+def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
+    """The batch with the value of each row's last loss token for its reward, and without a KL penalty."""
+    scores = {name: score for name, score in batch.scores.items() if name != KL_PENALTY}
+    return replace(batch, rewards=last_values(batch).to(batch.rewards.dtype), scores=scores)
+
+
+def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
+    """The batch with neither reward nor KL penalty on rows outside `keep`, [B] bool."""
+    scores = dict(batch.scores)
+    if KL_PENALTY in scores:
+        scores[KL_PENALTY] = torch.where(keep[:, None], scores[KL_PENALTY], 0.0)
+    return replace(batch, rewards=torch.where(keep, batch.rewards, 0.0), scores=scores)
+
+
+def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tensor:
+    """[B] bool: rows that keep their reward.
+
+    A row's number in [0, 1) is a hash of the seed, its uid and its place within its group. `bernoulli` hides rows
+    with a number below `ratio`, `fixed` the ⌊rows × ratio⌋ rows of the smallest ones. So a resumed run repeats its
+    choices without saved state, and the order of groups does not matter.
+    """
+    places: Counter[str] = Counter()
+    numbers = []
+    for uid in uids:
+        numbers.append(_uniform(f"{_MASK_SALT}/{seed}/{places[uid]}/{uid}"))
+        places[uid] += 1
+    draws = torch.tensor(numbers, dtype=torch.float64)
+    if cfg.kind == "bernoulli":
+        return draws >= cfg.ratio
+    keep = torch.ones(len(uids), dtype=torch.bool)
+    keep[draws.argsort()[: num_fixed(len(uids), cfg.ratio)]] = False
+    return keep
+
+
+def num_fixed(num_rows: int, ratio: float) -> int:
+    """⌊num_rows × ratio⌋ of the decimal ratio: 29 of 100 rows at 0.29, which in binary is just below."""
+    return math.floor(round(num_rows * ratio, 9))
+
+
+def _uniform(key: str) -> float:
+    """A number in [0, 1) from a text, evenly spread over texts."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53

@@ -1,0 +1,95 @@
+"""The loss of every token of a micro-batch, before it is summed: policy loss, LUFFY's mixed loss, imitation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.algos.mixed_groups import kept_tokens
+from megarl.algos.off_policy import imitation_masks, luffy_loss
+from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
+from megarl.config.algo import AlgoConfig, OffPolicyConfig
+from megarl.types import PolicyOutputs, Row, RowBatch, Score
+
+# The score that holds the weights of `compute_correction`.
+CORRECTION = "correction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """Per-token tensors [B, T]; diagnostics, by metric name, have no graph.
+
+    loss: with graph, summed over `loss_mask`. policy_mask, demonstration_mask: loss tokens by who wrote them, over
+    which their diagnostics are averaged. imitation: −logprobs with graph, over `imitated_mask`.
+    """
+
+    loss: Tensor
+    loss_mask: Tensor
+    policy_mask: Tensor
+    demonstration_mask: Tensor
+    policy_diagnostics: Mapping[str, Tensor]
+    demonstration_diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    imitation: Tensor | None = None
+    imitated_mask: Tensor
+
+
+def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: AlgoConfig) -> TokenLosses:
+    """The configured loss of each token, times its correction weight if rows carry any."""
+    off_policy = cfg.off_policy
+    mask = _trained_tokens(rows, off_policy)
+    demonstrated = rows.demonstration_mask & mask
+    nothing = torch.zeros_like(mask)
+    loss_mask, imitated = mask, nothing
+    if off_policy.loss == "sft":
+        masks = imitation_masks(mask, demonstrated, off_policy.sft_tokens)
+        loss_mask, imitated = masks.policy, masks.imitated
+    x = PolicyLossInputs(
+        logprobs=out.logprobs,
+        old_logprobs=rows.scores.get(Score.OLD_LOGPROBS, out.logprobs.detach()),
+        advantages=advantages,
+        loss_mask=loss_mask,
+        correction=rows.scores.get(CORRECTION),
+    )
+    if off_policy.loss == "luffy":
+        mixed = luffy_loss(
+            x,
+            demonstrated,
+            off_policy,
+            cfg.policy_loss,
+            target_probs=rows.scores.get("target_probs") if off_policy.target_probs else None,
+        )
+        return TokenLosses(
+            loss=mixed.loss,
+            policy_diagnostics=mixed.policy,
+            demonstration_diagnostics=mixed.demonstration,
+            loss_mask=loss_mask,
+            policy_mask=mask & ~demonstrated,
+            demonstration_mask=demonstrated,
+            imitated_mask=imitated,
+        )
+    terms = policy_loss(x, cfg.policy_loss)
+    return TokenLosses(
+        loss=terms.loss,
+        policy_diagnostics=terms.diagnostics,
+        imitation=-out.logprobs if off_policy.loss == "sft" else None,
+        loss_mask=loss_mask,
+        policy_mask=mask & ~demonstrated,
+        demonstration_mask=demonstrated,
+        imitated_mask=imitated,
+    )
+
+
+def _trained_tokens(rows: RowBatch, cfg: OffPolicyConfig) -> Tensor:
+    if cfg.drop_above is None:
+        return rows.loss_mask
+    return kept_tokens(rows.score(Score.OLD_LOGPROBS), rows.loss_mask, cfg.drop_above)
+
+
+def trained_rows(rows: Sequence[Row], cfg: OffPolicyConfig) -> Sequence[Row]:
+    """The rows with the loss masks that the loss will use, so that tokens it leaves out are not counted."""
+    bound = cfg.drop_above
+    if bound is None:
+        return rows
+    return [replace(row, loss_mask=row.loss_mask & (np.exp(row.scores[Score.OLD_LOGPROBS]) <= bound)) for row in rows]

@@ -1,0 +1,42 @@
+"""Rewards on tokens: the score of a row on its last loss token, the KL penalty on every one."""
+
+import torch
+from torch import Tensor
+
+from megarl.algos.masked import masked_sum
+from megarl.types import ScoredBatch
+
+# The score that holds coefficient × KL of every token.
+KL_PENALTY = "kl_penalty"
+
+
+def last_token(loss_mask: Tensor) -> Tensor:
+    """[B, T] bool: the last loss token of every row that has one."""
+    return loss_mask & (loss_mask.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+def place_reward(rewards: Tensor, loss_mask: Tensor) -> Tensor:
+    """[B, T] with rewards [B] on the last loss token of their rows, else 0; a row without loss tokens has none."""
+    return torch.where(last_token(loss_mask), rewards[:, None], 0.0)
+
+
+def kl_penalty(batch: ScoredBatch) -> Tensor:
+    """[B, T] float64 penalty β·KL, 0 outside the loss mask and without KL in the reward."""
+    if KL_PENALTY not in batch.scores:
+        return torch.zeros_like(batch.loss_mask, dtype=torch.float64)
+    return torch.where(batch.loss_mask, batch.scores[KL_PENALTY].double(), 0.0)
+
+
+def token_rewards(batch: ScoredBatch) -> Tensor:
+    """[B, T] float64: the reward on the last loss token minus the KL penalty on every one."""
+    return place_reward(batch.rewards.double(), batch.loss_mask) - kl_penalty(batch)
+
+
+def sequence_rewards(batch: ScoredBatch) -> Tensor:
+    """[B] float64: the reward minus the KL penalty of the whole row. A row without loss tokens keeps its reward."""
+    return batch.rewards.double() - masked_sum(kl_penalty(batch), batch.loss_mask, dim=-1)
+
+
+def returns_to_go(rewards: Tensor) -> Tensor:
+    """[B, T] undiscounted sums Σ_{s≥t} of token rewards that are 0 outside the loss mask."""
+    return rewards.flip(-1).cumsum(-1).flip(-1)

@@ -1,0 +1,131 @@
+"""Checks that the settings of demonstrations and of their loss agree."""
+
+import warnings
+from collections.abc import Callable
+
+from megarl.algos.prefixes import PREFIX_STRATEGIES
+from megarl.algos.reshape import demonstration_reshape, ratio_reshape
+from megarl.config.algo import AlgoConfig, DemonstrationConfig, OffPolicyConfig
+from megarl.errors import ConfigError
+
+# Settings of algo.off_policy that only one kind of loss reads.
+_ONLY_LUFFY = (
+    "reshape",
+    "on_policy_reshape",
+    "max_clip",
+    "min_clip",
+    "drop_above",
+    "clip_upper_bound",
+    "remove_clip",
+    "target_probs",
+)
+_ONLY_SFT = ("sft_coef", "sft_tokens")
+# Settings of algo.off_policy that change nothing without demonstrations.
+_NEED_DEMONSTRATIONS = ("loss", "demonstration_weight", "prefix_reward", "only_positive")
+
+
+def check_luffy(cfg: AlgoConfig) -> None:
+    """ConfigError for an unknown name or a conflict; warns of settings that hardly act."""
+    PREFIX_STRATEGIES.get(cfg.demonstrations.strategy)
+    demonstration_reshape(cfg.off_policy)
+    ratio_reshape(cfg.off_policy)
+    for check in _CHECKS:
+        check(cfg)
+
+
+def _check_sharing(cfg: AlgoConfig) -> None:
+    demonstrations = cfg.demonstrations
+    if demonstrations.strategy == "fixed" and demonstrations.shared:
+        raise ConfigError(
+            "algo.demonstrations.shared: got true with strategy=fixed, which gives each sample of a prompt a ratio of "
+            "its own; set shared=false, or another strategy"
+        )
+    if demonstrations.strategy == "linear" and not demonstrations.shared:
+        raise ConfigError(
+            "algo.demonstrations.shared: got false with strategy=linear, whose ratio depends on the step alone; "
+            "set shared=true, or strategy=linear_variance for ratios around it"
+        )
+
+
+def _check_bounds(cfg: AlgoConfig) -> None:
+    low, high = cfg.demonstrations.min_ratio, cfg.demonstrations.max_ratio
+    if low > high:
+        raise ConfigError(f"algo.demonstrations.min_ratio: got {low}, expected <= max_ratio={high}; swap them")
+    least, most = cfg.off_policy.min_clip, cfg.off_policy.max_clip
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"algo.off_policy.min_clip: got {least}, expected <= max_clip={most}; swap them")
+
+
+def _check_prefixed(cfg: AlgoConfig) -> None:
+    count = cfg.demonstrations.num_prefixed
+    if cfg.off_policy.prefix_reward is not None and count != -1:
+        raise ConfigError(
+            f"algo.off_policy.prefix_reward: is set with algo.demonstrations.num_prefixed={count}, expected -1, as it "
+            f"shares one reward among all samples of a prompt; set num_prefixed=-1, or prefix_reward=null"
+        )
+    if cfg.demonstrations.max_group_accuracy is not None and count == -1:
+        raise ConfigError(
+            "algo.demonstrations.max_group_accuracy: is set with num_prefixed=-1, which leaves no sample without a "
+            "demonstration to measure the accuracy on; set num_prefixed below rollout.num_samples"
+        )
+
+
+def _check_loss_reads_its_settings(cfg: AlgoConfig) -> None:
+    """Imitation and LUFFY's loss exclude each other: a setting of the one is refused with the other."""
+    for loss, names in (("luffy", _ONLY_LUFFY), ("sft", _ONLY_SFT)):
+        if cfg.off_policy.loss != loss:
+            _refuse_changed(cfg.off_policy, names, f"loss={cfg.off_policy.loss}, expected loss={loss}")
+
+
+def _check_there_are_demonstrations(cfg: AlgoConfig) -> None:
+    if cfg.demonstrations.strategy == DemonstrationConfig().strategy:
+        _refuse_changed(
+            cfg.off_policy, _NEED_DEMONSTRATIONS, "algo.demonstrations.strategy=none, expected another strategy"
+        )
+
+
+def _refuse_changed(cfg: OffPolicyConfig, names: tuple[str, ...], situation: str) -> None:
+    default = OffPolicyConfig()
+    for name in names:
+        value, unset = getattr(cfg, name), getattr(default, name)
+        if value != unset:
+            shown = "null" if unset is None else str(unset).lower()
+            raise ConfigError(
+                f"algo.off_policy.{name}: got {value!r} with {situation}, as it would not act; set {name}={shown}, "
+                f"or change the other"
+            )
+
+
+def _check_policy_loss(cfg: AlgoConfig) -> None:
+    if cfg.off_policy.loss == "luffy" and cfg.policy_loss.name != "ppo_clip":
+        raise ConfigError(
+            f"algo.policy_loss.name: got {cfg.policy_loss.name!r} with algo.off_policy.loss=luffy, which brings a "
+            f"clipped surrogate of its own; set ppo_clip, whose clip range it uses"
+        )
+
+
+def _warn_of_reshapes(cfg: AlgoConfig) -> None:
+    off_policy = cfg.off_policy
+    if off_policy.target_probs and off_policy.reshape != "no_reshape":
+        warnings.warn(
+            f"algo.off_policy.reshape={off_policy.reshape} acts only on demonstration tokens without a probability, "
+            f"as target_probs=true divides by the others'",
+            stacklevel=3,
+        )
+    if off_policy.on_policy_reshape == "logp" and not off_policy.remove_clip:
+        warnings.warn(
+            "algo.off_policy.on_policy_reshape=logp is about 0 where a ratio is about 1, outside of the clip range; "
+            "set remove_clip=true",
+            stacklevel=3,
+        )
+
+
+_CHECKS: tuple[Callable[[AlgoConfig], None], ...] = (
+    _check_sharing,
+    _check_bounds,
+    _check_there_are_demonstrations,
+    _check_prefixed,
+    _check_loss_reads_its_settings,
+    _check_policy_loss,
+    _warn_of_reshapes,
+)

@@ -1,0 +1,136 @@
+"""Checks that rewards and advantage estimator fit together: conflicts are errors, what is likely unwanted a warning."""
+
+from dataclasses import fields
+
+from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, Estimator
+from megarl.config.algo import AdvantageConfig, AlgoConfig, RewardConfig, RewardMaskConfig
+from megarl.errors import ConfigError
+
+_MASK = "algo.reward.mask"
+
+
+def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
+    """ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing."""
+    _check_shaping(cfg.reward, max_response_tokens)
+    _check_source(cfg)
+    _check_mask(cfg.reward)
+    _check_options(cfg.advantage, _estimator(cfg))
+    if cfg.advantage.estimator == "maxrl":
+        _check_no_negative_rewards(cfg)
+
+
+def _estimator(cfg: AlgoConfig) -> Estimator:
+    """The estimator that runs: the critic's values as rewards have their own."""
+    named = ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
+    return ADVANTAGE_ESTIMATORS.get("critic_value") if cfg.reward.source == "critic" else named
+
+
+def _check_shaping(cfg: RewardConfig, max_response_tokens: int) -> None:
+    if cfg.clip is not None and cfg.clip[0] >= cfg.clip[1]:
+        raise ConfigError(f"algo.reward.clip: got {list(cfg.clip)}, expected [low, high] with low < high")
+    if cfg.overlong_buffer_tokens is None:
+        if cfg.overlong_factor != RewardConfig().overlong_factor:
+            raise ConfigError(
+                f"algo.reward.overlong_factor: got {cfg.overlong_factor} without a penalty to scale; "
+                f"set algo.reward.overlong_buffer_tokens"
+            )
+    elif cfg.overlong_buffer_tokens > max_response_tokens:
+        raise ConfigError(
+            f"algo.reward.overlong_buffer_tokens: got {cfg.overlong_buffer_tokens}, expected at most "
+            f"rollout.max_response_tokens={max_response_tokens}"
+        )
+
+
+def _check_source(cfg: AlgoConfig) -> None:
+    name = cfg.advantage.estimator
+    if cfg.reward.source == "rule":
+        if name == "critic_value":
+            raise ConfigError(
+                "algo.advantage.estimator: got 'critic_value' with algo.reward.source=rule, whose rewards it does not "
+                "read; set algo.advantage.estimator=gae, or algo.reward.source=critic"
+            )
+        return
+    if not ADVANTAGE_ESTIMATORS.get(name).needs_values:
+        raise ConfigError(
+            f"algo.reward.source: got 'critic' with algo.advantage.estimator={name}, which reads no values; "
+            f"set algo.advantage.estimator=critic_value, or algo.reward.source=rule"
+        )
+    if cfg.kl.where == "reward":
+        raise ConfigError(
+            "algo.kl.where: got 'reward' with algo.reward.source=critic, whose rewards take no KL penalty; "
+            "set algo.kl.where=loss or none"
+        )
+    shaping = {
+        "clip": cfg.reward.clip,
+        "overlong_buffer_tokens": cfg.reward.overlong_buffer_tokens,
+        "truncated": cfg.reward.truncated,
+    }
+    for key, value in shaping.items():
+        if value is not None:
+            raise ConfigError(
+                f"algo.reward.{key}: got {value} with algo.reward.source=critic, which does not read the scorer's "
+                f"rewards; leave it null, or set algo.reward.source=rule"
+            )
+
+
+def _check_mask(cfg: RewardConfig) -> None:
+    if cfg.mask.ratio == 0:
+        unset = RewardMaskConfig()
+        for key in ("kind", "flip", "flip_stage"):
+            value = getattr(cfg.mask, key)
+            if value and value != getattr(unset, key):
+                raise ConfigError(
+                    f"{_MASK}.{key}: got {value} with {_MASK}.ratio=0, which hides no rewards; "
+                    f"set {_MASK}.ratio > 0, or leave {_MASK}.{key} at its default"
+                )
+    if cfg.mask.flip and cfg.source == "critic":
+        raise ConfigError(
+            f"{_MASK}.flip: got True with algo.reward.source=critic, whose advantages are never flipped; "
+            f"set {_MASK}.flip=null, or algo.reward.source=rule"
+        )
+
+
+def _check_options(cfg: AdvantageConfig, estimator: Estimator) -> None:
+    unset = AdvantageConfig()
+    for key in (field.name for field in fields(cfg) if field.name != "estimator"):
+        value = getattr(cfg, key)
+        if key not in estimator.options and value != getattr(unset, key):
+            readers = [name for name in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(name).options]
+            raise ConfigError(
+                f"algo.advantage.{key}: got {value}, which algo.advantage.estimator={cfg.estimator} does not read "
+                f"in this composition; leave it at {getattr(unset, key)}, or use {' or '.join(readers)}"
+            )
+
+
+def _check_no_negative_rewards(cfg: AlgoConfig) -> None:
+    causes = {
+        "algo.kl.where=reward": cfg.kl.where == "reward",
+        "algo.reward.overlong_buffer_tokens": cfg.reward.overlong_buffer_tokens is not None,
+        "algo.reward.truncated < 0": cfg.reward.truncated is not None and cfg.reward.truncated < 0,
+    }
+    for cause, present in causes.items():
+        if present:
+            raise ConfigError(
+                f"algo.advantage.estimator: got 'maxrl' with {cause}, which can make rewards negative; maxrl divides "
+                f"by the mean of rewards in [0, 1]; drop one of the two"
+            )
+
+
+def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps: int) -> list[str]:
+    """What is allowed and most likely not what was meant; one sentence each."""
+    mask, from_critic = cfg.reward.mask, cfg.reward.source == "critic"
+    conditions = {
+        "algo.reward.source=critic trains the critic on its own values, of which any constant is a fixed point; "
+        "freeze the critic": from_critic and not critic_frozen,
+        f"{_MASK}.ratio={mask.ratio} changes rewards and metrics only: with algo.reward.source=critic advantages do "
+        "not depend on rewards": from_critic and mask.ratio > 0,
+        f"{_MASK}.ratio={mask.ratio} with algo.advantage.estimator={cfg.advantage.estimator}: hidden rows count as "
+        "failures and shift the mean of their group": mask.ratio > 0 and not _estimator(cfg).needs_values,
+        f"{_MASK}.flip=false with {_MASK}.ratio={mask.ratio}: hidden rows have advantages of about −V, which "
+        "encourages what the critic thinks little of": not from_critic and mask.ratio > 0 and mask.flip is False,
+        f"{_MASK}.ratio=1 hides every reward: the critic's values are the only signal": not from_critic
+        and mask.ratio == 1,
+        f"a frozen critic needs no warm-up: its {critic_warmup_steps} steps only delay the policy": critic_frozen
+        and critic_warmup_steps > 0,
+    }
+    return [message for message, holds in conditions.items() if holds]

@@ -1,0 +1,147 @@
+"""Every conflict between rewards and estimator, by the message users see."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.algos.validate_rewards import check_rewards, reward_warnings
+from megarl.config import Config, from_dict
+from megarl.config.algo import AlgoConfig
+from megarl.errors import ConfigError
+
+FILES = Path(__file__).parents[3] / "configs" / "algo"
+
+
+def algo(**keys: Any) -> AlgoConfig:
+    return from_dict(Config, {"algo": keys}).algo
+
+
+def critic(**reward: Any) -> dict[str, Any]:
+    return {"reward": {"source": "critic", **reward}, "advantage": {"estimator": "critic_value"}}
+
+
+CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"reward": {"source": "critic"}},
+        "algo.reward.source: got 'critic' with algo.advantage.estimator=grpo, which reads no values; "
+        "set algo.advantage.estimator=critic_value, or algo.reward.source=rule",
+    ),
+    (
+        {"advantage": {"estimator": "critic_value"}},
+        "algo.advantage.estimator: got 'critic_value' with algo.reward.source=rule, whose rewards it does not read; "
+        "set algo.advantage.estimator=gae, or algo.reward.source=critic",
+    ),
+    (
+        critic() | {"kl": {"where": "reward"}},
+        "algo.kl.where: got 'reward' with algo.reward.source=critic, whose rewards take no KL penalty; "
+        "set algo.kl.where=loss or none",
+    ),
+    (
+        critic(truncated=0.5),
+        "algo.reward.truncated: got 0.5 with algo.reward.source=critic, which does not read the scorer's rewards; "
+        "leave it null, or set algo.reward.source=rule",
+    ),
+    (
+        {"reward": {"mask": {"flip": True}}},
+        "algo.reward.mask.flip: got True with algo.reward.mask.ratio=0, which hides no rewards; "
+        "set algo.reward.mask.ratio > 0, or leave algo.reward.mask.flip at its default",
+    ),
+    (
+        {"reward": {"mask": {"kind": "fixed"}}},
+        "algo.reward.mask.kind: got fixed with algo.reward.mask.ratio=0, which hides no rewards; "
+        "set algo.reward.mask.ratio > 0, or leave algo.reward.mask.kind at its default",
+    ),
+    (
+        critic(mask={"ratio": 0.5, "flip": True}),
+        "algo.reward.mask.flip: got True with algo.reward.source=critic, whose advantages are never flipped; "
+        "set algo.reward.mask.flip=null, or algo.reward.source=rule",
+    ),
+    (
+        {"advantage": {"uniform_scale": True}},
+        "algo.advantage.uniform_scale: got True, which algo.advantage.estimator=grpo does not read in this "
+        "composition; leave it at False, or use reinforce_max",
+    ),
+    (
+        {"advantage": {"estimator": "rloo", "gamma": 0.9}},
+        "algo.advantage.gamma: got 0.9, which algo.advantage.estimator=rloo does not read in this composition; "
+        "leave it at 1.0, or use gae",
+    ),
+    (
+        {"reward": {"source": "critic"}, "advantage": {"estimator": "gae", "lam": 0.9}},
+        "algo.advantage.lam: got 0.9, which algo.advantage.estimator=gae does not read in this composition; "
+        "leave it at 1.0, or use gae",
+    ),
+    (
+        {"reward": {"overlong_factor": 0.5}},
+        "algo.reward.overlong_factor: got 0.5 without a penalty to scale; set algo.reward.overlong_buffer_tokens",
+    ),
+    (
+        {"reward": {"overlong_buffer_tokens": 101}},
+        "algo.reward.overlong_buffer_tokens: got 101, expected at most rollout.max_response_tokens=100",
+    ),
+    (
+        {"reward": {"clip": [1.0, 1.0]}},
+        "algo.reward.clip: got [1.0, 1.0], expected [low, high] with low < high",
+    ),
+    (
+        {"advantage": {"estimator": "maxrl"}, "kl": {"where": "reward"}},
+        "algo.advantage.estimator: got 'maxrl' with algo.kl.where=reward, which can make rewards negative; "
+        "maxrl divides by the mean of rewards in [0, 1]; drop one of the two",
+    ),
+    (
+        {"advantage": {"estimator": "maxrl"}, "reward": {"truncated": -0.5}},
+        "algo.advantage.estimator: got 'maxrl' with algo.reward.truncated < 0, which can make rewards negative; "
+        "maxrl divides by the mean of rewards in [0, 1]; drop one of the two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), CONFLICTS, ids=[message[:50] for _, message in CONFLICTS])
+def test_conflicts(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(algo(**keys), max_response_tokens=100)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_algorithm_file_is_without_conflict(path: Path) -> None:
+    config = from_dict(Config, yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert config.algo.name == path.stem
+    check_rewards(config.algo, max_response_tokens=8)
+    critic = config.critic
+    assert reward_warnings(config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"reward": {"overlong_buffer_tokens": 100, "clip": [-1, 1]}},
+        {"reward": {"mask": {"flip": False}}},
+        {"reward": {"source": "critic"}, "advantage": {"estimator": "gae"}},
+        {"advantage": {"estimator": "reinforce_max", "uniform_scale": True}},
+    ],
+)
+def test_no_conflict(keys: dict[str, Any]) -> None:
+    check_rewards(algo(**keys), max_response_tokens=100)
+
+
+GAE = {"estimator": "gae"}
+WARNINGS: list[tuple[dict[str, Any], bool, int, list[str]]] = [
+    (critic(), False, 0, ["freeze the critic"]),
+    (critic(), True, 0, []),
+    (critic(), True, 3, ["its 3 steps only delay the policy"]),
+    (critic(mask={"ratio": 0.5}), True, 0, ["advantages do not depend on rewards"]),
+    ({"reward": {"mask": {"ratio": 0.5}}}, False, 0, ["estimator=grpo: hidden rows count as failures"]),
+    ({"reward": {"mask": {"ratio": 0.5}}, "advantage": GAE}, False, 9, []),
+    ({"reward": {"mask": {"ratio": 0.5, "flip": False}}, "advantage": GAE}, False, 0, ["advantages of about −V"]),
+    ({"reward": {"mask": {"ratio": 1}}, "advantage": GAE}, False, 0, ["the critic's values are the only signal"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "frozen", "warmup", "expected"), WARNINGS)
+def test_warnings(keys: dict[str, Any], frozen: bool, warmup: int, expected: list[str]) -> None:
+    got = reward_warnings(algo(**keys), critic_frozen=frozen, critic_warmup_steps=warmup)
+    assert len(got) == len(expected)
+    assert all(part in message for part, message in zip(expected, got, strict=True))
