@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from megarl.config import from_dict
+from megarl.config.roles import role_settings
 from megarl.config.schema import CheckpointConfig, Config
 from megarl.errors import DataError, RunStopped
+from megarl.parallel.messages import Role
 from megarl.signals import StopRequest
 from megarl.types import AlgoState
 
@@ -25,11 +27,15 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What the driver needs to continue after `step`. `score` is the validation score of this step, if it has one."""
+    """What the driver needs to continue after `step`. `score` is the validation score of this step, if it has one.
+
+    num_optimizer_steps: the actor's; num_critic_steps: the critic's.
+    """
 
     command: Literal["train", "sft"]
     step: int
     num_optimizer_steps: int
+    num_critic_steps: int = 0
     sampler: Mapping[str, float]
     algo: AlgoState
     source: Mapping[str, Any]
@@ -42,7 +48,7 @@ class RunState:
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
-        return cls(**raw | {"algo": AlgoState(**raw["algo"]), "config": from_dict(Config, raw["config"])})
+        return cls(**raw | {"algo": AlgoState.from_dict(raw["algo"]), "config": from_dict(Config, raw["config"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +58,10 @@ class Checkpoint:
     path: Path
     state: RunState
 
-    def has_layout_of(self, config: Config) -> bool:
-        """Whether ranks under `config` hold the same shards as those that wrote it."""
-        return self.state.config.actor.layout == config.actor.layout
+    def same_layout(self, config: Config) -> frozenset[Role]:
+        """The roles whose ranks under `config` hold the same shards as those that wrote it."""
+        before, now = role_settings(self.state.config), role_settings(config)
+        return frozenset(role for role in Role if before[role].layout == now[role].layout)
 
 
 class CheckpointWriters(Protocol):

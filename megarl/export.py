@@ -1,12 +1,16 @@
-"""Write a policy as a Hugging Face model directory, each rank its own slices."""
+"""Write a role's model as a Hugging Face model directory, each rank its own slices."""
 
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
-from megarl.parallel.weights.families import ModelSpec
-from megarl.rollout.weight_sync import WeightWriters, check_complete
+from megarl.parallel.messages import Head, Role, RoleSpec, StoreResult
+from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.parallel.weights.tables import Family
+from megarl.rollout.weight_sync import check_complete
 from megarl.safetensors_map import TensorSpec, create_model_files, dtype_of
 
 # Everything a model directory holds besides weights: configuration, tokenizer, templates.
@@ -14,30 +18,52 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.index.json",)
 
 
-def weight_specs(spec: ModelSpec, dtype: str) -> dict[str, TensorSpec]:
+def weight_specs(spec: ModelSpec, dtype: str, head: Head = Head.LM) -> dict[str, TensorSpec]:
     """Names, shapes and types of a model's Hugging Face tensors."""
-    return {name: TensorSpec(shape=shape, dtype=dtype_of(dtype)) for name, shape in spec.expected_tensors().items()}
+    shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
+    return {name: TensorSpec(shape=shape, dtype=dtype_of(dtype)) for name, shape in shapes.items()}
 
 
-def export_model(workers: WeightWriters, spec: ModelSpec, dtype: str, directory: Path) -> None:
-    """Export the actor. The directory appears under its name only when it is complete."""
+class RoleWriters(Protocol):
+    """The trainer's side."""
+
+    def store_weights(self, files: Sequence[Path], *, role: Role) -> StoreResult: ...
+
+
+def export_model(workers: RoleWriters, role: RoleSpec, directory: Path) -> None:
+    """Export a role. The directory appears under its name only when it is complete.
+
+    A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` takes.
+    """
+    spec = read_model_spec(role.model.path)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    specs = weight_specs(spec, dtype)
-    written = workers.store_weights(create_model_files(partial, specs))
+    specs = weight_specs(spec, role.model.dtype, role.head)
+    written = workers.store_weights(create_model_files(partial, specs), role=role.role)
     check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
-    _copy_companions(spec.path, partial, dtype)
+    _copy_companions(spec.path, partial)
+    _write_config(partial / "config.json", role, spec.family)
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 
 
-def _copy_companions(source: Path, target: Path, dtype: str) -> None:
+def _copy_companions(source: Path, target: Path) -> None:
     skipped = {file for pattern in _WEIGHT_FILES for file in source.glob(pattern)}
     for file in sorted(file for pattern in _COMPANIONS for file in source.glob(pattern)):
         if file not in skipped:
             shutil.copy(file, target / file.name)
-    config_file = target / "config.json"
-    config = json.loads(config_file.read_text())
+
+
+def _write_config(file: Path, role: RoleSpec, family: Family) -> None:
+    """The source's config.json with what differs: the type of the weights, and a critic's kind of model."""
+    config = json.loads(file.read_text())
     config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
+    config["dtype"] = role.model.dtype
+    if role.head is Head.SCALAR:
+        config |= {
+            "architectures": list(family.value_architectures),
+            # One label: transformers counts them.
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
+    file.write_text(json.dumps(config, indent=2) + "\n")

@@ -60,7 +60,6 @@ _ENGINE_PARTS = parts_of(ENGINE, [WEIGHTS, KV_CACHE])
 LOAD = Phase(name="load", needs=frozenset())
 GENERATE = Phase(name="generate", needs=_ENGINE_PARTS)
 SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(ENGINE, [WEIGHTS]))
-EXPORT = Phase(name="export", needs=parts_of(Role.ACTOR, [Part.PARAMS]))
 
 
 def scoring(role: Role) -> Phase:
@@ -73,6 +72,11 @@ def updating(role: Role) -> Phase:
     return Phase(name=f"update {role}", needs=parts_of(role, Part))
 
 
+def exporting(role: Role) -> Phase:
+    """Writing a model directory."""
+    return Phase(name=f"export {role}", needs=parts_of(role, [Part.PARAMS]))
+
+
 def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
     """Writing every trained role."""
     trained = [parts_of(r.role, [Part.PARAMS, Part.OPTIMIZER]) for r in roles if r.trainable]
@@ -80,9 +84,10 @@ def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
-    """The phases of a step in which every role scores and every trained one is updated."""
-    trained = [updating(r.role) for r in roles if r.trainable]
-    return [GENERATE, *(scoring(r.role) for r in reversed(roles)), *trained, SYNC]
+    """The phases of a step in which every role scores and every trained one is updated, the actor last each time."""
+    others_first = (*roles[1:], roles[0])
+    trained = [updating(r.role) for r in others_first if r.trainable]
+    return [GENERATE, *(scoring(r.role) for r in others_first), *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:

@@ -1,7 +1,8 @@
 """Where the processes of a run go: seats on bundles of Ray's placement groups, planned before Ray is asked.
 
-A bundle holds one device that a trainer rank uses, and in the colocated mode an engine too; in the split mode an
-engine has a bundle of `tp` devices to itself. A placement group covers one node, so that its bundles stay together.
+A bundle holds one device that a rank of the actor's layout uses, one of every further layout, and in the colocated
+mode an engine too; in the split mode an engine has a bundle of `tp` devices to itself. A placement group covers one
+node, so that its bundles stay together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.schema import Config, NodesConfig
+from megarl.config.schema import Config, LayoutConfig, NodesConfig
 from megarl.errors import ConfigError
-
-# A process takes half of its bundle's logical CPUs, so that two fit.
-CPU_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +52,14 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """Node groups by name, and a seat for every process of a run."""
+    """Node groups by name, and a seat for every process of a run.
+
+    ranks: those of the actor's layout; other_ranks: those of each further one.
+    """
 
     groups: Mapping[str, NodeGroup]
     ranks: tuple[Seat, ...]
+    other_ranks: tuple[tuple[Seat, ...], ...] = ()
     engines: tuple[Seat, ...] = ()
 
     @property
@@ -71,22 +73,48 @@ def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
     return nodes.devices_per_node or num_devices // nodes.num_nodes
 
 
-def plan_placement(config: Config, device: Mapping[str, float], *, with_engines: bool) -> PlacementPlan:
-    """Seats of all ranks and engines. `device`: Ray resources of one device and its processes."""
+def cpu_share(num_processes: int) -> float:
+    """Of a bundle's logical CPUs, what each process takes so that all fit: a power of two, which Ray can add up."""
+    return 0.5 ** (num_processes - 1).bit_length()
+
+
+def plan_placement(
+    config: Config,
+    device: Mapping[str, float],
+    *,
+    with_engines: bool,
+    with_trainer: bool = True,
+    other_layouts: Sequence[LayoutConfig] = (),
+) -> PlacementPlan:
+    """Seats of all ranks and engines. `device`: Ray resources of one device and its processes.
+
+    Engines without a trainer have nodes of their own (placement.mode=split).
+    """
     nodes, world_size = config.placement.trainer, config.actor.layout.world_size
     per_node = devices_per_node(nodes, world_size)
     groups = {"trainer": NodeGroup(num_nodes=nodes.num_nodes, bundles_per_node=per_node, bundle=device)}
-    seat = Seat(group="trainer", bundle=0, num_cpus=device["CPU"] * CPU_SHARE, num_gpus=device.get("GPU", 0))
-    ranks = tuple(replace(seat, bundle=rank) for rank in range(world_size))
+    # A rank of each layout, and room for an engine.
+    num_cpus = device["CPU"] * cpu_share(len(other_layouts) + 2)
+    seat = Seat(group="trainer", bundle=0, num_cpus=num_cpus, num_gpus=device.get("GPU", 0))
+    guest = replace(seat, num_gpus=0)
+    plan = PlacementPlan(
+        groups=groups,
+        ranks=tuple(replace(seat, bundle=rank) for rank in range(world_size)),
+        other_ranks=tuple(
+            tuple(replace(guest, bundle=rank, shares=(rank,)) for rank in range(layout.world_size))
+            for layout in other_layouts
+        ),
+    )
+    if not with_trainer:
+        del groups["trainer"]
+        plan = PlacementPlan(groups=groups, ranks=())
     if not with_engines:
-        return PlacementPlan(groups=groups, ranks=ranks)
+        return plan
     engine = config.rollout.engine
     if config.placement.mode == "colocated":
         starts = range(0, engine.num_engines * engine.tp, engine.tp)
-        shared = (
-            replace(seat, bundle=start, num_gpus=0, shares=tuple(range(start, start + engine.tp))) for start in starts
-        )
-        return PlacementPlan(groups=groups, ranks=ranks, engines=tuple(shared))
+        shared = (replace(guest, bundle=start, shares=tuple(range(start, start + engine.tp))) for start in starts)
+        return replace(plan, engines=tuple(shared))
     nodes = config.placement.engines
     groups["engines"] = NodeGroup(
         num_nodes=nodes.num_nodes,
@@ -94,8 +122,7 @@ def plan_placement(config: Config, device: Mapping[str, float], *, with_engines:
         bundle={name: amount * engine.tp for name, amount in device.items()},
     )
     own = replace(seat, group="engines", num_cpus=seat.num_cpus * engine.tp, num_gpus=seat.num_gpus * engine.tp)
-    engines = tuple(replace(own, bundle=i) for i in range(engine.num_engines))
-    return PlacementPlan(groups=groups, ranks=ranks, engines=engines)
+    return replace(plan, engines=tuple(replace(own, bundle=i) for i in range(engine.num_engines)))
 
 
 class Reservation:

@@ -9,7 +9,9 @@ from megarl.checkpoint import Checkpoint, last_checkpoint
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.metrics import RunPaths
+from megarl.parallel.messages import Role
 
+_SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
 # What a run may be continued with: where and how it computes, how long, and what it writes. The rest decides what it
 # optimises, on which data, in which order.
 CONTINUABLE = (
@@ -19,12 +21,12 @@ CONTINUABLE = (
     "actor.recompute",
     "actor.micro_batch_tokens",
     "actor.head_chunk_tokens",
-    "actor.optimizer.lr",
-    "actor.optimizer.clip_grad_norm",
-    "actor.optimizer.warmup_steps",
-    "actor.optimizer.schedule",
-    "actor.optimizer.decay_frac",
-    "actor.optimizer.min_lr_frac",
+    "reference.layout",
+    "reference.micro_batch_tokens",
+    "critic.layout",
+    "critic.recompute",
+    "critic.micro_batch_tokens",
+    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _SCHEDULE),
     "rollout.timeout_s",
     "rollout.record",
     "rollout.engine",
@@ -95,6 +97,6 @@ def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
     """What a user should know of a continued run: where it starts, and what is not as it was."""
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
     notes += [f"changed since the checkpoint: {change}" for change in changed_keys(checkpoint.state.config, config)]
-    if not checkpoint.has_layout_of(config):
+    if len(checkpoint.same_layout(config)) < len(Role):
         notes.append("another layout: random number generators are seeded anew")
     return notes

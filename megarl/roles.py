@@ -1,15 +1,48 @@
-"""Which models a run needs, as its algorithm asks."""
+"""Which models a run needs, as its algorithm asks, and which of them share processes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.config.schema import Config
-from megarl.parallel.messages import Role, RoleSpec
+from megarl.config.roles import critic_settings, reference_settings
+from megarl.config.schema import Config, LayoutConfig, ModelConfig
+from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.types import Algorithm, Score
 
 
+def actor_role(config: Config) -> RoleSpec:
+    """The policy that every run trains."""
+    return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+
+
 def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
-    """The actor, and a frozen reference if the algorithm reads its scores."""
-    actor = RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
-    if Score.REF_LOGPROBS not in algorithm.requires():
-        return (actor,)
-    return (actor, replace(actor, role=Role.REFERENCE, trainable=False))
+    """The actor, a frozen reference and a critic, the latter two if the algorithm reads their scores."""
+    required, roles = algorithm.requires(), [actor_role(config)]
+    if Score.REF_LOGPROBS in required:
+        model = _model(config, config.reference.model_path)
+        roles.append(RoleSpec(role=Role.REFERENCE, model=model, settings=reference_settings(config), trainable=False))
+    if Score.VALUES in required:
+        roles.append(
+            RoleSpec(
+                role=Role.CRITIC,
+                model=_model(config, config.critic.model_path),
+                settings=critic_settings(config),
+                head=Head.SCALAR,
+                trainable=not config.critic.freeze,
+            )
+        )
+    return tuple(roles)
+
+
+def _model(config: Config, path: str | None) -> ModelConfig:
+    return config.model if path is None else replace(config.model, path=path, config_path=None)
+
+
+def model_key(config: Config, role: RoleSpec) -> str:
+    """The key that names a role's model."""
+    return "model.path" if role.model.path == config.model.path else f"{role.role}.model_path"
+
+
+def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, ...]]:
+    """The roles of each layout, the actor's layout first; roles of one layout share its processes."""
+    layouts = dict.fromkeys(role.layout for role in sorted(roles, key=lambda role: role.role is not Role.ACTOR))
+    return {layout: tuple(role for role in roles if role.layout == layout) for layout in layouts}

@@ -1,6 +1,6 @@
 """The processes of a run: Ray, the trainer's ranks, the engines. Built before trainers, and shared by several.
 
-    with Cluster(config) as cluster:
+    with Cluster(config, roles=inputs.roles) as cluster:
         Trainer(inputs, cluster, recorder).fit()
 
 Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engine`.
@@ -9,7 +9,8 @@ Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engi
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.role_workers import RoleWorkers
 from megarl.cluster.rows import RowShards, put_rows
 from megarl.cluster.workers import WorkerGroup
 
-__all__ = ["Cluster", "EngineGroup", "Process", "RowShards", "WorkerGroup", "put_rows", "wait_all"]
+__all__ = ["Cluster", "EngineGroup", "Process", "RoleWorkers", "RowShards", "WorkerGroup", "put_rows", "wait_all"]

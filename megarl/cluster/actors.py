@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import ray
 
 from megarl.cluster.processes import Location
@@ -28,9 +29,13 @@ class RunActor:
             device_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
 
-    def call_host_file(self, method: str, *args: Any) -> Any:
+    def lost_workers(self) -> list[int]:
+        """Which worker processes of this one have ended; the answer itself is a sign of life."""
+        return []
+
+    def call_host_file(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the `HostFile` of this host; one process of each host is asked."""
-        return getattr(self._host_file, method)(*args)
+        return getattr(self._host_file, method)(*args, **kwargs)
 
 
 class RankActor(RunActor):
@@ -39,6 +44,12 @@ class RankActor(RunActor):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.worker = PolicyWorker(rank)
+
+    def prepare(self, device_ids: Sequence[str]) -> str:
+        """`PolicyWorker.prepare`, on the devices of others if any are named."""
+        if device_ids:
+            platform().select_devices(device_ids)
+        return self.worker.prepare()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.worker, method)(*args, **kwargs)
@@ -54,12 +65,29 @@ class RankActor(RunActor):
 class EngineActor(RunActor):
     """One engine in a Ray actor."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._workers: list[psutil.Process] = []
+
     def start(self, spec: EngineSpec, device_ids: Sequence[str]) -> list[int]:
         """Build the engine, on the devices of others if any are named; the ids of its processes, this one first."""
         if device_ids:
             platform().select_devices(device_ids)
         self.engine = VllmEngine(spec)
-        return self.engine.process_ids()
+        ids = self.engine.process_ids()
+        self._workers = [psutil.Process(pid) for pid in ids[1:]]
+        return ids
+
+    def lost_workers(self) -> list[int]:
+        return [i for i, worker in enumerate(self._workers) if not _is_alive(worker)]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """A process that has ended but was not waited for yet is a zombie, which psutil calls running."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

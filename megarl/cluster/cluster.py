@@ -1,9 +1,10 @@
 """Ray, the trainer's ranks and the engines of a run."""
 
 import contextlib
-import math
+import itertools
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,18 +13,25 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from megarl.cluster.actors import EngineActor, RankActor
+from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate, wait_all
+from megarl.cluster.ray_session import start_ray
 from megarl.cluster.replication import weight_transport
+from megarl.cluster.role_workers import RoleWorkers
+from megarl.cluster.serving import check_serves
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import Config
-from megarl.errors import ConfigError, RunStopped
+from megarl.errors import RunStopped
 from megarl.janitor import Janitor
+from megarl.parallel.messages import RoleSpec
 from megarl.parallel.platform import apply_environment, platform
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
+from megarl.roles import actor_role, by_layout
 from megarl.rollout.engine import engine_spec
 from megarl.rollout.transport import WeightTransport
-from megarl.signals import keep_handlers
+from megarl.rollout.weight_sync import WeightSync
+from megarl.safetensors_map import TensorSpec
 
 RAY_ENVIRONMENT = {
     # A token file left by another cluster would break the workers.
@@ -36,10 +44,22 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Cluster:
-    """Ray, the trainer's ranks and (with `with_engine`) the engines of one layout."""
+    """Ray, ranks for the layout of each of `roles` (with `with_trainer`), and engines (with `with_engine`).
 
-    def __init__(self, config: Config, *, with_engine: bool = True, log_dir: Path | None = None) -> None:
-        self._config, self._log_dir = config, log_dir
+    roles: the models to be hosted, the actor first; default: the actor alone, and what shares its layout.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        roles: Sequence[RoleSpec] = (),
+        with_engine: bool = True,
+        with_trainer: bool = True,
+        log_dir: Path | None = None,
+    ) -> None:
+        self._config, self._log_dir, self._closed = config, log_dir, False
+        self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         environment = apply_environment() | {"PYTHONWARNINGS": "ignore"}
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
         self._janitor = Janitor()
@@ -47,53 +67,35 @@ class Cluster:
         # Libraries leave files in the temporary directory; the run's own is removed as a whole.
         environment["TMPDIR"] = str(self.scope.temp_dir)
         self.engines = EngineGroup([], timeout_s=0)
-        self.workers = WorkerGroup([], layout=config.actor.layout, timeout_s=0)
+        self.workers = RoleWorkers([], timeout_s=0)
         try:
             self._start(environment, with_engine)
         except BaseException:
             self.close(failed=True)
             raise
 
-    def check_serves(self, config: Config) -> None:
-        """ConfigError unless a run with this configuration can use these processes."""
-        ours, theirs = self._config, config
-        differing = [
-            name
-            for name, a, b in (
-                ("actor.layout", ours.actor.layout, theirs.actor.layout),
-                ("placement", ours.placement, theirs.placement),
-                ("model.dtype", ours.model.dtype, theirs.model.dtype),
-                ("rollout.engine", ours.rollout.engine, theirs.rollout.engine),
-            )
-            if a != b
-        ]
-        if engine_spec(theirs).max_model_tokens > engine_spec(ours).max_model_tokens:
-            differing.append("rollout.engine.max_model_tokens")
-        if differing:
-            raise ConfigError(f"this cluster was started with another {', '.join(differing)}; start one for this run")
+    def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
+        """ConfigError unless a run of these roles with this configuration can use these processes."""
+        check_serves(self._config, self.workers.layouts, config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
         cluster = self._config.cluster
-        plan = plan_placement(self._config, platform().device_resources(), with_engines=with_engine)
-        with keep_handlers():
-            ray.init(
-                address="local",
-                # Logical CPUs only decide placement: ranks and engines may share a core.
-                num_cpus=cluster.num_cpus or max(os.cpu_count() or 1, math.ceil(plan.num_cpus)),
-                object_store_memory=cluster.object_store_mib << 20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-                _temp_dir=str(self.scope.temp_dir),
-                runtime_env={"env_vars": environment},
-            )
+        device, other_layouts = platform().device_resources(), list(self._roles)[1:]
+        plan = plan_placement(
+            self._config,
+            device,
+            with_engines=with_engine,
+            with_trainer=bool(self._roles),
+            other_layouts=other_layouts,
+        )
+        start_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
         # Engines take longest: start them first, wait for them last.
         engines = [
             (p, p.actor.start.remote(engine_spec(self._config), self._shared_devices(seat)))
             for p, seat in zip(self.engines.processes, plan.engines, strict=True)
         ]
-        self.pids = self._join_ranks()
+        self.pids = self._join_ranks(plan)
         started = wait_all(engines, timeout_s=cluster.start_timeout_s, doing="starting the engines")
         for process, (pid, *workers) in zip(self.engines.processes, started, strict=True):
             self.pids |= {process.name: pid} | {f"{process.name} worker {i}": w for i, w in enumerate(workers)}
@@ -104,31 +106,67 @@ class Cluster:
         def create(cls: type, seat: Seat, *args: Any) -> Any:
             return ray.remote(cls).options(**reservation.options(seat)).remote(*args)
 
-        actors = {f"trainer rank {i}": create(RankActor, seat, i) for i, seat in enumerate(plan.ranks)}
+        seats = [plan.ranks, *plan.other_ranks]
+        actors = {
+            f"{name} rank {i}": create(RankActor, seat, i)
+            for name, its_seats in zip(self._group_names(), seats, strict=True)
+            for i, seat in enumerate(its_seats)
+        }
         actors |= {f"engine {i}": create(EngineActor, seat) for i, seat in enumerate(plan.engines)}
-        processes = locate(actors, timeout_s=self._config.cluster.start_timeout_s)
-        num_ranks, timeout_s = len(plan.ranks), self._config.rollout.timeout_s
-        self.workers = WorkerGroup(processes[:num_ranks], layout=self._config.actor.layout, timeout_s=timeout_s)
-        self.engines = EngineGroup(processes[num_ranks:], timeout_s=timeout_s)
+        processes = iter(locate(actors, timeout_s=self._config.cluster.start_timeout_s))
+        timeout_s = self._config.rollout.timeout_s
+        groups = [
+            WorkerGroup(list(itertools.islice(processes, layout.world_size)), layout=layout, timeout_s=timeout_s)
+            for layout in self._roles
+        ]
+        self.workers = RoleWorkers(groups, timeout_s=timeout_s)
+        self.engines = EngineGroup(list(processes), timeout_s=timeout_s)
+
+    def _group_names(self) -> list[str]:
+        """How messages name the ranks of each layout."""
+        others = list(self._roles.values())[1:]
+        return ["trainer", *("+".join(role.role for role in roles) for roles in others)]
 
     def _shared_devices(self, seat: Seat) -> list[str]:
         ranks = self.workers.processes
         return [device for rank in seat.shares for device in ranks[rank].location.device_ids]
 
-    def _join_ranks(self) -> dict[str, int]:
-        """Process ids of the ranks, once they have formed their process groups."""
-        cluster, layout, ranks = self._config.cluster, self._config.actor.layout, self.workers.processes
-        timeout_s = cluster.start_timeout_s
-        prepared = [(p, p.actor.call.remote("prepare")) for p in ranks]
-        address = wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer")[0]
-        joins = [(p, p.actor.call.remote("join", layout, address, cluster.collective_timeout_s)) for p in ranks]
+    def _join_ranks(self, plan: PlacementPlan) -> dict[str, int]:
+        """Process ids of the ranks, once those of each layout have formed their process groups."""
+        ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
+        seats = itertools.chain(plan.ranks, *plan.other_ranks)
+        prepared = [
+            (p, p.actor.prepare.remote(self._shared_devices(seat))) for p, seat in zip(ranks, seats, strict=True)
+        ]
+        addresses = iter(wait_all(prepared, timeout_s=timeout_s, doing="starting the trainer"))
+        joins = []
+        for group in self.workers.groups:
+            first, *_ = itertools.islice(addresses, group.layout.world_size)
+            joins += group.begin("join", group.layout, first, self._config.cluster.collective_timeout_s)
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))
 
+    def weight_sync(self, specs: Mapping[str, TensorSpec]) -> WeightSync | CollectiveSync:
+        """What lets the engines generate with the actor's weights; call it when the actor is loaded."""
+        if self._config.sync.transport == "collective":
+            return CollectiveSync(
+                self.workers.groups[0].processes,
+                self.engines.processes,
+                specs,
+                engine_tp=self._config.rollout.engine.tp,
+                timeout_s=self._config.rollout.timeout_s,
+            )
+        path = self.scope.shm_file("weights")
+        return WeightSync(self.workers, self.engines, path, specs, transport=self.weight_transport(path))
+
     def weight_transport(self, path: Path) -> WeightTransport:
         """What carries a weight file at `path` from the ranks to the engines."""
-        processes = [*self.workers.processes, *self.engines.processes]
-        return weight_transport(processes, path, timeout_s=self._config.rollout.timeout_s)
+        return weight_transport(
+            [*self.workers.processes, *self.engines.processes],
+            path,
+            timeout_s=self._config.rollout.timeout_s,
+            over_devices=self._config.sync.host_group == "device",
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +177,13 @@ class Cluster:
         self.close(failed=error is not None and not isinstance(error, RunStopped))
 
     def close(self, *, failed: bool = False) -> None:
-        """End every process of the run; after a failure the workers' logs are kept under RUN/logs first."""
+        """End every process of the run; after a failure the workers' logs are kept under RUN/logs first.
+
+        Closing again does nothing: by then Ray may be another cluster's.
+        """
+        if self._closed:
+            return
+        self._closed = True
         try:
             if ray.is_initialized():
                 if not failed:

@@ -1,7 +1,7 @@
 """The remote processes of a run, and how the driver waits for them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from megarl.errors import WorkerError
 
 # How long to look for the cause once a rank failed: its peers fail too, with less telling errors.
 CAUSE_WAIT_S = 2.0
+# How often a wait asks the processes that it does not wait for whether they live.
+WATCH_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,37 +27,74 @@ class Location:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A remote process of the run, how messages name it, and where it runs."""
+    """A remote process of the run (`RunActor`), how messages name it, and where it runs.
+
+    peers: all processes of the run. Whoever waits for one of them learns of the death of any.
+    """
 
     name: str
     actor: Any
     location: Location = Location(host="", address="", device_ids=())
+    peers: tuple["Process", ...] = ()
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
     """The processes of named actors (`RunActor`), once all have started."""
     processes = [Process(name=name, actor=actor) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
-    return [replace(p, location=location) for p, location in zip(processes, locations, strict=True)]
+    located = tuple(replace(p, location=location) for p, location in zip(processes, locations, strict=True))
+    return [replace(p, peers=located) for p in located]
+
+
+class _Watch:
+    """Signs of life of the processes that a wait does not wait for: they are asked, and nobody waits for answers."""
+
+    def __init__(self, waited_for: Iterable[Process]) -> None:
+        self._peers = {peer.name: peer for process in waited_for for peer in process.peers}
+        # Questions without an answer so far, and who was asked.
+        self.asked: dict[Any, str] = {}
+
+    def ask(self, busy: Collection[str]) -> None:
+        """Ask everyone who is neither busy nor asked already."""
+        for name in self._peers.keys() - set(busy) - set(self.asked.values()):
+            self.asked[self._peers[name].actor.lost_workers.remote()] = name
+
+    def lost(self) -> str | None:
+        """A process that has died since it was asked."""
+        for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
+            name = self.asked.pop(ref)
+            try:
+                if workers := ray.get(ref):
+                    return f"worker {workers[0]} of {name}"
+            except (ActorDiedError, ActorUnavailableError):
+                return name
+        return None
 
 
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
     """Results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
 
     Raises:
-        WorkerError: a process died, is unreachable, or the calls did not finish in time.
+        WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
     names = {ref: process.name for process, ref in calls}
+    watch = _Watch(process for process, _ in calls)
     pending, deadline = [ref for _, ref in calls], time.monotonic() + timeout_s
     while pending:
-        done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            late = ", ".join(names[ref] for ref in pending)
-            raise WorkerError(f"{doing}: no answer from {late} within {timeout_s:.0f} s; see RUN/logs")
+        left_s = deadline - time.monotonic()
+        done, pending = ray.wait(pending, timeout=max(0.0, min(WATCH_S, left_s)))
+        busy = [names[ref] for ref in pending]
+        if not done and left_s <= WATCH_S:
+            raise WorkerError(f"{doing}: no answer from {', '.join(busy)} within {timeout_s:.0f} s; see RUN/logs")
         for ref in done:
             if (error := _failure(ref)) is not None:
-                raise _cause(error, ref, pending, names, doing)
+                watch.ask(busy)
+                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing)
+        if not done:
+            if (lost := watch.lost()) is not None:
+                raise WorkerError(f"{doing}: {lost} died; see RUN/logs")
+            watch.ask(busy)
     return ray.get([ref for _, ref in calls])
 
 

@@ -1,26 +1,29 @@
-"""The trainer's ranks, called together."""
+"""The trainer's ranks under one layout, called together."""
 
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.cluster.processes import Process, wait_all
 from megarl.cluster.rows import RowShards, put_rows
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.messages import LoadRequest, Part, Role, StoreResult, UpdateRequest, UpdateResult
+from megarl.parallel.messages import Part, Role, StoreResult, UpdateRequest, UpdateResult
 from megarl.types import FloatArray, Row
+
+# Remote calls under way.
+Calls: TypeAlias = list[tuple[Process, Any]]
 
 
 class WorkerGroup:
-    """The trainer's ranks under one layout, called together."""
+    """Ranks under one layout. Each hosts its shard of every role of this layout."""
 
     def __init__(self, processes: Sequence[Process], *, layout: LayoutConfig, timeout_s: float) -> None:
-        self.processes, self._layout, self._timeout_s = list(processes), layout, timeout_s
+        self.processes, self.layout, self._timeout_s = list(processes), layout, timeout_s
 
-    def load(self, request: LoadRequest) -> None:
-        """Start a run on these ranks: models, optimizer, weights."""
-        self._call("load", request, doing="loading the model")
+    def begin(self, method: str, *args: Any, **kwargs: Any) -> Calls:
+        """Call a method of every rank's worker without waiting."""
+        return [(p, p.actor.call.remote(method, *args, **kwargs)) for p in self.processes]
 
     def score(
         self,
@@ -30,15 +33,29 @@ class WorkerGroup:
         *,
         temperature: float,
         step: int,
-        name: str = "logprobs",
-    ) -> list[FloatArray]:
-        """One score (`logprobs`, `entropy` or `values`) of all rows in order; `plan[dp][micro_batch]` lists rows."""
+        paired: bool = False,
+    ) -> dict[str, list[FloatArray]]:
+        """What a role says of all rows, in order, from one pass; `plan[dp][micro_batch]` lists rows.
+
+        Log-probs and entropies (`logprobs`, `entropy`) of a language model, `values` of a critic. With `paired` the
+        second half of each micro-batch is the first with other prompts, and the answer is `kl`; see `HeadRequest`.
+        """
         shards = put_rows(rows)
         results = self._call_with_rows(
-            "score", shards, plan, doing=f"scoring with the {role}", role=role, temperature=temperature, step=step
+            "score",
+            shards,
+            plan,
+            doing=f"scoring with the {role}",
+            role=role,
+            temperature=temperature,
+            step=step,
+            paired=paired,
         )
-        merged = {i: a for r in results if r is not None for i, a in r.scores[name].items()}
-        return [merged[i] for i in range(len(rows))]
+        merged: dict[str, dict[int, FloatArray]] = {}
+        for scores in (result.scores for result in results if result is not None):
+            for name, arrays in scores.items():
+                merged.setdefault(name, {}).update(arrays)
+        return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
 
     def update(
         self, rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], request: UpdateRequest
@@ -50,23 +67,11 @@ class WorkerGroup:
         before = {i: a for r in reported for i, a in r.before.items()}
         return UpdateResult(metrics=reported[0].metrics, before=before)
 
-    def store_weights(self, files: Sequence[Path], *, with_checksums: bool = False) -> StoreResult:
-        """Every rank writes its own slices into preallocated files."""
+    def store_weights(self, role: Role, files: Sequence[Path], *, with_checksums: bool) -> StoreResult:
+        """Every rank writes its own slices of a role's model into preallocated files."""
         paths = [str(f) for f in files]
-        parts = self._call("store_weights", paths, with_checksums=with_checksums, doing="writing weights")
+        parts = self._call("store_weights", paths, with_checksums=with_checksums, role=role, doing="writing weights")
         return functools.reduce(StoreResult.merged, parts)
-
-    def start_checkpoint(self, directory: Path) -> None:
-        """Every rank starts to write its part; returns when it has a snapshot, so that training may go on."""
-        self._call("save_checkpoint", str(directory), doing="saving a checkpoint")
-
-    def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Whether all ranks have written their part; with `wait`, return when they have."""
-        return all(self._call("finish_checkpoint", wait=wait, doing="writing a checkpoint"))
-
-    def load_checkpoint(self, directory: Path, *, same_layout: bool) -> None:
-        """Continue from a complete checkpoint, whatever layout wrote it."""
-        self._call("load_checkpoint", str(directory), same_layout=same_layout, doing="loading a checkpoint")
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
         """Move parts of a role to the hosts; returns the bytes released on all devices together."""
@@ -76,17 +81,8 @@ class WorkerGroup:
         """Bring parts of a role back to the devices."""
         self._call("onload", role, list(parts), doing=f"onloading the {role}")
 
-    def start_profile(self) -> None:
-        """Start torch's profiler in every rank."""
-        self._call("start_profile", doing="starting the profiler")
-
-    def stop_profile(self, directory: Path) -> None:
-        """Every rank writes what happened since, as rank_N.json.gz (Chrome's trace format)."""
-        self._call("stop_profile", str(directory), doing="writing profiler traces")
-
     def _call(self, method: str, *args: Any, doing: str, **kwargs: Any) -> list[Any]:
-        calls = [(p, p.actor.call.remote(method, *args, **kwargs)) for p in self.processes]
-        return wait_all(calls, timeout_s=self._timeout_s, doing=doing)
+        return wait_all(self.begin(method, *args, **kwargs), timeout_s=self._timeout_s, doing=doing)
 
     def _call_with_rows(
         self,
@@ -98,7 +94,7 @@ class WorkerGroup:
         **kwargs: Any,
     ) -> list[Any]:
         calls = [
-            (p, p.actor.call_with_rows.remote(method, shards, plan[self._layout.dp_rank_of(rank)], **kwargs))
+            (p, p.actor.call_with_rows.remote(method, shards, plan[self.layout.dp_rank_of(rank)], **kwargs))
             for rank, p in enumerate(self.processes)
         ]
         return wait_all(calls, timeout_s=self._timeout_s, doing=doing)

@@ -1,7 +1,10 @@
-"""Option names of verl and OpenRLHF, and what they are called here; unknown keys are answered from this table."""
+"""Option names of verl, OpenRLHF and vLLM, and what they are called here; unknown keys are answered from this table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from megarl.config.aliases_algo import CPO, LUFFY, OPENRLHF_ALGO, PPO_CRITIC, VERL_ALGO
+from megarl.config.aliases_roles import OPENRLHF_ROLES, VERL_ROLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,8 @@ class Alias:
 
 _TOKENS = "tokens, not rows"
 _PROMPTS = "prompts, not rows"
+_ALL_PARTS = "parameters, gradients and optimizer state together"
+_SPLIT = "with placement.mode=split"
 
 _VERL = {
     "actor_rollout_ref.actor.clip_ratio": ("algo.policy_loss.clip_low algo.policy_loss.clip_high",),
@@ -34,8 +39,10 @@ _VERL = {
     "actor_rollout_ref.actor.kl_loss_type": ("algo.kl.estimator", "low_var_kl is k3"),
     "actor_rollout_ref.actor.loss_agg_mode": ("algo.aggregation",),
     "actor_rollout_ref.actor.megatron.context_parallel_size": ("actor.layout.cp",),
+    "actor_rollout_ref.actor.megatron.grad_offload": ("placement.offload", _ALL_PARTS),
+    "actor_rollout_ref.actor.megatron.optimizer_offload": ("placement.offload", _ALL_PARTS),
     "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity": ("actor.recompute",),
-    "actor_rollout_ref.actor.megatron.param_offload": ("placement.offload",),
+    "actor_rollout_ref.actor.megatron.param_offload": ("placement.offload", _ALL_PARTS),
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": ("actor.layout.pp",),
     "actor_rollout_ref.actor.megatron.sequence_parallel": ("actor.layout.sequence_parallel",),
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": ("actor.layout.tp",),
@@ -56,17 +63,23 @@ _VERL = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": ("trainer.mini_batch_prompts", "prompts in both"),
     "actor_rollout_ref.actor.use_dynamic_bsz": ("", "micro-batches are always filled up to actor.micro_batch_tokens"),
     "actor_rollout_ref.actor.use_kl_loss": ("algo.kl.where", "set it to loss"),
+    "actor_rollout_ref.hybrid_engine": ("placement.mode", "true is colocated, false is split"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.recompute", "none, selective or full"),
     "actor_rollout_ref.model.path": ("model.path",),
     "actor_rollout_ref.model.use_remove_padding": ("", "rows are always packed"),
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ("actor.micro_batch_tokens", _TOKENS),
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": ("sync.transport", "file or collective"),
+    "actor_rollout_ref.rollout.data_parallel_size": ("rollout.engine.num_engines",),
     "actor_rollout_ref.rollout.dtype": ("model.dtype",),
+    "actor_rollout_ref.rollout.enable_prefix_caching": ("rollout.engine.prefix_caching",),
     "actor_rollout_ref.rollout.enforce_eager": ("rollout.engine.enforce_eager",),
+    "actor_rollout_ref.rollout.free_cache_engine": ("placement.offload",),
     "actor_rollout_ref.rollout.gpu_memory_utilization": ("rollout.engine.gpu_memory_utilization",),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": ("actor.micro_batch_tokens", _TOKENS),
     "actor_rollout_ref.rollout.max_model_len": ("rollout.engine.max_model_tokens",),
     "actor_rollout_ref.rollout.max_num_seqs": ("rollout.engine.max_num_seqs",),
     "actor_rollout_ref.rollout.n": ("rollout.num_samples",),
+    "actor_rollout_ref.rollout.n_gpus_per_node": ("placement.engines.devices_per_node", _SPLIT),
+    "actor_rollout_ref.rollout.nnodes": ("placement.engines.num_nodes", _SPLIT),
     "actor_rollout_ref.rollout.response_length": ("rollout.max_response_tokens",),
     "actor_rollout_ref.rollout.temperature": ("rollout.temperature",),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": ("rollout.engine.tp",),
@@ -90,6 +103,7 @@ _VERL = {
     "data.truncation": ("data.on_long_prompt", "error or drop; nothing is truncated"),
     "data.val_files": ("data.val",),
     "ray_init.num_cpus": ("cluster.num_cpus",),
+    "ray_kwargs.ray_init.num_cpus": ("cluster.num_cpus",),
     "trainer.default_local_dir": ("run.dir",),
     "trainer.experiment_name": ("run.name",),
     "trainer.logger": ("logging.tensorboard logging.wandb_project",),
@@ -110,8 +124,15 @@ _OPENRLHF = {
     "actor_num_gpus_per_node": ("placement.trainer.devices_per_node",),
     "actor_num_nodes": ("placement.trainer.num_nodes",),
     "adam_betas": ("actor.optimizer.betas",),
+    "adam_offload": ("placement.offload", _ALL_PARTS),
     "advantage_estimator": ("algo.advantage.estimator",),
+    "async_train": ("placement.mode", "set it to split"),
+    "colocate_actor_ref": ("", "actor and reference always share their devices"),
     "colocate_all_models": ("placement.mode", "set it to colocated"),
+    "critic_num_gpus_per_node": ("critic.layout", "on the actor's devices"),
+    "critic_num_nodes": ("critic.layout", "on the actor's devices"),
+    "deepspeed_enable_sleep": ("placement.offload",),
+    "ds_tensor_parallel_size": ("actor.layout.tp",),
     "enable_prefix_caching": ("rollout.engine.prefix_caching",),
     "enforce_eager": ("rollout.engine.enforce_eager",),
     "entropy_loss_coef": ("algo.entropy_coef",),
@@ -160,14 +181,33 @@ _OPENRLHF = {
     "vllm_enable_sleep": ("placement.offload",),
     "vllm_gpu_memory_utilization": ("rollout.engine.gpu_memory_utilization",),
     "vllm_num_engines": ("rollout.engine.num_engines",),
+    "vllm_sync_backend": ("sync.transport", "file or collective"),
     "vllm_tensor_parallel_size": ("rollout.engine.tp",),
     "wandb_project": ("logging.wandb_project",),
     "wandb_run_name": ("run.name",),
 }
 
+# What its engine arguments are called, for those who set them as `rollout.engine.*`.
+_VLLM = {
+    "rollout.engine.data_parallel_size": ("rollout.engine.num_engines",),
+    "rollout.engine.enable_prefix_caching": ("rollout.engine.prefix_caching",),
+    "rollout.engine.enable_sleep_mode": ("placement.offload",),
+    "rollout.engine.kv_cache_memory_bytes": ("rollout.engine.kv_cache_mib", "MiB"),
+    "rollout.engine.max_model_len": ("rollout.engine.max_model_tokens",),
+    "rollout.engine.tensor_parallel_size": ("rollout.engine.tp",),
+}
+
 ALIASES: Mapping[str, Alias] = {
     name: Alias(framework, *entry)
-    for framework, table in (("verl", _VERL), ("OpenRLHF", _OPENRLHF))
+    for framework, tables in (
+        ("verl", (_VERL, VERL_ROLES, VERL_ALGO)),
+        ("PPO_critic", (PPO_CRITIC,)),
+        ("CPO", (CPO,)),
+        ("LUFFY", (LUFFY,)),
+        ("OpenRLHF", (_OPENRLHF, OPENRLHF_ROLES, OPENRLHF_ALGO)),
+        ("vLLM", (_VLLM,)),
+    )
+    for table in tables
     for name, entry in table.items()
 }
 
@@ -175,15 +215,15 @@ ALIASES: Mapping[str, Alias] = {
 def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
     """The name given and its alias, for an unknown dotted key and what lies under it.
 
-    A mapping is searched down to its leaves. The first sections of a name may be missing: `rollout.n` is found as
-    verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is left out.
+    A mapping is searched down to its leaves. The first sections of a name may be missing if all names that end so
+    mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is left out.
     """
     for name in _leaves(path.lstrip("+"), value):
         if name in ALIASES:
             return name, ALIASES[name]
-        found = [alias for known, alias in ALIASES.items() if "." in name and known.endswith(f".{name}")]
+        found = {alias for known, alias in ALIASES.items() if "." in name and known.endswith(f".{name}")}
         if len(found) == 1:
-            return name, found[0]
+            return name, found.pop()
     return None
 
 

@@ -1,8 +1,9 @@
 """Rules of a parallel layout: what must divide what, and what Megatron computes wrongly."""
 
 from collections.abc import Mapping
+from math import gcd
 
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
 
 
@@ -28,6 +29,46 @@ def check_layout(layout: LayoutConfig, where: str) -> None:
         raise ConfigError(
             f"{where}.virtual_pp: got {layout.virtual_pp} at pp=2 without overlapped communication, which Megatron "
             f"computes silently wrong; set {where}.overlap_p2p=true"
+        )
+
+
+def check_role_layouts(config: Config) -> None:
+    """Layouts that reference and critic have of their own are sound, and the actor's ranks have devices for them."""
+    size = config.actor.layout.world_size
+    for role, layout in (("reference", config.reference.layout), ("critic", config.critic.layout)):
+        if layout is None:
+            continue
+        check_layout(layout, f"{role}.layout")
+        if layout.world_size > size:
+            raise ConfigError(
+                f"{role}.layout: tp {layout.tp} × pp {layout.pp} × cp {layout.cp} × dp {layout.dp} = "
+                f"{layout.world_size} ranks, expected <= {size}, those of actor.layout, whose devices they use; "
+                f"lower it, raise actor.layout, or set {role}.layout=null"
+            )
+
+
+def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> int:
+    """A size that the config.json of a role's model must have."""
+    value = hf_config.get(name)
+    if type(value) is not int or value < 1:
+        key = "model.path" if role == "actor" else f"{role}.model_path"
+        raise ConfigError(f"{key}: config.json has {name}={value!r}, expected a positive int; is it a causal LM?")
+    return value
+
+
+def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
+    """Tensor parallelism divides heads and widths of a role's model."""
+    names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    if hf_config.get("num_key_value_heads") is None:  # as many as query heads
+        names.remove("num_key_value_heads")
+    dimensions = {name: model_dimension(hf_config, name, role) for name in names}
+    undivided = [f"{name}={size}" for name, size in dimensions.items() if size % layout.tp]
+    if undivided:
+        common = gcd(*dimensions.values())
+        valid = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ConfigError(
+            f"{role}.layout.tp: got {layout.tp}, which does not divide the model's {' and '.join(undivided)}; "
+            f"valid values: {valid}"
         )
 
 

@@ -45,6 +45,15 @@ def check_engines(config: Config) -> None:
         )
 
 
+def check_transport(config: Config) -> None:
+    """A collective has a member per device, so trainer and engines must not share any."""
+    if config.sync.transport == "collective" and config.placement.mode == "colocated":
+        raise ConfigError(
+            "sync.transport: got collective with placement.mode=colocated, but NCCL takes no device twice; set "
+            "sync.transport=file or placement.mode=split"
+        )
+
+
 def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
     """The engine's tensor parallelism divides the model as vLLM does it: key-value heads may be repeated."""
     tp = config.rollout.engine.tp

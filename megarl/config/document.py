@@ -8,7 +8,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from megarl.config import schema
 from megarl.config.parse import describe_type
 from megarl.config.ranges import RANGES
 from megarl.config.schema import Config
@@ -17,7 +16,7 @@ PAGE = Path("docs/configuration.md")
 COMMAND = "python -m megarl.config.document"
 HEADER = f"""# Configuration
 
-Written by `{COMMAND}` from `megarl/config/schema.py`; edit that instead.
+Written by `{COMMAND}` from `megarl/config/schema.py` and `megarl/config/algo/`; edit those instead.
 
 A run file in `configs/run/` names a model and an algorithm and holds what differs; `key=value` on the command line
 goes before it. Unknown keys, wrong types and values out of range are errors, and `megarl train CONFIG --dry-run` finds
@@ -108,8 +107,14 @@ def _cell(text: str) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """The comment above each field, and that on its line."""
-    lines = Path(inspect.getfile(schema)).read_text().splitlines()
+    """The comment above each field, and that on its line; of inherited fields too."""
+    bases = [_comments(base) for base in cls.__bases__ if is_dataclass(base)]
+    inherited = {name: comment for base in bases for name, comment in base.items()}
+    return inherited | _own_comments(cls)
+
+
+def _own_comments(cls: type) -> dict[str, str]:
+    lines = Path(inspect.getfile(cls)).read_text().splitlines()
     tree = ast.parse("\n".join(lines))
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
     found: dict[str, str] = {}

@@ -34,6 +34,11 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
     return from_dict(Config, compose(run_file, overrides))
 
 
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """A configuration with some settings changed, as by `compose`; it has no files that `use` could choose."""
+    return from_dict(Config, _merge(asdict(config), _parse_overrides(overrides)))
+
+
 def dump(config: Config) -> str:
     """YAML of every key, which loads back to an equal Config."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
@@ -77,7 +82,7 @@ def _collect(
     """The file of each group, and the bodies of the run files, base first. `above`: those that led here."""
     if run_file.resolve() in above:
         raise ConfigError(f"{run_file}: builds upon itself; remove the circle of use.run")
-    body = _read_yaml(run_file)
+    body = read_yaml(run_file)
     use = {**_take_use(body, str(run_file)), **use_overrides}
     # Not Path.parent: the parent of "." is "." again.
     root = Path(os.path.normpath(run_file.parent / ".."))
@@ -103,7 +108,7 @@ def _used_file(root: Path, group: str, name: str) -> Path:
 
 
 def _read_group_file(path: Path) -> Tree:
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     if "use" in tree:
         raise ConfigError(f"{path}: use: only run files may use others; name the files in the run file")
     return tree
@@ -118,7 +123,8 @@ def _require_file(path: Path, where: str) -> None:
     raise ConfigError(f"{where}no file {path}; {path.parent} has: {', '.join(there) or 'no YAML file'}")
 
 
-def _read_yaml(path: Path) -> Tree:
+def read_yaml(path: Path) -> Tree:
+    """The mapping of a YAML file, empty for an empty file. ConfigError if it is anything else, or has a key twice."""
     _require_file(path, "")
     tree = _parse_yaml(path.read_bytes(), str(path))
     if tree is None:

@@ -4,11 +4,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from megarl.config.aliases import find_alias
+from megarl.config.suggest import suggest_keys
 from megarl.errors import ConfigError
 
 T = TypeVar("T")
@@ -16,6 +16,7 @@ T = TypeVar("T")
 # YAML 1.1 reads 1e-6 and 1.5e6 (no point, or no sign after the e) as strings.
 _EXPONENT_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _MAX_SUGGESTIONS = 3
+_TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
@@ -24,7 +25,6 @@ def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
     `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6; an int
     field takes a float of integral value, a float field an int, and neither a bool, NaN or infinity.
     """
-    _refuse_unknown_keys(cls, mapping, path, tuple(_dotted_keys(cls, path)))
     return cast(T, _convert(cls, mapping, path))
 
 
@@ -54,18 +54,10 @@ def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[
 
 
 def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) -> str:
-    """The key's right place if it has one, else the nearest sibling, else the nearest key of the tree."""
+    """What to do about an unknown key."""
     if "." in key:
         return "dotted keys belong to overrides on the command line; in a file, nest one mapping in the other"
-    places: dict[str, list[str]] = {}
-    for dotted in known:
-        places.setdefault(dotted.rpartition(".")[2], []).append(dotted)
-    near = get_close_matches(key, siblings, n=1)
-    found = (
-        places.get(key)
-        or [_join(path, name) for name in near]
-        or [dotted for name in get_close_matches(key, places, n=1) for dotted in places[name]]
-    )
+    found = suggest_keys(key, path, known)
     if found:
         return f"did you mean {' or '.join(repr(dotted) for dotted in found[:_MAX_SUGGESTIONS])}?"
     return f"{f'{path} has' if path else 'there are'}: {', '.join(siblings)}"
@@ -91,22 +83,26 @@ def _parse(hint: Any, value: object, path: str) -> object:
 def _parse_section(hint: Any, value: object, path: str) -> object:
     if not isinstance(value, Mapping):
         raise _WrongTypeError
+    _refuse_unknown_keys(hint, value, path, tuple(_dotted_keys(hint, path)))
     hints = get_type_hints(hint)
     for field in fields(hint):
         if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{_join(path, field.name)}: is missing; {path} has: {', '.join(hints)}")
+            keys = f"{f'{path} has' if path else 'there are'}: {', '.join(hints)}"
+            raise ConfigError(f"{_join(path, field.name)}: is missing; {keys}")
     return hint(**{key: _convert(hints[key], item, _join(path, key)) for key, item in value.items()})
 
 
 def _parse_union(hint: Any, value: object, path: str) -> object:
-    """A type or null, or a plain type or a section."""
-    (plain,) = (arg for arg in get_args(hint) if arg is not NoneType and not is_dataclass(arg))
+    """A type or null, a section or null, or a plain type or a section."""
+    plain = [arg for arg in get_args(hint) if arg is not NoneType and not is_dataclass(arg)]
     for other in get_args(hint):
         if other is NoneType and value is None:
             return None
         if is_dataclass(other) and isinstance(value, Mapping):
             return from_dict(cast(type, other), value, path)
-    return _parse(plain, value, path)
+    if not plain:
+        raise _WrongTypeError
+    return _parse(plain[0], value, path)
 
 
 def _parse_tuple(hint: Any, value: object, path: str) -> object:
@@ -132,6 +128,23 @@ def _parse_exact(hint: Any, value: object, path: str) -> object:
     return value
 
 
+def parse_bool(value: object) -> bool:
+    """True, False, or one of the texts true/yes/1 and false/no/0 in any case; ConfigError for anything else."""
+    if isinstance(value, bool):
+        return value
+    text = value.lower() if isinstance(value, str) else ""
+    if text not in _TRUE | _FALSE:
+        raise ConfigError(f"got {value!r} ({type(value).__name__}), expected true or false")
+    return text in _TRUE
+
+
+def _parse_bool(hint: Any, value: object, path: str) -> bool:
+    try:
+        return parse_bool(value)
+    except ConfigError:
+        raise _WrongTypeError from None
+
+
 def _parse_float(hint: Any, value: object, path: str) -> float:
     if isinstance(value, str) and _EXPONENT_NUMBER.fullmatch(value):
         value = float(value)
@@ -151,9 +164,10 @@ def _parse_int(hint: Any, value: object, path: str) -> int:
 
 _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
     UnionType: _parse_union,
+    Union: _parse_union,  # what Literal[...] | None is
     tuple: _parse_tuple,
     Literal: _parse_literal,
-    bool: _parse_exact,
+    bool: _parse_bool,
     str: _parse_exact,
     float: _parse_float,
     int: _parse_int,
@@ -163,7 +177,7 @@ _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
 def describe_type(hint: Any) -> str:
     """What a field of this type takes, in words."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is UnionType:
+    if origin in (UnionType, Union):
         return " or ".join(_alternative(arg) for arg in args)
     if origin is Literal:
         return f"one of {', '.join(map(repr, args))}"
@@ -180,4 +194,5 @@ def _alternative(hint: Any) -> str:
 
 
 def _item(hint: Any) -> str:
-    return describe_type(hint) if get_origin(hint) is UnionType else str(hint.__name__)
+    has_own_words = is_dataclass(hint) or get_origin(hint) in (UnionType, Union)
+    return _alternative(hint) if has_own_words else str(hint.__name__)

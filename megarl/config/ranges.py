@@ -1,102 +1,107 @@
 """The range of every number in the configuration."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
 
+from megarl.config.range import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range
+from megarl.config.ranges_algo import ALGO_RANGES
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
+_LAYOUT: Mapping[str, Range] = {
+    "tp": AT_LEAST_1,
+    "pp": AT_LEAST_1,
+    "cp": AT_LEAST_1,
+    "dp": AT_LEAST_1,
+    "virtual_pp": AT_LEAST_1,
+    "first_stage_layers": AT_LEAST_1,
+    "last_stage_layers": AT_LEAST_1,
+}
+_OPTIMIZER: Mapping[str, Range] = {
+    "lr": POSITIVE,
+    "betas": Range(holds=lambda x: 0 <= x < 1, expected="in [0, 1)"),
+    "eps": POSITIVE,
+    "weight_decay": AT_LEAST_0,
+    "clip_grad_norm": Range(holds=lambda x: x > 0, expected="> 0 (1e9 never clips)"),
+    "warmup_steps": AT_LEAST_0,
+    "decay_frac": SHARE,
+    "min_lr_frac": FRACTION,
+}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """A condition on a single number, and how messages put it."""
 
-    holds: Callable[[float], bool]
-    expected: str
+def _under(section: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
+    return {f"{section}.{key}": allowed for key, allowed in ranges.items()}
 
 
-_AT_LEAST_0 = Range(holds=lambda x: x >= 0, expected=">= 0")
-_AT_LEAST_1 = Range(holds=lambda x: x >= 1, expected=">= 1")
-_POSITIVE = Range(holds=lambda x: x > 0, expected="> 0")
-_SHARE = Range(holds=lambda x: 0 < x <= 1, expected="in (0, 1]")
-
-# Every number of the schema; null and lists are handled by `require_ranges`.
+# Every number of the schema; null, sections that are null, and lists are handled by `require_ranges`.
 RANGES: Mapping[str, Range] = {
-    "run.seed": _AT_LEAST_0,
-    "model.vocab_multiple": _AT_LEAST_1,
-    "data.max_prompt_tokens": _AT_LEAST_1,
-    "algo.policy_loss.clip_low": Range(holds=lambda x: 0 < x < 1, expected="in (0, 1)"),
-    "algo.policy_loss.clip_high": _POSITIVE,
-    "algo.policy_loss.dual_clip": Range(holds=lambda x: x > 1, expected="> 1, or null for no bound"),
-    "algo.kl.coef": _AT_LEAST_0,
-    "algo.kl.target_nats": _POSITIVE,
-    "algo.kl.horizon": _POSITIVE,
-    "algo.entropy_coef": _AT_LEAST_0,
-    "algo.aggregation_horizon_tokens": _AT_LEAST_1,
-    "actor.layout.tp": _AT_LEAST_1,
-    "actor.layout.pp": _AT_LEAST_1,
-    "actor.layout.cp": _AT_LEAST_1,
-    "actor.layout.dp": _AT_LEAST_1,
-    "actor.layout.virtual_pp": _AT_LEAST_1,
-    "actor.layout.first_stage_layers": _AT_LEAST_1,
-    "actor.layout.last_stage_layers": _AT_LEAST_1,
-    "actor.optimizer.lr": _POSITIVE,
-    "actor.optimizer.betas": Range(holds=lambda x: 0 <= x < 1, expected="in [0, 1)"),
-    "actor.optimizer.eps": _POSITIVE,
-    "actor.optimizer.weight_decay": _AT_LEAST_0,
-    "actor.optimizer.clip_grad_norm": Range(holds=lambda x: x > 0, expected="> 0 (1e9 never clips)"),
-    "actor.optimizer.warmup_steps": _AT_LEAST_0,
-    "actor.optimizer.decay_frac": _SHARE,
-    "actor.optimizer.min_lr_frac": Range(holds=lambda x: 0 <= x <= 1, expected="in [0, 1]"),
-    "actor.micro_batch_tokens": _AT_LEAST_1,
-    "actor.head_chunk_tokens": _AT_LEAST_1,
-    "rollout.num_samples": _AT_LEAST_1,
-    "rollout.temperature": _POSITIVE,
-    "rollout.top_p": _SHARE,
+    **ALGO_RANGES,
+    "run.seed": AT_LEAST_0,
+    "model.vocab_multiple": AT_LEAST_1,
+    "data.max_prompt_tokens": AT_LEAST_1,
+    **_under("actor.layout", _LAYOUT),
+    **_under("actor.optimizer", _OPTIMIZER),
+    "actor.micro_batch_tokens": AT_LEAST_1,
+    "actor.head_chunk_tokens": AT_LEAST_1,
+    **_under("reference.layout", _LAYOUT),
+    "reference.micro_batch_tokens": AT_LEAST_1,
+    **_under("critic.layout", _LAYOUT),
+    **_under("critic.optimizer", _OPTIMIZER),
+    "critic.micro_batch_tokens": AT_LEAST_1,
+    "critic.value_clip": Range(holds=lambda x: x > 0, expected="> 0, or null for no clipping"),
+    "critic.warmup_steps": AT_LEAST_0,
+    "rollout.num_samples": AT_LEAST_1,
+    "rollout.temperature": POSITIVE,
+    "rollout.top_p": SHARE,
     "rollout.top_k": Range(holds=lambda x: x == -1 or x >= 1, expected=">= 1, or -1 for no limit"),
-    "rollout.max_response_tokens": _AT_LEAST_1,
-    "rollout.timeout_s": _POSITIVE,
-    "rollout.engine.num_engines": _AT_LEAST_1,
-    "rollout.engine.tp": _AT_LEAST_1,
-    "rollout.engine.max_num_seqs": _AT_LEAST_1,
-    "rollout.engine.max_model_tokens": _AT_LEAST_1,
-    "rollout.engine.kv_cache_mib": _AT_LEAST_1,
-    "rollout.engine.gpu_memory_utilization": _SHARE,
-    "rollout.engine.block_size": _AT_LEAST_1,
-    "placement.trainer.num_nodes": _AT_LEAST_1,
-    "placement.trainer.devices_per_node": _AT_LEAST_1,
-    "placement.engines.num_nodes": _AT_LEAST_1,
-    "placement.engines.devices_per_node": _AT_LEAST_1,
-    "trainer.total_steps": _AT_LEAST_1,
-    "trainer.prompts_per_step": _AT_LEAST_1,
-    "trainer.mini_batch_prompts": _AT_LEAST_1,
-    "trainer.num_epochs": _AT_LEAST_1,
-    "trainer.mismatch_gate_nats": _POSITIVE,
+    "rollout.max_response_tokens": AT_LEAST_1,
+    "rollout.timeout_s": POSITIVE,
+    "rollout.engine.num_engines": AT_LEAST_1,
+    "rollout.engine.tp": AT_LEAST_1,
+    "rollout.engine.max_num_seqs": AT_LEAST_1,
+    "rollout.engine.max_model_tokens": AT_LEAST_1,
+    "rollout.engine.kv_cache_mib": AT_LEAST_1,
+    "rollout.engine.gpu_memory_utilization": SHARE,
+    "rollout.engine.block_size": AT_LEAST_1,
+    "placement.trainer.num_nodes": AT_LEAST_1,
+    "placement.trainer.devices_per_node": AT_LEAST_1,
+    "placement.engines.num_nodes": AT_LEAST_1,
+    "placement.engines.devices_per_node": AT_LEAST_1,
+    "trainer.total_steps": AT_LEAST_1,
+    "trainer.prompts_per_step": AT_LEAST_1,
+    "trainer.mini_batch_prompts": AT_LEAST_1,
+    "trainer.num_epochs": AT_LEAST_1,
+    "trainer.mismatch_gate_nats": POSITIVE,
     "validation.every_steps": Range(holds=lambda x: x >= 1, expected=">= 1 (data.val=[] skips validation)"),
-    "validation.num_samples": _AT_LEAST_1,
+    "validation.num_samples": AT_LEAST_1,
     "validation.temperature": Range(holds=lambda x: x > 0, expected="> 0 (validation.greedy=true is argmax)"),
-    "validation.max_prompts": _AT_LEAST_1,
-    "sft.batch_size": _AT_LEAST_1,
-    "sft.total_steps": _AT_LEAST_1,
-    "logging.rollout_every_steps": _AT_LEAST_0,
-    "logging.num_rollouts": _AT_LEAST_1,
-    "logging.peak_tflops": _POSITIVE,
-    "checkpoint.every_steps": _AT_LEAST_0,
-    "checkpoint.keep_last": _AT_LEAST_1,
-    "checkpoint.keep_best": _AT_LEAST_0,
-    "cluster.num_cpus": _AT_LEAST_1,
+    "validation.max_prompts": AT_LEAST_1,
+    "sft.batch_size": AT_LEAST_1,
+    "sft.total_steps": AT_LEAST_1,
+    "logging.rollout_every_steps": AT_LEAST_0,
+    "logging.num_rollouts": AT_LEAST_1,
+    "logging.peak_tflops": POSITIVE,
+    "checkpoint.every_steps": AT_LEAST_0,
+    "checkpoint.keep_last": AT_LEAST_1,
+    "checkpoint.keep_best": AT_LEAST_0,
+    "cluster.num_cpus": AT_LEAST_1,
     # Ray refuses a smaller object store.
     "cluster.object_store_mib": Range(holds=lambda x: x >= 75, expected=">= 75"),
-    "cluster.start_timeout_s": _POSITIVE,
-    "cluster.collective_timeout_s": _POSITIVE,
+    "cluster.start_timeout_s": POSITIVE,
+    "cluster.collective_timeout_s": POSITIVE,
 }
 
 
 def require_ranges(config: Config) -> None:
     """The rule that every number lies in its range. Raises ConfigError."""
     for key, allowed in RANGES.items():
-        value = attrgetter(key)(config)
+        value = _value_at(config, key)
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not allowed.holds(number):
                 raise ConfigError(f"{key}: got {number}, expected {allowed.expected}")
+
+
+def _value_at(config: Config, key: str) -> Any:
+    """None where a section on the way is."""
+    return reduce(lambda section, name: None if section is None else getattr(section, name), key.split("."), config)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.config.algo import AlgoConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -51,50 +53,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageConfig:
-    """Which estimator turns rewards into advantages."""
-
-    estimator: str = "grpo"  # See docs/algorithms.md.
-    norm_by_std: bool = True  # Divide by the group's standard deviation.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLossConfig:
-    """The policy loss per token and its clip range; `dual_clip` bounds the loss of negative advantages."""
-
-    name: str = "ppo_clip"  # See docs/algorithms.md.
-    clip_low: float = 0.2  # Ratios are clipped below 1 - clip_low.
-    clip_high: float = 0.2  # Ratios are clipped above 1 + clip_high.
-    dual_clip: float | None = 3.0  # Bounds the loss at this × |advantage|.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KLConfig:
-    """KL to the reference: in the loss, in the reward, or nowhere."""
-
-    where: Literal["none", "loss", "reward"] = "none"  # Where the KL penalty acts.
-    estimator: str = "k3"  # See docs/algorithms.md.
-    coef: float = 0.001  # Its coefficient, with the adaptive controller the first one.
-    controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive steers towards target_nats.
-    target_nats: float = 6.0  # KL per token to steer to.
-    horizon: float = 10000.0  # Rows over which the controller acts.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgoConfig:
-    """An algorithm is a composition: estimator × policy loss × KL × aggregation."""
-
-    name: str = "grpo"  # For reports.
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coef: float = 0.0  # Coefficient of an entropy bonus; 0: none.
-    aggregation: str = "token-mean"  # From tokens to the loss; see docs/algorithms.md.
-    # Length that seq-mean-token-sum-norm divides by; null means rollout.max_response_tokens.
-    aggregation_horizon_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
     """Parallel layout of one role: world size = tp × cp × dp × pp, in Megatron's order of ranks."""
 
@@ -140,7 +98,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
-    """The trained policy on Megatron-Core. The reference, if the algorithm needs one, shares its layout."""
+    """The trained policy on Megatron-Core. What other roles leave open is as here."""
 
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -150,6 +108,44 @@ class ActorConfig:
     micro_batch_tokens: int = 16384
     # Rows of logits that the log-prob head materialises at a time.
     head_chunk_tokens: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """The frozen reference, if the algorithm reads its log-probs."""
+
+    # A layout of its own, with the keys of actor.layout and their defaults, in processes of its own on the devices of
+    # the actor's first ranks; null: the actor's layout and processes.
+    layout: LayoutConfig | None = None
+    model_path: str | None = None  # Directory of another model with the same tokenizer; null: model.path.
+    micro_batch_tokens: int | None = None  # Null: the actor's.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's own, over its own optimizer steps; keys as in actor.optimizer."""
+
+    lr: float = 1e-5  # Peak learning rate.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The value model, if the algorithm reads values. It takes the trainer's mini-batches and epochs."""
+
+    # A layout of its own, as reference.layout; null: the actor's layout and processes.
+    layout: LayoutConfig | None = None
+    # Directory of a language model or of an exported critic, with the same tokenizer; null: model.path. The head of a
+    # language model starts at 0.
+    model_path: str | None = None
+    optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    # Activations recomputed in backward: attention only, or whole layers.
+    recompute: Literal["none", "selective", "full"] = "none"
+    micro_batch_tokens: int | None = None  # Null: the actor's.
+    freeze: bool = False  # Score with it, but do not train it.
+    # Values are clipped to this distance from those before the update, and the larger loss counts; null: not clipped.
+    value_clip: float | None = 0.2
+    # The step of the actor's first update, counted from 1; before it only the critic trains.
+    warmup_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +206,11 @@ class SyncConfig:
     """Weight sync from trainer to engine. `verify` compares a checksum of every tensor on both sides."""
 
     verify: bool = False  # Slow; for tests and suspicions.
+    # Through a file in the hosts' shared memory, or (split placement only) over a process group of the trainer's ranks
+    # and the engines' workers: NCCL on CUDA, gloo on CPU.
+    transport: Literal["file", "collective"] = "file"
+    # What files of several hosts are made equal over: the network by gloo, or the devices' own connections (NCCL).
+    host_group: Literal["gloo", "device"] = "gloo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +297,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -1,10 +1,12 @@
-"""A rank's part of a checkpoint: trained roles in Megatron's torch_dist format, and its RNG states in a file.
+"""A rank's part of a checkpoint: trained roles in Megatron's torch_dist format, and its RNG states in files.
 
-The format does not depend on the layout: what tp=2 × dp=2 wrote, tp=1 × pp=2 reads, optimizer state included.
+The format does not depend on the layout: what tp=2 × dp=2 wrote, tp=1 × pp=2 reads, optimizer state included. Nor does
+it depend on which roles share processes: each has a directory, and RNG states are kept under the name of every role
+that their process hosts.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import WorkerError
+from megarl.parallel.messages import Role
 from megarl.parallel.platform import platform
 from megarl.parallel.roles import LoadedRole
 
@@ -30,12 +33,13 @@ _METADATA = {
 
 
 class RankCheckpoints:
-    """Saves and loads the roles that a rank trains. All ranks call the same methods in the same order.
+    """Saves and loads the roles that a rank trains. All ranks of a layout call the same methods in the same order.
 
     A forked process writes a snapshot while training goes on; one checkpoint at a time.
     """
 
     def __init__(self, roles: Sequence[LoadedRole], *, rank: int) -> None:
+        self._roles = [role.spec.role for role in roles]
         self._trained = {role.spec.role.value: role for role in roles if role.optimizer is not None}
         self._rank = rank
         # A persistent writer would need a CUDA device.
@@ -43,7 +47,8 @@ class RankCheckpoints:
 
     def start_save(self, directory: Path) -> None:
         """Start writing into an empty directory; what is there is complete once `finish_save` says so."""
-        torch.save(platform().rng_state(), directory / _rng_file(self._rank))
+        for role_name in self._roles:
+            torch.save(platform().rng_state(), directory / _rng_file(role_name, self._rank))
         for name, role in self._trained.items():
             _give_moments(_optimizer(role))
             (directory / name).mkdir(exist_ok=True)
@@ -63,8 +68,8 @@ class RankCheckpoints:
             self._writes.maybe_finalize_async_calls(blocking=wait)
         return self._writes.get_num_unfinalized_calls() == 0
 
-    def load(self, directory: Path, *, same_layout: bool) -> None:
-        """Restore weights and optimizer states, and the RNG states if these ranks are laid out as those that saved."""
+    def load(self, directory: Path, *, same_layout: Collection[Role]) -> None:
+        """Restore weights and optimizer states, and the RNG states of the first role laid out as when it was saved."""
         for name, role in self._trained.items():
             with _failures_raised(f"reading {directory / name}"):
                 state = dist_checkpointing.load(
@@ -75,8 +80,9 @@ class RankCheckpoints:
             # The main parameters are leaves that require gradients.
             with torch.no_grad():
                 _optimizer(role).load_state_dict(state["optimizer"])
-        if same_layout:
-            platform().set_rng_state(torch.load(directory / _rng_file(self._rank), weights_only=True))
+        for role_name in (name for name in self._roles if name in same_layout):
+            platform().set_rng_state(torch.load(directory / _rng_file(role_name, self._rank), weights_only=True))
+            break
 
 
 @contextlib.contextmanager
@@ -126,5 +132,5 @@ def _chunk_key(index: int) -> str:
     return f"model{index}"
 
 
-def _rng_file(rank: int) -> str:
-    return f"rng_{rank:05d}.pt"
+def _rng_file(role: Role, rank: int) -> str:
+    return f"rng_{role}_{rank:05d}.pt"

@@ -83,7 +83,7 @@ def vocab_parallel_logprobs(
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
 
 
-def _chunk_logits(
+def chunk_logits(
     hidden: torch.Tensor, weight: torch.Tensor, inverse_temperature: torch.Tensor, rows: slice
 ) -> torch.Tensor:
     """Float32 (or wider) logits of some rows, [n, shard.size]."""
@@ -116,7 +116,7 @@ def _shard_statistics(
     local, owned = _local_labels(labels, shard)
     for start in range(0, num_rows, chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        logits = _chunk_logits(hidden, weight, inverse_temperature, rows)
+        logits = chunk_logits(hidden, weight, inverse_temperature, rows)
         stats[2, rows] = logits.gather(1, local[rows, None])[:, 0] * owned[rows]
         peak = logits.amax(1, keepdim=True)
         mass = logits.sub_(peak).exp()
@@ -176,7 +176,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for start in range(0, hidden.shape[0] if shard.size else 0, ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            log_p = _chunk_logits(hidden, rows_of_shard, inverse_temperature, rows) - lse[rows, None]
+            log_p = chunk_logits(hidden, rows_of_shard, inverse_temperature, rows) - lse[rows, None]
             factor = a[rows, None] if grad_entropy is None else a[rows, None] + grad_entropy[rows, None] * log_p
             grad_logits = log_p.exp_().mul_(factor).neg_()
             grad_logits.scatter_add_(1, local[rows, None], (g_logp[rows] * owned[rows])[:, None])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import AlgoState, Denominators, FloatArray, Objective
 
 
@@ -34,7 +34,10 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """A model of the run. One without `trainable` gets neither gradient buffers nor an optimizer."""
+    """A model of the run. One without `trainable` gets neither gradient buffers nor an optimizer.
+
+    settings: its layout and training, in the actor's terms whatever the role.
+    """
 
     role: Role
     model: ModelConfig
@@ -42,10 +45,14 @@ class RoleSpec:
     head: Head = Head.LM
     trainable: bool = True
 
+    @property
+    def layout(self) -> LayoutConfig:
+        return self.settings.layout
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The models that a group of ranks hosts, all under one layout."""
+    """The models of a run; a group of ranks is asked for those of its layout."""
 
     roles: tuple[RoleSpec, ...]
     seed: int
@@ -56,7 +63,7 @@ class LoadRequest:
 class RowScores:
     """Per-token float32 results of some rows, 0 outside the loss mask.
 
-    scores: `logprobs` and `entropy`, or `values` for a scalar head → index in the batch → [R].
+    scores: `logprobs` and `entropy`, `values` for a scalar head, or `kl` of pairs → index in the batch → [R].
     """
 
     scores: Mapping[str, Mapping[int, FloatArray]]

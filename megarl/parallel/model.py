@@ -13,16 +13,20 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.parallel.full_kl import vocab_parallel_kl
 from megarl.parallel.layout import Layout
 from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
 from megarl.parallel.messages import Head
 from megarl.parallel.packing import Pack
 from megarl.parallel.platform import platform
-from megarl.parallel.weights.families import VALUE_HEAD, ModelSpec
+from megarl.parallel.weights.families import ModelSpec
 from megarl.parallel.weights.slices import Slice, load_slices, shard_slices
+from megarl.parallel.weights.tables import VALUE_HEAD
 from megarl.safetensors_map import dtype_of, map_model, model_files
 
 
@@ -34,13 +38,25 @@ class TokenValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenKl:
+    """[N] float32 KLs, in nats, of the kept labels of the first half of a pack's rows; 0 for the others."""
+
+    kl: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """How the head scores: temperature, rows of logits at a time, and whether the entropy is differentiated."""
+    """How the head scores: temperature, rows of logits at a time, and whether the entropy is differentiated.
+
+    `paired`: the second half of a pack's rows are the first half's with another prompt, and the answer is not
+    log-probs but KL(second ‖ first) over the vocabulary.
+    """
 
     temperature: float
     chunk_tokens: int
     fp32_logits: bool = False
     entropy_needs_grad: bool = False
+    paired: bool = False
 
 
 class PackedModel(GPTModel):
@@ -91,7 +107,8 @@ class PackedModel(GPTModel):
     def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
         """[N] values of this rank's labels → complete rows [B, R], the same on every context-parallel rank.
 
-        The gradient of a value is that of its place in the rows: each rank differentiates its own labels.
+        The gradient of a value is that of its place in the rows: each rank differentiates its own labels. Values may
+        have further dimensions.
         """
         rows = pack.scatter(values)
         group = self.layout.cp_group
@@ -115,8 +132,8 @@ class PolicyModel(PackedModel):
         """This rank's rows of the output embedding, vocabulary padding included."""
         return self.shared_embedding_or_output_weight() if self.spec.dims.tied else self.output_layer.weight
 
-    def forward(self, pack: Pack, request: HeadRequest) -> TokenLogprobs | torch.Tensor:
-        """Log-probs on the last pipeline stage, hidden states for the next stage on the others."""
+    def forward(self, pack: Pack, request: HeadRequest) -> TokenLogprobs | TokenKl | torch.Tensor:
+        """Log-probs (or KLs of paired rows) on the last pipeline stage, hidden states for the next on the others."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
             return hidden
@@ -125,6 +142,8 @@ class PolicyModel(PackedModel):
             kept = gather_from_sequence_parallel_region(hidden, group=group)[pack.positions, 0]
         else:
             kept = copy_to_tensor_model_parallel_region(hidden[pack.positions, 0], group=group)
+        if request.paired:
+            return self._paired_kl(pack, kept, request)
         return vocab_parallel_logprobs(
             kept,
             self.output_weight,
@@ -135,6 +154,24 @@ class PolicyModel(PackedModel):
             entropy_needs_grad=request.entropy_needs_grad,
             fp32_logits=request.fp32_logits,
         )
+
+    def _paired_kl(self, pack: Pack, kept: torch.Tensor, request: HeadRequest) -> TokenKl:
+        rows = self.complete_rows(pack, kept)
+        loss_mask = self.complete_rows(pack, torch.ones_like(kept[:, 0])).bool()
+        half = len(rows) // 2
+        answered = loss_mask[:half]
+        kl = vocab_parallel_kl(
+            rows[half:][answered],
+            rows[:half][answered],
+            self.output_weight,
+            shard=self.vocab_shard,
+            temperature=request.temperature,
+            chunk_tokens=request.chunk_tokens,
+            fp32_logits=request.fp32_logits,
+        )
+        of_rows = torch.zeros(loss_mask.shape, dtype=kl.dtype, device=kl.device)
+        of_rows[:half][answered] = kl
+        return TokenKl(kl=of_rows[pack.row_index, pack.column_index])
 
 
 class ScalarHead(torch.nn.Module):
@@ -157,6 +194,13 @@ class ValueModel(PackedModel):
         if self.post_process:
             del self.output_layer
             self.value_head = ScalarHead(config)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As any module's: that of a language model expects the output layer."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 
     def forward(self, pack: Pack, request: HeadRequest) -> TokenValues | torch.Tensor:
         """Values on the last pipeline stage, hidden states for the next stage on the others."""

@@ -67,8 +67,8 @@ class Pack:
         )
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] values of kept labels → [B, R], 0 elsewhere; differentiable."""
-        out = torch.zeros(self.batch_shape, dtype=values.dtype, device=values.device)
+        """[N, ...] values of kept labels → [B, R, ...], 0 elsewhere; differentiable."""
+        out = torch.zeros(*self.batch_shape, *values.shape[1:], dtype=values.dtype, device=values.device)
         return out.index_put((self.row_index, self.column_index), values)
 
 
@@ -85,16 +85,19 @@ def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray
 
 def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.device) -> Pack:
     """Pack rows. Under context parallelism each is padded to 2·cp tokens; a filler sequence ends the pack where
-    tensor parallelism needs a multiple."""
+    tensor parallelism needs a multiple.
+
+    A pack without rows is a filler alone: a rank that has nothing to score still takes part in every collective.
+    """
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     lengths = [_round_up(rows[i].num_tokens, alignment.sequence_multiple) for i in order]
-    filler = -sum(lengths) % alignment.total_multiple
+    filler = -sum(lengths) % alignment.total_multiple if rows else alignment.total_multiple
     if filler:
         lengths.append(filler)
     offsets = [0, *itertools.accumulate(lengths)]
 
     tokens = np.zeros(offsets[-1], dtype=np.int64)
-    positions, labels, row_index, column_index = [], [], [], []
+    positions, labels, row_index, column_index = ([np.empty(0, dtype=np.int64)] for _ in range(4))
     for i, offset in zip(order, offsets, strict=False):
         row = rows[i]
         tokens[offset : offset + row.num_tokens] = row.token_ids
@@ -108,7 +111,7 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
     # Where each position of the pack lies on this rank; -1 if another rank has it.
     place = np.full(len(tokens), -1, dtype=np.int64)
     place[local] = np.arange(len(local))
-    predicted_at = place[np.concatenate(positions).astype(np.int64)]
+    predicted_at = place[np.concatenate(positions)]
     mine = predicted_at >= 0
     position_ids = np.concatenate([np.arange(n) for n in lengths])[local]
 
@@ -124,7 +127,7 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
         labels=tensor(np.concatenate(labels)[mine]),
         row_index=tensor(np.concatenate(row_index)[mine]),
         column_index=tensor(np.concatenate(column_index)[mine]),
-        batch_shape=(len(rows), max(row.num_response_tokens for row in rows)),
+        batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
     )
 
 

@@ -12,16 +12,14 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megarl.errors import NonFiniteError
 from megarl.parallel.logprobs import TokenLogprobs
-from megarl.parallel.messages import RowScores, UpdateRequest, UpdateResult
-from megarl.parallel.model import HeadRequest, PackedModel, TokenValues
+from megarl.parallel.messages import Role, RowScores, UpdateRequest, UpdateResult
+from megarl.parallel.model import HeadRequest, PackedModel, TokenKl, TokenValues
 from megarl.parallel.optimizer import set_learning_rate
 from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.platform import platform
 from megarl.parallel.roles import LoadedRole
 from megarl.types import (
-    Denominators,
     FloatArray,
-    LossSums,
     ModelOutputs,
     PolicyOutputs,
     RowBatch,
@@ -30,7 +28,7 @@ from megarl.types import (
     row_batch,
 )
 
-TokenOutputs: TypeAlias = TokenLogprobs | TokenValues
+TokenOutputs: TypeAlias = TokenLogprobs | TokenValues | TokenKl
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
 
 
@@ -86,8 +84,9 @@ def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[i
     return {i: host[b, : rows[i].num_response_tokens] for b, i in enumerate(indices)}
 
 
-# How messages call a score.
+# How messages call a score, and whose optimizer it depends on if not the actor's.
 _SPOKEN = {"logprobs": "log-probs"}
+_TRAINED_AS = {"values": Role.CRITIC}
 
 
 def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int) -> None:
@@ -97,7 +96,7 @@ def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequen
         row = rows[indices[int(bad.nonzero()[0])]]
         raise NonFiniteError(
             f"step {step}: {_SPOKEN.get(name, name)} of row {row.label} are not finite; the weights or inputs have "
-            f"diverged: lower actor.optimizer.lr, or start from an earlier checkpoint"
+            f"diverged: lower {_TRAINED_AS.get(name, Role.ACTOR)}.optimizer.lr, or start from an earlier checkpoint"
         )
 
 
@@ -149,10 +148,12 @@ def accumulate_gradients(
         before.update(_to_rows(complete[primary], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
-        loss = parts.loss / request.denominators.loss
+        loss = parts.total(request.denominators)
         if not torch.isfinite(loss):
-            raise NonFiniteError(f"step {request.step}: loss of the {request.role} is {loss.item()}; {_explain(batch)}")
-        _add_sums(sums, total, parts, request.denominators)
+            cause = _explain(batch, request.role)
+            raise NonFiniteError(f"step {request.step}: loss of the {request.role} is {loss.item()}; {cause}")
+        for name, share in {total: loss.item(), **parts.shares(request.denominators)}.items():
+            sums[name] = sums.get(name, 0.0) + share
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
@@ -184,21 +185,13 @@ def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
     return {field.name: getattr(out, field.name) for field in fields(out)}
 
 
-def _explain(batch: RowBatch) -> str:
+def _explain(batch: RowBatch, role: Role) -> str:
     """Which score of which row spoils a loss."""
     for name, values in batch.scores.items():
         bad = ~torch.isfinite(values).all(1)
         if bad.any():
             return f"{name} of row {batch.labels[int(bad.nonzero()[0])]} are not finite"
-    return f"all scores are finite; its micro-batch starts with row {batch.labels[0]}: lower actor.optimizer.lr"
-
-
-def _add_sums(sums: dict[str, float], total: str, parts: LossSums, denominators: Denominators) -> None:
-    sums[total] += float(parts.loss.detach()) / denominators.loss
-    for name, value in parts.loss_parts.items():
-        sums[name] = sums.get(name, 0.0) + float(value) / denominators.loss
-    for name, value in parts.token_sums.items():
-        sums[name] = sums.get(name, 0.0) + float(value) / denominators.tokens
+    return f"all scores are finite; its micro-batch starts with row {batch.labels[0]}: lower {role}.optimizer.lr"
 
 
 def _reduce_sums(sums: Mapping[str, float], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

@@ -10,13 +10,15 @@ import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,6 +58,10 @@ class Platform(ABC):
     def devices(self) -> "list[Device]":
         """The accelerators of this host, without using them."""
         return []
+
+    @abstractmethod
+    def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+        """A process group over the devices' own connections, beside torch's default group; all members at once."""
 
     @abstractmethod
     def config_overrides(self) -> dict[str, Any]:
@@ -162,6 +168,9 @@ class CpuPlatform(Platform):
 
         return torch.device("cpu")
 
+    def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+        return gloo_group(store, rank, size, timeout)
+
     def config_overrides(self) -> dict[str, Any]:
         return {
             "use_cpu_initialization": True,
@@ -236,6 +245,14 @@ class CudaPlatform(Platform):
         # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.
         return torch.device("cuda", 0)
 
+    def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+        import torch.distributed as dist
+
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        # torch's stubs do not say that it is one.
+        return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, rank, size, options))
+
     def devices(self) -> "list[Device]":
         from megarl.parallel.platform_devices import nvidia_devices
 
@@ -306,6 +323,14 @@ def platform() -> Platform:
     if name not in PLATFORMS:
         raise ConfigError(f"MEGARL_DEVICE: got {name!r}, expected one of {sorted(PLATFORMS)}")
     return PLATFORMS[name]()
+
+
+def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+    """A process group over the hosts' network, beside torch's default group; all members at once."""
+    import torch.distributed as dist
+
+    # torch's stubs do not say that it is one.
+    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
 def _is_cpu_torch() -> bool:

@@ -26,13 +26,16 @@ class LoadedRole:
         """The Hugging Face tensors of this model."""
         return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR)
 
-    def head_request(self, *, temperature: float, entropy_needs_grad: bool = False) -> HeadRequest:
+    def head_request(
+        self, *, temperature: float, entropy_needs_grad: bool = False, paired: bool = False
+    ) -> HeadRequest:
         """How this role's head is to score."""
         return HeadRequest(
             temperature=temperature,
             chunk_tokens=self.spec.settings.head_chunk_tokens,
             fp32_logits=self.spec.model.fp32_head,
             entropy_needs_grad=entropy_needs_grad,
+            paired=paired,
         )
 
 

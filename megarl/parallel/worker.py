@@ -1,4 +1,4 @@
-"""One Megatron rank: builds actor and reference, scores rows, updates the actor, writes its weights.
+"""One Megatron rank: builds the roles of its layout, scores rows, updates the trained roles, writes their weights.
 
 `PolicyWorker` is a plain synchronous class: Ray actors wrap it, tests call it in ordinary processes.
 """
@@ -6,7 +6,7 @@
 import gc
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ from megarl.types import Rows
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
+    from megarl.parallel.weights.collective import Meeting
+    from megarl.safetensors_map import TensorSpec
 
 
 class PolicyWorker:
@@ -71,12 +73,17 @@ class PolicyWorker:
         role: Role,
         temperature: float,
         step: int,
+        paired: bool = False,
     ) -> RowScores | None:
-        """Score this replica's rows; only the rank that reports for the replica returns them."""
+        """Score this replica's rows; only the rank that reports for the replica returns them.
+
+        paired: the second half of each micro-batch is the first with other prompts; scored is the KL between them.
+        """
         from megarl.parallel.passes import score_rows
 
         loaded = self._role(role, Part.PARAMS)
-        scores = score_rows(loaded.chunks, rows, micro_batches, loaded.head_request(temperature=temperature), step=step)
+        head = loaded.head_request(temperature=temperature, paired=paired)
+        scores = score_rows(loaded.chunks, rows, micro_batches, head, step=step)
         return scores if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
@@ -94,16 +101,36 @@ class PolicyWorker:
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices this rank owns into preallocated safetensors files (sync and export alike)."""
         from megarl.parallel.model import model_slices
-        from megarl.parallel.weights.slices import count_elements, slice_checksums, store_slices
+        from megarl.parallel.weights.slices import store_slices
         from megarl.safetensors_map import map_model
 
         loaded = self._role(role, Part.PARAMS)
         store_slices(model_slices(loaded.chunks), map_model([Path(f) for f in files], writable=True))
-        shapes = loaded.expected_tensors()
-        return StoreResult(
-            num_elements=count_elements(model_slices(loaded.chunks)),
-            checksums=slice_checksums(model_slices(loaded.chunks), shapes) if with_checksums else {},
-        )
+        return _owned(loaded, with_checksums=with_checksums)
+
+    def offer_channel(self, address: str) -> int:
+        """Open the store at which ranks and engine workers meet; returns its port."""
+        from megarl.parallel.weights.collective import open_store
+
+        self.channel_store = open_store(address)
+        port: int = self.channel_store.port
+        return port
+
+    def open_channel(self, meeting: "Meeting", specs: Mapping[str, "TensorSpec"]) -> StoreResult:
+        """Join the channel to the engines; returns what of the actor this rank will send."""
+        from megarl.parallel.platform import platform
+        from megarl.parallel.weights.collective import WeightChannel
+
+        self.channel = WeightChannel(meeting, specs, platform().device())
+        return _owned(self._role(Role.ACTOR, Part.PARAMS), with_checksums=False)
+
+    def send_weights(self, *, with_checksums: bool) -> StoreResult:
+        """Send the slices of the actor that this rank owns over the channel."""
+        from megarl.parallel.model import model_slices
+
+        loaded = self._role(Role.ACTOR, Part.PARAMS)
+        self.channel.send(model_slices(loaded.chunks))
+        return _owned(loaded, with_checksums=with_checksums)
 
     def save_checkpoint(self, directory: str) -> None:
         """Start writing the trained roles and the RNG states; the next call may be a training pass."""
@@ -113,8 +140,11 @@ class PolicyWorker:
         """Whether the checkpoint under way is written on all ranks; with `wait`, return when it is."""
         return self.checkpoints.finish_save(wait=wait)
 
-    def load_checkpoint(self, directory: str, *, same_layout: bool) -> None:
-        """Continue from a complete checkpoint: weights, optimizer states, and under the same layout RNG states."""
+    def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:
+        """Continue from a complete checkpoint: weights, optimizer states, and RNG states.
+
+        The latter only if `same_layout` names a role of this rank: one laid out as when it was saved.
+        """
         self.checkpoints.load(Path(directory), same_layout=same_layout)
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
@@ -152,6 +182,17 @@ class PolicyWorker:
 
         end_writer()
         destroy_layout()
+
+
+def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
+    """What of a role's Hugging Face tensors this rank writes."""
+    from megarl.parallel.model import model_slices
+    from megarl.parallel.weights.slices import count_elements, slice_checksums
+
+    return StoreResult(
+        num_elements=count_elements(model_slices(loaded.chunks)),
+        checksums=slice_checksums(model_slices(loaded.chunks), loaded.expected_tensors()) if with_checksums else {},
+    )
 
 
 def _host_address() -> str:

@@ -1,23 +1,26 @@
-"""A run's plan: layout, roles, steps, memory by phase, bytes per sync. Starts nothing and opens no weights or data."""
+"""A run's plan: layouts, roles, steps, memory by phase, bytes per sync. Starts nothing and opens no weights or data."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from megarl.algos.build import build_algorithm
+from megarl.algos.build import algorithm_of
+from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check import check_model, check_train
-from megarl.config.schema import Config
+from megarl.config.check_batches import max_row_tokens
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.memory import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
-from megarl.parallel.messages import Head, Part, Role, RoleSpec
+from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.parallel.weights.tables import EXPERT
 from megarl.placement import plan_placement
 from megarl.plan import memory as bytes_of
+from megarl.plan.devices import plan_devices, plan_shards
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.run_plan import EnginePlan, NodePlan, PhasePlan, RolePlan, RunPlan, StagePlan, StepPlan
-from megarl.plan.shards import groups_of, num_stage_layers, num_stage_parameters
-from megarl.roles import roles_of
+from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
+from megarl.plan.shards import groups_of
+from megarl.roles import by_layout, model_key, roles_of
 
 
 def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
@@ -27,45 +30,63 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         device_bytes: memory of one device; without it the plan has no size of vLLM's own choice of cache.
     """
     check_train(config)
-    algorithm = build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens)
-    spec = planned_model(config)
-    check_model(config, spec.hf_config)
+    algorithm = algorithm_of(config)
     roles = roles_of(config, algorithm)
-    steps = _steps(config)
-    layout = config.actor.layout
-    engine = _engine(config, spec, device_bytes)
-    stages = tuple(_stage(config, spec, roles, steps, engine, stage) for stage in range(layout.pp))
+    specs = {role.role: planned_model(role.model, model_key(config, role)) for role in roles}
+    for role, spec in specs.items():
+        check_model(config, spec.hf_config, role)
+    actor, layouts = specs[Role.ACTOR], by_layout(roles)
+    engine = _engine(config, actor, device_bytes)
+    shards = [
+        shard
+        for role in roles
+        for shard in plan_shards(
+            role,
+            specs[role.role],
+            num_micro_batches=_micro_batches_at_full_length(config, role.settings) if role.trainable else 0,
+        )
+    ]
+    devices = plan_devices(config, layouts, shards, engine)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
-        model_config=str(spec.path / "config.json"),
-        layout=asdict(layout),
-        nodes=_nodes(config, stages),
-        groups={axis: tuple(map(tuple, groups_of(layout, axis))) for axis in ("tp", "cp", "dp", "pp")},
-        roles=tuple(_role(role, spec) for role in roles),
-        steps=steps,
-        stages=stages,
+        roles=tuple(_role(role, specs[role.role]) for role in roles),
+        layouts=tuple(_layout(layout, hosted) for layout, hosted in layouts.items()),
+        nodes=_nodes(config, devices),
+        steps=_steps(config, has_critic=Role.CRITIC in specs),
+        shards=tuple(shards),
+        devices=tuple(devices),
         engine=engine,
-        sync_bytes=_model_parameters(spec, Head.LM) * DTYPE_BYTES[config.model.dtype],
+        sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
         device_bytes=device_bytes,
     )
 
 
-def planned_model(config: Config) -> ModelSpec:
-    """The model at `model.path`, or the published sizes at `model.config_path` while the former is not there."""
-    instead = config.model.config_path
-    use_instead = instead is not None and not (Path(config.model.path) / "config.json").is_file()
-    return read_model_spec(instead if use_instead and instead is not None else config.model.path)
+def planned_model(model: ModelConfig, key: str) -> ModelSpec:
+    """The model at `path`, or the published sizes at `config_path` while the former is not there."""
+    instead = model.config_path
+    use_instead = instead is not None and not (Path(model.path) / "config.json").is_file()
+    return read_model_spec(instead if use_instead and instead is not None else model.path, key)
 
 
-def _model_parameters(spec: ModelSpec, head: Head) -> int:
-    shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR).values()
-    return sum(map(math.prod, shapes))
+def _model_parameters(spec: ModelSpec, head: Head, *, part: str = "") -> int:
+    """Elements of all tensors that have `part` in their name."""
+    shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
+    return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
 
 
-def _nodes(config: Config, stages: Sequence[StagePlan]) -> tuple[NodePlan, ...]:
+def _layout(layout: LayoutConfig, roles: Sequence[RoleSpec]) -> LayoutPlan:
+    return LayoutPlan(
+        roles=tuple(role.role.value for role in roles),
+        num_ranks=layout.world_size,
+        layout=asdict(layout),
+        groups={axis: tuple(map(tuple, groups_of(layout, axis))) for axis in ("tp", "cp", "dp", "pp")},
+    )
+
+
+def _nodes(config: Config, devices: Sequence[DevicePlan]) -> tuple[NodePlan, ...]:
     """The nodes of the trainer, then those that engines have to themselves."""
     placement = plan_placement(config, {"CPU": 1.0}, with_engines=True)
-    held = {rank: sum(stage.resident.values()) for stage in stages for rank in stage.ranks}
+    held = {device: alike.resident for alike in devices for device in alike.devices}
     nodes = []
     for name, group in placement.groups.items():
         for node in range(group.num_nodes):
@@ -86,121 +107,35 @@ def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
     return RolePlan(
         name=str(role.role),
         model_path=role.model.path,
+        model_config=str(spec.path / "config.json"),
         family=spec.family.name,
         trainable=role.trainable,
         num_parameters=_model_parameters(spec, role.head),
+        num_expert_parameters=_model_parameters(spec, role.head, part=EXPERT),
+        untrainable=spec.family.untrainable,
     )
 
 
-def _steps(config: Config) -> StepPlan:
-    trainer, layout = config.trainer, config.actor.layout
-    mini = trainer.mini_batch_prompts or trainer.prompts_per_step
-    per_step = trainer.num_epochs * (trainer.prompts_per_step // mini)
-    rows = mini * config.rollout.num_samples
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    multiple = layout.pp if layout.virtual_pp > 1 else 1
-    plan = plan_micro_batches([longest] * rows, layout.dp, config.actor.micro_batch_tokens, multiple=multiple)
+def _steps(config: Config, *, has_critic: bool) -> StepPlan:
+    counts = batch_counts(config)
     return StepPlan(
-        rows_per_step=trainer.prompts_per_step * config.rollout.num_samples,
-        rows_per_optimizer_step=rows,
-        optimizer_steps_per_step=per_step,
-        optimizer_steps=trainer.total_steps * per_step,
-        max_row_tokens=longest,
+        rows_per_step=counts.rows_per_step,
+        rows_per_optimizer_step=counts.rows_per_optimizer_step,
+        optimizer_steps_per_step=counts.optimizer_steps_per_step,
+        optimizer_steps=num_actor_steps(config, has_critic=has_critic) * counts.optimizer_steps_per_step,
+        max_row_tokens=max_row_tokens(config),
         micro_batch_tokens=config.actor.micro_batch_tokens,
-        micro_batches_at_full_length=max(len(batches) for batches in plan),
+        micro_batches_at_full_length=_micro_batches_at_full_length(config, config.actor),
     )
 
 
-def _stage(
-    config: Config, spec: ModelSpec, roles: Sequence[RoleSpec], steps: StepPlan, engine: EnginePlan, stage: int
-) -> StagePlan:
-    layout = config.actor.layout
-    held = _held(config, spec, roles, stage)
-    engine_parts = {Resident(ENGINE, WEIGHTS): engine.weights, Resident(ENGINE, KV_CACHE): engine.kv_cache or 0}
-    sizes = held | (engine_parts if engine.shares_devices else {})
-    added: dict[str, int] = {}
-    passes = {role.role: _pass_bytes(config, role, spec, steps, stage) for role in roles}
-    for role, of_pass in passes.items():
-        added[scoring(role).name] = of_pass.score
-        added[updating(role).name] = of_pass.activations + of_pass.head
-    num_ranks = layout.world_size // layout.pp
-    return StagePlan(
-        stage=stage,
-        ranks=tuple(range(stage * num_ranks, (stage + 1) * num_ranks)),
-        num_layers=num_stage_layers(layout, spec.dims.num_layers)[stage],
-        num_parameters=num_stage_parameters(spec, layout, stage, vocab_multiple=config.model.vocab_multiple),
-        resident={f"{part.owner} {part.part}": size for part, size in held.items()},
-        activations=passes[Role.ACTOR].activations,
-        head=passes[Role.ACTOR].head,
-        phases={
-            phase.name: _phase(
-                sizes, phase.needs if config.placement.offload else sizes.keys(), added.get(phase.name, 0)
-            )
-            for phase in step_phases(roles)
-        },
-    )
-
-
-def _phase(sizes: Mapping[Resident, int], present: Collection[Resident], added: int) -> PhasePlan:
-    held = {part: size for part, size in sizes.items() if part in present}
-    engine = sum(size for part, size in held.items() if part.owner == ENGINE)
-    return PhasePlan(trainer=sum(held.values()) - engine, activations=added, engine=engine)
-
-
-def _held(config: Config, spec: ModelSpec, roles: Sequence[RoleSpec], stage: int) -> dict[Resident, int]:
-    """What a rank of the stage holds between passes, where nothing is offloaded."""
-    layout = config.actor.layout
-    held: dict[Resident, int] = {}
-    for role in roles:
-        dtype_bytes = DTYPE_BYTES[role.model.dtype]
-        shards = layout.dp * layout.cp if role.settings.optimizer.distributed else 1
-        scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
-        count = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
-        held[Resident(role.role, Part.PARAMS)] = bytes_of.weight_bytes(count, dtype_bytes)
-        if role.trainable:
-            held[Resident(role.role, Part.GRADS)] = bytes_of.gradient_bytes(count)
-            held[Resident(role.role, Part.OPTIMIZER)] = bytes_of.optimizer_bytes(count, dtype_bytes, shards)
-    return held
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PassBytes:
-    """Bytes of an update's layers in flight and of its head, and all that a pass without gradients holds."""
-
-    activations: int
-    head: int
-    score: int
-
-
-def _pass_bytes(config: Config, role: RoleSpec, spec: ModelSpec, steps: StepPlan, stage: int) -> _PassBytes:
-    settings, layout, dtype_bytes = role.settings, config.actor.layout, DTYPE_BYTES[role.model.dtype]
-    num_tokens = settings.micro_batch_tokens // layout.cp
-    activations = bytes_of.activation_bytes(
-        spec.dims,
-        layout,
-        stage,
-        recompute=settings.recompute,
-        num_tokens=num_tokens,
-        num_micro_batches=steps.micro_batches_at_full_length,
-        dtype_bytes=dtype_bytes,
-    )
-    # Without gradients one layer's activations live at a time.
-    one_layer = bytes_of.layer_activation_bytes(spec.dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
-    update_head, score_head = (
-        bytes_of.head_bytes(
-            spec.dims,
-            layout,
-            vocab_multiple=role.model.vocab_multiple,
-            chunk_tokens=settings.head_chunk_tokens,
-            num_tokens=num_tokens,
-            dtype_bytes=dtype_bytes,
-            backward=backward,
-        )
-        if stage == layout.pp - 1 and role.head is Head.LM
-        else 0
-        for backward in (True, False)
-    )
-    return _PassBytes(activations=activations, head=update_head, score=one_layer + score_head)
+def _micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
+    """Of one optimizer step, on one replica of a role."""
+    layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
+    multiple = layout.pp if layout.virtual_pp > 1 else 1
+    lengths = [max_row_tokens(config)] * rows
+    plan = plan_micro_batches(lengths, layout.dp, settings.micro_batch_tokens, multiple=multiple)
+    return max(len(batches) for batches in plan)
 
 
 def _engine(config: Config, spec: ModelSpec, device_bytes: int | None) -> EnginePlan:

@@ -10,6 +10,8 @@
                  b·T·(4h/s + 3(q + k + f)/tp)
                  h: hidden size, q, k: sizes of all query and all key heads, f: width of the MLP;
                  s = tp under sequence parallelism, else 1
+    where every layer has experts of which a token sees e
+                 f = e · the width of an expert, and 2·e·b·T·h more: what goes into and comes out of them
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
     head         (b + 8)·c·V/tp + b·T·h, and with backward b·(V/tp)·h + b·T·h more
@@ -53,8 +55,10 @@ def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int) -> i
 def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int, dtype_bytes: int) -> int:
     """What one layer keeps for backward of a micro-batch with `num_tokens` tokens on this rank."""
     split = layout.tp if layout.sequence_parallel else 1
-    wide = 3 * (dims.dim("q") + dims.dim("kv") + dims.dim("ffn"))
-    return dtype_bytes * num_tokens * (4 * dims.hidden // split + wide // layout.tp)
+    experts = dims.experts
+    ffn, routed = (dims.ffn, 0) if experts is None else (experts.per_token * experts.ffn, experts.per_token)
+    wide = 3 * (dims.dim("q") + dims.dim("kv") + ffn)
+    return dtype_bytes * num_tokens * (4 * dims.hidden // split + 2 * routed * dims.hidden + wide // layout.tp)
 
 
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:

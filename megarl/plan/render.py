@@ -2,14 +2,14 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.parallel.platform import platform
 from megarl.plan.build import plan_run
-from megarl.plan.run_plan import RunPlan, StagePlan
+from megarl.plan.run_plan import DevicePlan, LayoutPlan, RunPlan, ShardPlan
 
 GIB = 2**30
 
@@ -27,9 +27,9 @@ def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> No
 def to_json(plan: RunPlan) -> str:
     """The plan's fields, with each phase's total; sizes in bytes."""
     fields = asdict(plan)
-    for stage, planned in zip(fields["stages"], plan.stages, strict=True):
+    for devices, planned in zip(fields["devices"], plan.devices, strict=True):
         for name, phase in planned.phases.items():
-            stage["phases"][name]["total"] = phase.total
+            devices["phases"][name]["total"] = phase.total
     return json.dumps(fields, indent=2)
 
 
@@ -62,30 +62,49 @@ def _gib(num_bytes: int) -> str:
 def _model_lines(plan: RunPlan) -> Iterator[str]:
     for role in plan.roles:
         use = "trained" if role.trainable else "frozen"
-        yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters, {use}, {role.model_path}"
-    yield f"sizes      from {plan.model_config}"
+        experts = f" ({role.num_expert_parameters:,} in experts)" if role.num_expert_parameters else ""
+        yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters{experts}, {use}, {role.model_path}"
+    for reason in dict.fromkeys(role.untrainable for role in plan.roles if role.untrainable):
+        yield f"NOT YET    megarl can plan this run but not do it: {reason}"
+    for path in dict.fromkeys(role.model_config for role in plan.roles):
+        yield f"sizes      from {path}"
 
 
 def _layout_lines(plan: RunPlan) -> Iterator[str]:
-    layout = plan.layout
-    product = " × ".join(f"{axis} {layout[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+    node_of = {rank: i for i, node in enumerate(plan.nodes) for rank in node.ranks}
+    for number, layout in enumerate(plan.layouts):
+        yield _layout_line(layout, is_first=number == 0)
+        if number == 0:
+            yield from _node_lines(plan)
+        yield from _group_lines(layout, node_of)
+
+
+def _layout_line(layout: LayoutPlan, *, is_first: bool) -> str:
+    settings = layout.layout
+    product = " × ".join(f"{axis} {settings[axis]}" for axis in ("tp", "cp", "dp", "pp"))
     extras = [
         text
         for text, holds in (
-            ("sequence parallel", layout["sequence_parallel"]),
-            (f"{layout['virtual_pp']} model chunks per stage", layout["virtual_pp"] != 1),
+            ("sequence parallel", settings["sequence_parallel"]),
+            (f"{settings['virtual_pp']} model chunks per stage", settings["virtual_pp"] != 1),
+            (f"on devices {ranges(range(layout.num_ranks))}", not is_first),
         )
         if holds
     ]
-    num_ranks = sum(len(node.ranks) for node in plan.nodes)
-    yield f"layout     {num_ranks} ranks = {product}{''.join(f', {extra}' for extra in extras)}"
-    node_of = {rank: i for i, node in enumerate(plan.nodes) for rank in node.ranks}
+    roles = ", ".join(layout.roles)
+    return f"layout     {roles}: {layout.num_ranks} ranks = {product}{''.join(f', {extra}' for extra in extras)}"
+
+
+def _node_lines(plan: RunPlan) -> Iterator[str]:
     for i, node in enumerate(plan.nodes):
-        held = [f"{name} {ranges(ids)}" for name, ids in (("ranks", node.ranks), ("engines", node.engines)) if ids]
+        held = [f"{name} {ranges(ids)}" for name, ids in (("devices", node.ranks), ("engines", node.engines)) if ids]
         if node.offloaded:
             held.append(f"{_gib(node.offloaded)} GiB of host memory for the offloaded trainer")
         yield f"node {i:<5} {', '.join(held)}"
-    for axis, groups in plan.groups.items():
+
+
+def _group_lines(layout: LayoutPlan, node_of: Mapping[int, int]) -> Iterator[str]:
+    for axis, groups in layout.groups.items():
         if len(groups[0]) == 1:
             continue
         crossing = sum(len({node_of[rank] for rank in group}) > 1 for group in groups)
@@ -127,19 +146,25 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
     yield "memory     estimate in GiB per device; libraries' workspaces and fragmentation come on top"
-    for stage in plan.stages:
-        yield from _stage_lines(plan, stage)
+    for shard in plan.shards:
+        yield from _shard_lines(shard)
+    for devices in plan.devices:
+        yield from _device_lines(plan, devices)
 
 
-def _stage_lines(plan: RunPlan, stage: StagePlan) -> Iterator[str]:
+def _shard_lines(shard: ShardPlan) -> Iterator[str]:
     yield (
-        f"stage {stage.stage:<4} ranks {ranges(stage.ranks)}: {stage.num_layers} layers, "
-        f"{stage.num_parameters:,} actor parameters per rank"
+        f"{shard.role:<10} stage {shard.stage}, ranks {ranges(shard.ranks)}: {shard.num_layers} layers, "
+        f"{shard.num_parameters:,} parameters per rank"
     )
-    sizes = {**stage.resident, "activations": stage.activations, "output head": stage.head}
+    sizes = {**shard.resident, "activations": shard.activations, "output head": shard.head}
     yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
-    width = max(map(len, stage.phases))
-    for name, phase in stage.phases.items():
+
+
+def _device_lines(plan: RunPlan, devices: DevicePlan) -> Iterator[str]:
+    yield f"devices {ranges(devices.devices)}"
+    width = max(map(len, devices.phases))
+    for name, phase in devices.phases.items():
         parts = f"trainer {_gib(phase.trainer)} + pass {_gib(phase.activations)} + engine {_gib(phase.engine)}"
         verdict = ""
         if plan.device_bytes is not None:

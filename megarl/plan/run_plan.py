@@ -5,13 +5,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """A model of the run; `num_parameters` is the whole model's, without vocabulary padding."""
+    """A model of the run; `num_parameters` is the whole model's, without vocabulary padding.
+
+    num_expert_parameters: those of them that belong to experts.
+    untrainable: why the run can only be planned; empty where it can be done.
+    """
 
     name: str
     model_path: str
+    model_config: str
     family: str
     trainable: bool
     num_parameters: int
+    num_expert_parameters: int
+    untrainable: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPlan:
+    """The processes of one layout, and the roles that share them: rank i uses device i. `groups`: ranks by axis."""
+
+    roles: tuple[str, ...]
+    num_ranks: int
+    layout: dict[str, object]
+    groups: dict[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +45,27 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """What a role has on each rank of a pipeline stage of its layout: all hold equally much.
+
+    `resident` holds by part what lies on a rank between passes if nothing is offloaded; `activations` and `head` are
+    those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds.
+    """
+
+    role: str
+    stage: int
+    ranks: tuple[int, ...]
+    num_layers: int
+    num_parameters: int
+    resident: dict[str, int]
+    activations: int
+    head: int
+    scoring: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """Bytes on one device during a phase: what the trainer rank keeps, what its pass adds, what an engine holds."""
+    """Bytes on one device during a phase: what the trainer's ranks keep, what a pass adds, what an engine holds."""
 
     trainer: int
     activations: int
@@ -41,20 +77,14 @@ class PhasePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """The ranks of a pipeline stage: all hold equally much.
+class DevicePlan:
+    """Devices that hold the same shards, those of all layouts together, and the phases of a step on each of them.
 
-    `resident` holds what lies on a rank between passes if nothing is offloaded; `activations` and `head` are those of
-    the actor's update; `phases` are those of a step.
+    Devices have the numbers of the actor's ranks. `resident`: bytes of all shards on one.
     """
 
-    stage: int
-    ranks: tuple[int, ...]
-    num_layers: int
-    num_parameters: int
-    resident: dict[str, int]
-    activations: int
-    head: int
+    devices: tuple[int, ...]
+    resident: int
     phases: dict[str, PhasePlan]
 
 
@@ -85,16 +115,15 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Everything that `train --dry-run` reports."""
+    """Everything that `train --dry-run` reports; the actor's layout comes first, `nodes` are those of its ranks."""
 
     run: str
-    model_config: str
-    layout: dict[str, object]
-    nodes: tuple[NodePlan, ...]
-    groups: dict[str, tuple[tuple[int, ...], ...]]
     roles: tuple[RolePlan, ...]
+    layouts: tuple[LayoutPlan, ...]
+    nodes: tuple[NodePlan, ...]
     steps: StepPlan
-    stages: tuple[StagePlan, ...]
+    shards: tuple[ShardPlan, ...]
+    devices: tuple[DevicePlan, ...]
     engine: EnginePlan
     sync_bytes: int
     device_bytes: int | None

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.weights.families import VALUE_HEAD, ModelSpec, Partition, WeightRule
+from megarl.parallel.weights.families import ModelSpec
+from megarl.parallel.weights.tables import VALUE_HEAD, Partition, WeightRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 
@@ -50,3 +50,13 @@ def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     model = Qwen3ForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     assert model.config.vocab_size == VOCAB_SIZE
     return model.eval()
+
+
+def add_value_head(source: Path, path: Path, *, seed: int = 0) -> Path:
+    """A critic of a language model's layers and a random scalar head, as transformers writes it."""
+    critic = Qwen3ForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        critic.score.weight.copy_(0.1 * torch.randn(critic.score.weight.shape, generator=generator))
+    critic.save_pretrained(path)
+    return path

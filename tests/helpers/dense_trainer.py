@@ -1,4 +1,4 @@
-"""Policy-gradient steps in transformers and plain torch, float64, one row at a time on dense logits.
+"""Steps of a policy or a critic in transformers and plain torch, float64, one row at a time on dense logits.
 
 Written from the formulas, without anything of megarl's training side.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel, Qwen3ForSequenceClassification
 
 from megarl.types import Row
 from tests.helpers.checkpoints import load_hf
@@ -41,20 +42,19 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseStep:
-    """Loss, gradient norm before clipping and [R] log-probs before the step; weights after it."""
+    """Loss, gradient norm before clipping and [R] log-probs or values before the step; weights after it."""
 
     loss: float
     grad_norm: float
-    logprobs: list[np.ndarray]
+    before: list[np.ndarray]
     weights: dict[str, torch.Tensor]
 
 
 class DenseTrainer:
-    """The model and its optimizer."""
+    """A model and its optimizer; subclasses say what a row loses. `per_row`: a mean of rows' means, not of tokens."""
 
-    def __init__(self, path: Path, objective: Objective, adam: AdamSettings) -> None:
-        self.model = load_hf(path, torch.float64)
-        self.objective, self.adam = objective, adam
+    def __init__(self, model: PreTrainedModel, adam: AdamSettings, *, per_row: bool = False) -> None:
+        self.model, self.adam, self.per_row = model, adam, per_row
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -69,14 +69,14 @@ class DenseTrainer:
         self.optimizer.zero_grad()
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         num_rows = sum(bool(row.loss_mask.any()) for row in rows)
-        loss, logprobs = 0.0, []
+        loss, before = 0.0, []
         for row in rows:
-            token_losses, row_logprobs = self._row(row)
-            logprobs.append(row_logprobs)
+            token_losses, said = self._row(row)
+            before.append(np.where(row.loss_mask, said.detach().numpy(), 0.0))
             if not row.loss_mask.any():
                 continue
             kept = token_losses[torch.from_numpy(row.loss_mask)]
-            part = kept.mean() / num_rows if self.objective.per_row else kept.sum() / num_tokens
+            part = kept.mean() / num_rows if self.per_row else kept.sum() / num_tokens
             part.backward()
             loss += part.item()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -87,10 +87,21 @@ class DenseTrainer:
             group["lr"] = lr
         self.optimizer.step()
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return DenseStep(loss=loss, grad_norm=grad_norm, logprobs=logprobs, weights=weights)
+        return DenseStep(loss=loss, grad_norm=grad_norm, before=before, weights=weights)
 
-    def _row(self, row: Row) -> tuple[torch.Tensor, np.ndarray]:
-        """[R] loss of every response token, and their log-probs (0 outside the mask)."""
+    def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """[R] loss of every response token, and what the model says of it."""
+        raise NotImplementedError
+
+
+class DensePolicy(DenseTrainer):
+    """A policy under one of the policy-gradient objectives."""
+
+    def __init__(self, path: Path, objective: Objective, adam: AdamSettings) -> None:
+        super().__init__(load_hf(path, torch.float64), adam, per_row=objective.per_row)
+        self.objective = objective
+
+    def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.from_numpy(row.token_ids)
         logits = self.model(tokens[None]).logits[0, row.num_prompt_tokens - 1 : -1] / self.objective.temperature
         log_p = F.log_softmax(logits, dim=-1)
@@ -110,4 +121,24 @@ class DenseTrainer:
         kl = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=MAX_K3)
         entropy = -(log_p.exp() * log_p).sum(-1)
         losses = policy + self.objective.kl_coef * kl - self.objective.entropy_coef * entropy
-        return losses, np.where(row.loss_mask, logprobs.detach().numpy(), 0.0)
+        return losses, logprobs
+
+
+class DenseCritic(DenseTrainer):
+    """A critic: ½·max((v − R)², (v_old + clip(v − v_old, ±clip) − R)²), v a linear map of the last hidden state of
+    the tokens before the one that is valued."""
+
+    def __init__(self, path: Path, adam: AdamSettings, *, clip: float) -> None:
+        super().__init__(Qwen3ForSequenceClassification.from_pretrained(path, dtype=torch.float64), adam)
+        self.clip = clip
+
+    def values(self, row: Row) -> torch.Tensor:
+        """[R], masked tokens too."""
+        hidden = self.model.model(torch.from_numpy(row.token_ids)[None]).last_hidden_state[0]
+        return self.model.score(hidden[row.num_prompt_tokens - 1 : -1])[:, 0]
+
+    def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        values = self.values(row)
+        returns, old = (torch.from_numpy(row.scores[name]).double() for name in ("returns", "values"))
+        near_old = old + (values - old).clamp(-self.clip, self.clip)
+        return 0.5 * torch.maximum((values - returns) ** 2, (near_old - returns) ** 2), values

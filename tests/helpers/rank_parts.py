@@ -61,6 +61,38 @@ def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int) -> Pac
     )
 
 
+def context_parallel_packs(
+    context: RankContext, rows: Sequence[Row], cp: int, tp: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and positions of every context-parallel rank's part of a pack."""
+    PolicyWorker(context.rank).prepare()
+    from megarl.parallel.packing import PackAlignment, pack_rows
+
+    device = torch.device("cpu")
+    packs = [pack_rows(rows, alignment=PackAlignment(tp=tp, cp=cp, cp_rank=i), device=device) for i in range(cp)]
+    return [(pack.input_ids, pack.position_ids) for pack in packs]
+
+
+def full_kl(
+    context: RankContext,
+    hidden: torch.Tensor,
+    other: torch.Tensor,
+    padded_weight: torch.Tensor,
+    vocab_size: int,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+) -> torch.Tensor:
+    """KL(hidden ‖ other) over a vocabulary of which every rank holds as many rows of the padded weight."""
+    from megarl.parallel.full_kl import vocab_parallel_kl
+    from megarl.parallel.logprobs import vocab_shard
+
+    group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
+    weight = padded_weight.chunk(context.world_size)[context.rank]
+    shard = vocab_shard(group, len(weight), vocab_size)
+    return vocab_parallel_kl(hidden, other, weight, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
 def packed_attention(
     context: RankContext,
     query: torch.Tensor,

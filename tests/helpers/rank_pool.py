@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megarl.parallel.platform import apply_environment
+from megarl.parallel.platform import apply_environment, platform
 
 # What the other ranks get to finish once one has failed: usually they wait for it in a collective.
 GRACE_S = 1.0
@@ -38,6 +38,7 @@ class RankContext:
     world_size: int
     # Shared by the ranks, and gone with them.
     directory: str
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,11 @@ class _Reply:
 
 
 class RankPool:
-    """`world_size` processes on the CPU platform. They start with the first call, and again after a failure."""
+    """`world_size` processes on a platform, on CUDA a device each. They start with the first call, and again after a
+    failure."""
 
-    def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
-        self.world_size, self.timeout_s = world_size, timeout_s
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0, device: str = "cpu") -> None:
+        self.world_size, self.timeout_s, self.device = world_size, timeout_s, device
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -105,7 +107,9 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
         spawn = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
-            context = RankContext(rank=rank, world_size=self.world_size, directory=self._directory.name)
+            context = RankContext(
+                rank=rank, world_size=self.world_size, directory=self._directory.name, device=self.device
+            )
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, context), daemon=True)
             self._connections.append(ours)
@@ -143,7 +147,10 @@ def _serve(connection: Connection, context: RankContext) -> None:
     # The session's Ctrl-C is the session's: it ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(context.directory,), daemon=True).start()
-    os.environ["MEGARL_DEVICE"] = "cpu"
+    os.environ["MEGARL_DEVICE"] = context.device
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # As Ray narrows what a rank sees.
+    platform().select_devices([visible.split(",")[context.rank] if visible else str(context.rank)])
     apply_environment()
     while True:
         try:

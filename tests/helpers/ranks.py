@@ -88,6 +88,21 @@ def score(
     return worker.score(rows, micro_batches, role=Role.ACTOR, temperature=temperature, step=0)
 
 
+def score_pairs(
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    plan: Sequence[Sequence[Sequence[int]]],
+    *,
+    temperature: float,
+) -> RowScores | None:
+    """The actor's divergences between the halves of each micro-batch of `plan[dp]`."""
+    worker = load_worker(context, actor, model)
+    mine = plan[worker.layout.dp_rank]
+    return worker.score(rows, mine, role=Role.ACTOR, temperature=temperature, step=0, paired=True)
+
+
 def load_and_store(
     context: RankContext, actor: ActorConfig, model: ModelConfig, files: Sequence[str]
 ) -> tuple[StoreResult, Mapping[str, tuple[int, ...]]]:

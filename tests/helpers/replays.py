@@ -10,15 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
-from megarl.config.schema import (
-    ActorConfig,
-    AlgoConfig,
-    KLConfig,
-    LayoutConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PolicyLossConfig,
-)
+from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.export import weight_specs
 from megarl.parallel.messages import UpdateRequest, UpdateResult
@@ -178,6 +171,16 @@ def one_batch(rows: Sequence[Row]) -> list[list[list[int]]]:
 
 def row_by_row(rows: Sequence[Row]) -> list[list[list[int]]]:
     return [[[i] for i in range(len(rows))]]
+
+
+def alone(dp: int) -> Callable[[Sequence[Row]], list[list[list[int]]]]:
+    """The last rank has all rows; the others have as many micro-batches, without rows."""
+
+    def plan(rows: Sequence[Row]) -> list[list[list[int]]]:
+        nothing: list[list[int]] = [[] for _ in rows]
+        return [nothing] * (dp - 1) + row_by_row(rows)
+
+    return plan
 
 
 def planned(dp: int, multiple: int = 1) -> Callable[[Sequence[Row]], list[list[list[int]]]]:

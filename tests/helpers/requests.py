@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.algos.build import build_algorithm
-from megarl.config.schema import AlgoConfig
+from megarl.config.algo import AlgoConfig
 from megarl.parallel.messages import UpdateRequest
 from megarl.types import Row
 

@@ -3,11 +3,13 @@
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.checkpoint import (
     MARKER,
+    Checkpoint,
     CheckpointManager,
     RunState,
     checkpoint_dir,
@@ -18,9 +20,10 @@ from megarl.checkpoint import (
     remove_checkpoint,
     steps_to_keep,
 )
-from megarl.config import Config
+from megarl.config import Config, from_dict
 from megarl.config.schema import CheckpointConfig, RunConfig
 from megarl.errors import DataError, RunStopped
+from megarl.parallel.messages import Role
 from megarl.signals import StopRequest
 from megarl.types import AlgoState
 
@@ -75,6 +78,23 @@ def after_step(
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert RunState.from_json(STATE.to_json()) == STATE
+
+
+def test_roles_that_are_laid_out_as_before(tmp_path: Path) -> None:
+    """A role without a layout of its own follows the actor's."""
+
+    def saved(**sections: Any) -> Checkpoint:
+        return Checkpoint(path=tmp_path, state=replace(STATE, config=from_dict(Config, sections)))
+
+    tp2, dp2 = {"tp": 2}, {"dp": 2}
+    shared = saved(actor={"layout": tp2})
+    assert shared.same_layout(from_dict(Config, {"actor": {"layout": tp2}})) == set(Role)
+    assert shared.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == set()
+    moved = from_dict(Config, {"actor": {"layout": tp2}, "critic": {"layout": dp2}})
+    assert shared.same_layout(moved) == {Role.ACTOR, Role.REFERENCE}
+    # The actor joins the critic, which stays.
+    apart = saved(actor={"layout": tp2}, critic={"layout": dp2})
+    assert apart.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == {Role.CRITIC}
 
 
 def test_a_directory_without_the_marker_is_not_a_checkpoint(tmp_path: Path) -> None:

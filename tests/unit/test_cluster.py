@@ -1,6 +1,8 @@
 """Calls to groups of remote processes: order, merging, and which failure is reported. Ray is real, the work is not."""
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import ray
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
 from megarl.cluster.cluster import RAY_ENVIRONMENT
+from megarl.cluster.processes import Location, locate
 from megarl.config.schema import LayoutConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.janitor import Janitor
@@ -29,7 +32,20 @@ class Worker:
     """Stands in for a rank or an engine: does as it is told, slowly if asked to."""
 
     def __init__(self, index: int) -> None:
-        self.index = index
+        self.index, self.num_asked, self.workers = index, 0, list[int]()
+
+    def locate(self) -> Location:
+        return Location(host="here", address=str(os.getpid()), device_ids=())
+
+    def lost_workers(self) -> list[int]:
+        self.num_asked += 1
+        return self.workers
+
+    def times_asked(self) -> int:
+        return self.num_asked
+
+    def lose(self, worker: int) -> None:
+        self.workers = [worker]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, method)(*args, **kwargs)
@@ -52,15 +68,17 @@ class Worker:
         return getattr(self, method)(shards.fetch(micro_batches), micro_batches, **kwargs)
 
     def score(self, rows: dict[int, Row], micro_batches: Any, **_: Any) -> RowScores | None:
-        """[replica, first token] for every row, from the first rank of each replica."""
+        """[replica, first token] for every row, and that negated, from the first rank of each replica."""
         values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
-        return RowScores(scores={"logprobs": values}) if self.index % 2 == 0 else None
+        scores = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}
+        return RowScores(scores=scores) if self.index % 2 == 0 else None
 
     def update(self, rows: dict[int, Row], micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
         scores = self.score(rows, micro_batches)
         return None if scores is None else UpdateResult(metrics={"lr": request.lr}, before=scores.scores["logprobs"])
 
-    def store_weights(self, files: Sequence[str], *, with_checksums: bool) -> StoreResult:
+    def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role) -> StoreResult:
+        assert role is Role.CRITIC
         sums = {"w": 2**63 + self.index} if with_checksums else {}
         return StoreResult(num_elements={"w": 10, f"w{self.index}": 1}, checksums=sums)
 
@@ -112,6 +130,15 @@ def start(index: int) -> Process:
     return Process(name=f"trainer rank {index}", actor=ray.remote(Worker).options(num_cpus=0.5).remote(index))
 
 
+def start_run(*names: str) -> list[Process]:
+    """Processes of one run, who know of each other."""
+    return locate({name: start(i).actor for i, name in enumerate(names)}, timeout_s=120.0)
+
+
+def kill_after(delay_s: float, process: Process) -> None:
+    threading.Timer(delay_s, os.kill, (int(process.location.address), signal.SIGKILL)).start()
+
+
 def calls(processes: Sequence[Process], *requests: tuple[Any, ...]) -> list[tuple[Process, Any]]:
     return [(p, p.actor.call.remote(*r)) for p, r in zip(processes, requests, strict=False)]
 
@@ -126,6 +153,42 @@ def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
     ray.get([pending[0][1], pending[2][1]])
     with pytest.raises(WorkerError, match="waiting: no answer from trainer rank 1 within 0 s"):
         wait_all(pending, timeout_s=0.2, doing="waiting")
+
+
+@pytest.mark.parametrize("first_call", [(), ("answer", 0.0)], ids=["idle", "done"])
+def test_the_death_of_a_process_that_nobody_waits_for_ends_the_wait(ray_session: None, first_call: Any) -> None:
+    """An engine that has nothing to do, or a rank that has done its part."""
+    rank, doomed = start_run("trainer rank 0", "engine 0")
+    pending = calls([rank], ("answer", 20.0)) + (calls([doomed], first_call) if first_call else [])
+    kill_after(1.0, doomed)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^updating: engine 0 died; see RUN/logs$"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+    # Within two seconds of the death; the rest is for a machine that does other things too.
+    assert time.monotonic() - began < 1.0 + 2.0 + 7.0
+
+
+def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None:
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    ray.get(engine.actor.call.remote("lose", 1))
+    with pytest.raises(WorkerError, match=r"^updating: worker 1 of engine 0 died; see RUN/logs$"):
+        wait_all(calls([rank], ("answer", 20.0)), timeout_s=30.0, doing="updating")
+
+
+def test_who_is_busy_with_something_else_is_asked_once(ray_session: None) -> None:
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    working = calls([engine], ("answer", 2.0))
+    assert wait_all(calls([rank], ("answer", 2.0)), timeout_s=30.0, doing="updating") == [0]
+    assert wait_all(working, timeout_s=30.0, doing="generating") == [1]
+    assert ray.get(engine.actor.call.remote("times_asked")) == 1
+
+
+def test_a_process_that_died_earlier_is_the_cause_of_an_error(ray_session: None) -> None:
+    rank, doomed = start_run("trainer rank 0", "engine 0")
+    os.kill(int(doomed.location.address), signal.SIGKILL)
+    pending = calls([rank], ("fail", RuntimeError("Connection closed by peer"), 0.1))
+    with pytest.raises(WorkerError, match=r"^updating: engine 0 died; see RUN/logs$"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
 
 
 def test_a_dead_process_is_the_cause_and_not_its_peers_errors(processes: list[Process]) -> None:
@@ -184,7 +247,9 @@ def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> N
     """Four ranks: two replicas of two tensor-parallel neighbours."""
     group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
     scored = group.score(Role.ACTOR, rows(5), PLAN, temperature=1.0, step=1)
-    assert [s.tolist() for s in scored] == [SCORES[i] for i in range(5)]
+    assert scored.keys() == {"logprobs", "entropy"}
+    assert [s.tolist() for s in scored["logprobs"]] == [SCORES[i] for i in range(5)]
+    assert [s.tolist() for s in scored["entropy"]] == [[-x for x in SCORES[i]] for i in range(5)]
 
 
 def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> None:
@@ -202,7 +267,8 @@ def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> N
 
 
 def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None:
-    stored = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0).store_weights([Path("f")], with_checksums=True)
+    group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
+    stored = group.store_weights(Role.CRITIC, [Path("f")], with_checksums=True)
     assert stored.num_elements == {"w": 40, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
     # 4 · 2⁶³ is 0 modulo 2⁶⁴.
     assert stored.checksums == {"w": 0 + 1 + 2 + 3}

@@ -1,12 +1,12 @@
 """Phases as data, the moves between them, and a ledger whose calls are recorded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.memory import (
-    EXPORT,
     GENERATE,
     LOAD,
     SYNC,
@@ -15,15 +15,17 @@ from megarl.memory import (
     Resident,
     built_parts,
     checkpointing,
+    exporting,
     phase_table,
     plan_moves,
     scoring,
     step_phases,
 )
-from megarl.parallel.messages import Part, Role, RoleSpec
+from megarl.parallel.messages import Head, Part, Role, RoleSpec
 
 ACTOR = RoleSpec(role=Role.ACTOR, model=ModelConfig(), settings=ActorConfig())
 REFERENCE = RoleSpec(role=Role.REFERENCE, model=ModelConfig(), settings=ActorConfig(), trainable=False)
+CRITIC = RoleSpec(role=Role.CRITIC, model=ModelConfig(), settings=ActorConfig(), head=Head.SCALAR)
 STEP = step_phases([ACTOR, REFERENCE])
 
 
@@ -84,6 +86,25 @@ def test_phases_of_a_step() -> None:
     ]
 
 
+def test_phases_with_a_critic() -> None:
+    """The actor is last to score and to be updated, since the sync that follows needs it."""
+    assert [phase.name for phase in step_phases([ACTOR, REFERENCE, CRITIC])] == [
+        "generate",
+        "score reference",
+        "score critic",
+        "score actor",
+        "update critic",
+        "update actor",
+        "sync",
+    ]
+    frozen = replace(CRITIC, trainable=False)
+    assert "update critic" not in [phase.name for phase in step_phases([ACTOR, frozen])]
+    assert checkpointing([ACTOR, CRITIC]).needs == residents(
+        "actor.params", "actor.optimizer", "critic.params", "critic.optimizer"
+    )
+    assert checkpointing([ACTOR, frozen]).needs == residents("actor.params", "actor.optimizer")
+
+
 def test_a_step_after_the_first() -> None:
     """Wake the weights, sync, offload the trainer, wake the KV caches; one role at a time before that."""
     recorder = Recorder()
@@ -124,12 +145,12 @@ def test_a_checkpoint_and_the_export_bring_back_what_they_write() -> None:
     recorder = Recorder()
     ledger = loaded(recorder, ACTOR, REFERENCE)
     run([SYNC, GENERATE], ledger, recorder)
-    assert run([checkpointing([ACTOR, REFERENCE]), EXPORT], ledger, recorder) == [
+    assert run([checkpointing([ACTOR, REFERENCE]), exporting(Role.ACTOR)], ledger, recorder) == [
         "sleep",
         "onload actor optimizer+params",
         "<checkpoint>",
         "offload actor optimizer",
-        "<export>",
+        "<export actor>",
     ]
 
 

@@ -1,14 +1,15 @@
 """Seats of ranks and engines, and what a user is told when there is no room for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import ray
 
 from megarl.config import Config, from_dict
+from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
-from megarl.placement import NodeGroup, PlacementPlan, Reservation, Seat, plan_placement, resource_table
+from megarl.placement import NodeGroup, PlacementPlan, Reservation, Seat, cpu_share, plan_placement, resource_table
 
 GPU_DEVICE = {"CPU": 1.0, "GPU": 1.0}
 CPU_DEVICE = {"CPU": 0.5}
@@ -21,13 +22,15 @@ def plan(
     engine: Mapping[str, int] | None = None,
     placement: Mapping[str, Any] | None = None,
     with_engines: bool = True,
+    other_layouts: Sequence[LayoutConfig] = (),
 ) -> PlacementPlan:
     tree = {
         "actor": {"layout": {"dp": dp}},
         "rollout": {"engine": dict(engine or {})},
         "placement": dict(placement or {}),
     }
-    return plan_placement(from_dict(Config, tree), device, with_engines=with_engines)
+    config = from_dict(Config, tree)
+    return plan_placement(config, device, with_engines=with_engines, other_layouts=other_layouts)
 
 
 def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
@@ -40,6 +43,22 @@ def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
         Seat(group="trainer", bundle=4, num_cpus=0.5, num_gpus=0, shares=(4, 5, 6, 7)),
     )
     assert placed.num_cpus == 8
+
+
+def test_engines_alone() -> None:
+    config = from_dict(
+        Config,
+        {
+            "rollout": {"engine": {"num_engines": 2, "tp": 2}},
+            "placement": {"mode": "split", "engines": {"num_nodes": 2}},
+        },
+    )
+    placed = plan_placement(config, GPU_DEVICE, with_engines=True, with_trainer=False)
+    assert placed == PlacementPlan(
+        groups={"engines": NodeGroup(num_nodes=2, bundles_per_node=1, bundle={"CPU": 2.0, "GPU": 2.0})},
+        ranks=(),
+        engines=tuple(Seat(group="engines", bundle=i, num_cpus=1.0, num_gpus=2.0) for i in range(2)),
+    )
 
 
 def test_split_engines_have_a_bundle_of_tp_devices_each() -> None:
@@ -73,6 +92,28 @@ def test_processes_fit_their_bundles() -> None:
         for (group, _), seats in taken.items():
             assert sum(seat.num_cpus for seat in seats) <= placed.groups[group].bundle["CPU"]
             assert sum(seat.num_gpus for seat in seats) <= placed.groups[group].bundle["GPU"]
+
+
+def test_ranks_of_further_layouts_share_the_devices_of_the_actors() -> None:
+    others = [LayoutConfig(tp=2), LayoutConfig(dp=4)]
+    placed = plan(GPU_DEVICE, dp=4, engine={"tp": 2}, other_layouts=others)
+    # Four processes on the first device: a quarter of its CPUs each.
+    assert placed.ranks[0] == Seat(group="trainer", bundle=0, num_cpus=0.25, num_gpus=1.0)
+    assert placed.other_ranks == tuple(
+        tuple(Seat(group="trainer", bundle=i, num_cpus=0.25, num_gpus=0, shares=(i,)) for i in range(size))
+        for size in (2, 4)
+    )
+    assert placed.engines == (Seat(group="trainer", bundle=0, num_cpus=0.25, num_gpus=0, shares=(0, 1)),)
+    # Devices are counted once, and the host offers no more CPUs than without them.
+    assert placed.num_cpus == plan(GPU_DEVICE, dp=4, engine={"tp": 2}).num_cpus == 4
+
+
+@pytest.mark.parametrize("num_processes", range(1, 9))
+def test_shares_of_a_bundle_add_up_to_no_more_than_it_has_in_rays_units(num_processes: int) -> None:
+    """Ray counts in ten-thousandths and rounds: thirds of a half would be too many."""
+    units = round(0.5 * cpu_share(num_processes) * 10_000)
+    assert units == 0.5 * cpu_share(num_processes) * 10_000
+    assert num_processes * units <= 5_000
 
 
 def test_without_engines_only_the_trainer_is_placed() -> None:

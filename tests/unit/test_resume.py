@@ -105,6 +105,24 @@ def test_a_change_of_where_and_how_it_computes_is_noted(tmp_path: Path) -> None:
     ]
 
 
+def test_layouts_and_schedules_of_the_critic_may_change_and_its_objective_may_not(tmp_path: Path) -> None:
+    path = save(config(tmp_path))
+    critic = {"layout": {"pp": 2}, "micro_batch_tokens": 9000, "optimizer": {"lr": 0.5}}
+    changed = config(tmp_path, critic=critic, reference={"layout": {"dp": 2}})
+    checkpoint = find_checkpoint(changed, "train")
+    assert checkpoint is not None
+    notes = resume_notes(checkpoint, changed)
+    assert "changed since the checkpoint: critic.optimizer.lr: 1e-05 → 0.5" in notes
+    assert any(note.startswith("changed since the checkpoint: critic.layout: None → LayoutConfig(") for note in notes)
+    assert notes[-1] == "another layout: random number generators are seeded anew"
+    assert message(config(tmp_path, critic={"value_clip": None})) == (
+        f"{path}: cannot be continued with other settings: critic.value_clip: 0.2 → None; "
+        "restore them, or choose another run.name"
+    )
+    assert "critic.freeze: False → True" in message(config(tmp_path, critic={"freeze": True}))
+    assert "reference.model_path: None → b" in message(config(tmp_path, reference={"model_path": "b"}))
+
+
 def test_fewer_steps_than_done(tmp_path: Path) -> None:
     path = save(config(tmp_path))
     assert message(config(tmp_path, trainer={"total_steps": 3})) == (

@@ -1,34 +1,28 @@
-"""Model families as data: how a Hugging Face config becomes Megatron's, and which tensor lies where.
-
-Adding a family is adding a `Family` below: no code elsewhere knows a model's name. Loading, export, sync and
-validation all derive from the same rows. Nothing here imports torch or megatron.
-"""
+"""A model directory, read: the family it belongs to (`tables.py`), its sizes, and what Megatron needs besides."""
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.parallel.rope import RopeScaling, read_rope_scaling
+from megarl.parallel.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, WeightRule
 
 
-class Partition(StrEnum):
-    """How Megatron splits a parameter over tensor-parallel ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts that every layer has in place of one MLP: how many, how many see a token, and their width."""
 
-    REPLICATED = "replicated"
-    VOCAB = "vocab"  # rows of the vocabulary, padded at the end
-    ROWS = "rows"  # output features of a column-parallel layer
-    COLUMNS = "columns"  # input features of a row-parallel layer
-    GATE_UP = "gate_up"  # two row-split matrices, stacked on each rank
-    QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
+    num: int
+    per_token: int
+    ffn: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dims:
-    """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the weight tables."""
+    """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the tables."""
 
     num_layers: int
     hidden: int
@@ -38,8 +32,10 @@ class Dims:
     head_dim: int
     vocab: int
     tied: bool
+    experts: Experts | None = None
 
     def dim(self, symbol: str) -> int:
+        experts = self.experts or Experts(num=0, per_token=0, ffn=0)
         return {
             "one": 1,
             "hidden": self.hidden,
@@ -48,162 +44,9 @@ class Dims:
             "head_dim": self.head_dim,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
+            "experts": experts.num,
+            "expert_ffn": experts.ffn,
         }[symbol]
-
-
-@dataclass(frozen=True, slots=True)
-class HFTensor:
-    """A tensor of the checkpoint: its name (`{layer}` is the global layer) and its symbolic shape."""
-
-    name: str
-    shape: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRule:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
-
-    `names`: the parameter's names, by the local spec and by Transformer Engine's where they differ.
-    """
-
-    names: tuple[str, ...]
-    partition: Partition
-    tensors: tuple[HFTensor, ...]
-    # The tensor this parameter is a copy of when embeddings are tied; such copies are loaded, never written.
-    tied_to: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A model family: the architectures it covers, Megatron options, and its weight table.
-
-    `defaults`: what transformers takes for keys that a config.json leaves out, where that is not the common rule.
-    `required`: values of keys whose other values change the model in ways that this table does not describe.
-    `ignored`: tensors that a checkpoint may carry though nothing reads them.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    weights: tuple[WeightRule, ...]
-    qk_layernorm: bool = False
-    qkv_bias: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    required: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-
-
-def _rule(partition: Partition, names: str, *tensors: tuple[str, str], tied_to: str | None = None) -> WeightRule:
-    return WeightRule(
-        names=tuple(names.split(" | ")),
-        partition=partition,
-        tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
-        tied_to=tied_to,
-    )
-
-
-_L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-# The scalar head of a critic or reward model; a language model's checkpoint has none.
-VALUE_HEAD = "score.weight"
-
-_DENSE_DECODER = (
-    _rule(Partition.VOCAB, "embedding.word_embeddings.weight", ("model.embed_tokens.weight", "vocab hidden")),
-    _rule(Partition.REPLICATED, "decoder.final_layernorm.weight", ("model.norm.weight", "hidden")),
-    _rule(
-        Partition.VOCAB, "output_layer.weight", ("lm_head.weight", "vocab hidden"), tied_to="model.embed_tokens.weight"
-    ),
-    _rule(Partition.REPLICATED, "value_head.weight", (VALUE_HEAD, "one hidden")),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}input_layernorm.weight | {_L}self_attention.linear_qkv.layer_norm_weight",
-        (f"{_HF}input_layernorm.weight", "hidden"),
-    ),
-    _rule(
-        Partition.QKV,
-        f"{_L}self_attention.linear_qkv.weight",
-        (f"{_HF}self_attn.q_proj.weight", "q hidden"),
-        (f"{_HF}self_attn.k_proj.weight", "kv hidden"),
-        (f"{_HF}self_attn.v_proj.weight", "kv hidden"),
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}self_attention.linear_proj.weight",
-        (f"{_HF}self_attn.o_proj.weight", "hidden q"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}pre_mlp_layernorm.weight | {_L}mlp.linear_fc1.layer_norm_weight",
-        (f"{_HF}post_attention_layernorm.weight", "hidden"),
-    ),
-    _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.linear_fc1.weight",
-        (f"{_HF}mlp.gate_proj.weight", "ffn hidden"),
-        (f"{_HF}mlp.up_proj.weight", "ffn hidden"),
-    ),
-    _rule(Partition.COLUMNS, f"{_L}mlp.linear_fc2.weight", (f"{_HF}mlp.down_proj.weight", "hidden ffn")),
-)
-
-_QK_NORM = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.q_layernorm.weight",
-        (f"{_HF}self_attn.q_norm.weight", "head_dim"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.k_layernorm.weight",
-        (f"{_HF}self_attn.k_norm.weight", "head_dim"),
-    ),
-)
-
-_QKV_BIAS = (
-    _rule(
-        Partition.QKV,
-        f"{_L}self_attention.linear_qkv.bias",
-        (f"{_HF}self_attn.q_proj.bias", "q"),
-        (f"{_HF}self_attn.k_proj.bias", "kv"),
-        (f"{_HF}self_attn.v_proj.bias", "kv"),
-    ),
-)
-
-FAMILIES = (
-    Family(
-        name="llama",
-        architectures=("LlamaForCausalLM",),
-        weights=_DENSE_DECODER,
-        required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        ignored=(f"{_HF}self_attn.rotary_emb.inv_freq",),
-    ),
-    Family(
-        name="mistral",
-        architectures=("MistralForCausalLM",),
-        weights=_DENSE_DECODER,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        required={"hidden_act": "silu"},
-    ),
-    Family(
-        name="qwen2",
-        architectures=("Qwen2ForCausalLM",),
-        weights=_DENSE_DECODER + _QKV_BIAS,
-        qkv_bias=True,
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
-        required={"hidden_act": "silu"},
-    ),
-    Family(
-        name="qwen3",
-        architectures=("Qwen3ForCausalLM",),
-        weights=_DENSE_DECODER + _QK_NORM,
-        qk_layernorm=True,
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-        },
-        required={"hidden_act": "silu", "attention_bias": False},
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +67,7 @@ class ModelSpec:
 
         With a scalar head the model has that instead of an output embedding.
         """
-        absent = "lm_head.weight" if scalar_head else VALUE_HEAD
+        absent = OUTPUT_HEAD if scalar_head else VALUE_HEAD
         return {
             tensor.name.format(layer=layer): tuple(self.dims.dim(s) for s in tensor.shape)
             for layer, rule in self.rules()
@@ -259,25 +102,40 @@ def find_family(architectures: object) -> Family:
     """The family of a config's `architectures`; an unknown one is refused by name."""
     names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
     for family in FAMILIES:
-        if any(name in family.architectures for name in names):
+        if any(name in (*family.architectures, *family.value_architectures) for name in names):
             return family
     known = sorted(a for family in FAMILIES for a in family.architectures)
     raise ConfigError(
         f"model architecture {list(names)} is not supported; known: {known} "
-        f"(a family is a table in megarl/parallel/weights/families.py)"
+        f"(a family is a table in megarl/parallel/weights/tables.py)"
     )
 
 
-def read_model_spec(path: str | Path) -> ModelSpec:
-    """Read `config.json` of a model directory, with the file or key at fault in every message."""
-    directory = Path(path)
+def require_trainable(spec: ModelSpec, key: str) -> None:
+    """Refuse a model, the value of `key`, that can only be planned."""
+    if spec.family.untrainable:
+        raise ConfigError(
+            f"{key}: {spec.path} is a {spec.family.name} model, which can be planned (megarl train --dry-run) but not "
+            f"trained: {spec.family.untrainable}; choose a dense model, such as Qwen3-8B"
+        )
+
+
+def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
+    """The config.json of a model directory that `key` names, whatever the model."""
     file = directory / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path: {file} does not exist; give a Hugging Face model directory")
+        raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
     try:
-        config = json.loads(file.read_text())
+        config: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ConfigError(f"{file}: not JSON ({error}); copy the model again") from error
+    return config
+
+
+def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
+    """Read `config.json` of a model directory that `key` names, with the file or key at fault in every message."""
+    directory = Path(path)
+    file, config = directory / "config.json", read_hf_config(directory, key)
     family = find_family(config.get("architectures"))
     config = {**family.defaults, **config}
     try:
@@ -329,4 +187,11 @@ def _read_dims(config: Mapping[str, Any]) -> Dims:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
+        experts=_read_experts(config) if "num_experts_per_tok" in config else None,
     )
+
+
+def _read_experts(config: Mapping[str, Any]) -> Experts:
+    # Transformers 5 writes the second name.
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    return Experts(num=config[key], per_token=config["num_experts_per_tok"], ffn=config["moe_intermediate_size"])

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.parallel.weights.families import Dims, ModelSpec, Partition, WeightRule
+from megarl.parallel.weights.families import Dims, ModelSpec
+from megarl.parallel.weights.tables import Partition, WeightRule
 
 Index = tuple[slice, ...]
 
@@ -134,6 +135,8 @@ def store_slices(slices: Iterable[Slice], target: dict[str, torch.Tensor]) -> No
 
 
 _MIX = 2654435761  # odd, so that position weights do not repeat
+# Elements that a checksum looks at together; it holds a few int64 arrays of this length.
+CHECKSUM_CHUNK = 1 << 20
 
 
 def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> int:
@@ -142,12 +145,23 @@ def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> i
     Sums of disjoint slices add up to the checksum of the whole, whatever the split.
     """
     ints = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[view.element_size()]
-    positions = torch.zeros((), dtype=torch.int64)
-    for axis, size in enumerate(full_shape):
-        steps = torch.arange(size)[index[axis]] if axis < len(index) else torch.arange(size)
-        positions = positions.unsqueeze(-1) * size + steps
-    values = view.detach().cpu().contiguous().view(ints).to(torch.int64).flatten()
-    return int((values * (positions.flatten() * _MIX + 1)).sum()) % (1 << 64)
+    total, start = 0, 0
+    for chunk in view.detach().reshape(-1).split(CHECKSUM_CHUNK):
+        positions = _full_positions(torch.arange(start, start + len(chunk)), index, full_shape)
+        values = chunk.cpu().view(ints).to(torch.int64)
+        total += int((values * (positions * _MIX + 1)).sum())
+        start += len(chunk)
+    return total % (1 << 64)
+
+
+def _full_positions(flat: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> torch.Tensor:
+    """Flat positions in `tensor[index]` as flat positions in the tensor itself."""
+    positions, stride = torch.zeros_like(flat), 1
+    for axis in reversed(range(len(full_shape))):
+        first, end, _ = index[axis].indices(full_shape[axis]) if axis < len(index) else (0, full_shape[axis], 1)
+        positions += (flat % (end - first) + first) * stride
+        flat, stride = flat // (end - first), stride * full_shape[axis]
+    return positions
 
 
 def count_elements(slices: Iterable[Slice]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 
@@ -14,8 +14,9 @@ from megarl.errors import ConfigError
 def keys_of(cls: type, path: str = "") -> Iterator[str]:
     for key, hint in get_type_hints(cls).items():
         yield path + key
-        if is_dataclass(hint):
-            yield from keys_of(cast(type, hint), f"{path}{key}.")
+        # A section may be null.
+        for section in filter(is_dataclass, (hint, *get_args(hint))):
+            yield from keys_of(cast(type, section), f"{path}{key}.")
 
 
 def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
@@ -49,6 +50,39 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
             {"packing_samples": True},
             "unknown key 'packing_samples', of OpenRLHF (rows are always packed)",
         ),
+        (
+            {"critic": {"megatron": {"tensor_model_parallel_size": 2}}},
+            "unknown key 'critic.megatron.tensor_model_parallel_size', verl's name for 'critic.layout.tp'",
+        ),
+        (
+            {"ref": {"megatron": {"pipeline_model_parallel_size": 2}}},
+            "unknown key 'ref.megatron.pipeline_model_parallel_size', verl's name for 'reference.layout.pp'",
+        ),
+        (
+            {"trainer": {"critic_warmup": 5}},
+            "unknown key 'trainer.critic_warmup', verl's name for 'critic.warmup_steps'",
+        ),
+        (
+            {"algorithm": {"wrap_method": "mi_qwen3"}},
+            "unknown key 'algorithm.wrap_method', CPO's name for 'algo.cpo.method'",
+        ),
+        (
+            {"algorithm": {"reward_source": "critic"}},
+            "unknown key 'algorithm.reward_source', PPO_critic's name for 'algo.reward.source' (rule_based is rule)",
+        ),
+        (
+            {"actor_rollout_ref": {"rollout": {"n_prefix": 4}}},
+            "unknown key 'actor_rollout_ref.rollout.n_prefix', LUFFY's name for 'algo.demonstrations.num_prefixed'",
+        ),
+        (
+            {"vllm_is_truncated_threshold": [0.5, 5.0]},
+            "unknown key 'vllm_is_truncated_threshold', OpenRLHF's name for 'algo.correction.low' and "
+            "'algo.correction.high'",
+        ),
+        (
+            {"critic_learning_rate": 1e-5},
+            "unknown key 'critic_learning_rate', OpenRLHF's name for 'critic.optimizer.lr'",
+        ),
         (  # the first section left out
             {"rollout": {"n": 8}},
             "unknown key 'rollout.n', verl's name for 'rollout.num_samples'",
@@ -56,6 +90,32 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
         (
             {"+trainer": {"val_before_train": False}},
             "unknown key 'trainer.val_before_train', verl's name for 'validation.before_train'",
+        ),
+        (
+            {"actor_rollout_ref": {"rollout": {"tensor_model_parallel_size": 2}}},
+            "unknown key 'actor_rollout_ref.rollout.tensor_model_parallel_size', verl's name for 'rollout.engine.tp'",
+        ),
+        (
+            {"rollout": {"nnodes": 2}},
+            "unknown key 'rollout.nnodes', verl's name for 'placement.engines.num_nodes' (with placement.mode=split)",
+        ),
+        (
+            {"actor_rollout_ref": {"hybrid_engine": False}},
+            "unknown key 'actor_rollout_ref.hybrid_engine', verl's name for 'placement.mode' "
+            "(true is colocated, false is split)",
+        ),
+        (  # the actor's and the reference's mean the same
+            {"megatron": {"param_offload": True}},
+            "unknown key 'megatron.param_offload', verl's name for 'placement.offload' "
+            "(parameters, gradients and optimizer state together)",
+        ),
+        (
+            {"vllm_num_engines": 4},
+            "unknown key 'vllm_num_engines', OpenRLHF's name for 'rollout.engine.num_engines'",
+        ),
+        (
+            {"rollout": {"engine": {"tensor_parallel_size": 2}}},
+            "unknown key 'rollout.engine.tensor_parallel_size', vLLM's name for 'rollout.engine.tp'",
         ),
         (  # beside a name that nobody knows
             {"actor_rollout_ref": {"xyzzy": 1, "actor": {"ppo_epochs": 2}}},

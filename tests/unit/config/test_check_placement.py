@@ -18,7 +18,9 @@ HF_CONFIG = {
 }
 
 
-def config(*, dp: int = 1, engine: dict[str, int] | None = None, **placement: Any) -> Config:
+def config(
+    *, dp: int = 1, engine: dict[str, int] | None = None, sync: dict[str, str] | None = None, **placement: Any
+) -> Config:
     tree: dict[str, Any] = {
         "model": {"path": "models/tiny"},
         "data": {"train": ["train.parquet"]},
@@ -26,6 +28,7 @@ def config(*, dp: int = 1, engine: dict[str, int] | None = None, **placement: An
         "actor": {"layout": {"dp": dp}},
         "rollout": {"engine": engine or {}},
         "placement": placement,
+        "sync": sync or {},
     }
     return from_dict(Config, tree)
 
@@ -55,6 +58,11 @@ def config(*, dp: int = 1, engine: dict[str, int] | None = None, **placement: An
             {"dp": 8, "engine": {"num_engines": 2, "tp": 4}, "trainer": {"num_nodes": 4}},
             "rollout.engine.tp: got 4, expected a divisor of the 2 devices of each node of placement.trainer, since an "
             "engine lies on one node; change it or placement.trainer",
+        ),
+        (
+            {"sync": {"transport": "collective"}},
+            "sync.transport: got collective with placement.mode=colocated, but NCCL takes no device twice; set "
+            "sync.transport=file or placement.mode=split",
         ),
         (
             {"mode": "split", "offload": True},

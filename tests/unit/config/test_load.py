@@ -8,15 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import Config, compose, dump, from_dict, load_config
-from megarl.config.schema import (
-    ActorConfig,
-    AlgoConfig,
-    DataConfig,
-    OptimizerConfig,
-    PolicyLossConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from megarl.config.algo import AlgoConfig, PolicyLossConfig
+from megarl.config.load import with_overrides
+from megarl.config.schema import ActorConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig
 from megarl.errors import ConfigError
 
 REPO_CONFIGS = Path(__file__).parents[3] / "configs"
@@ -334,3 +328,13 @@ def test_every_run_file_loads_and_round_trips(configs: Path) -> None:
     for run_file in run_files:
         config = load_config(run_file)
         assert from_dict(Config, yaml.safe_load(dump(config))) == config, run_file
+
+
+def test_with_overrides() -> None:
+    config = from_dict(Config, {"data": {"train": ["a.parquet", {"path": "b.jsonl", "weight": 2}]}, "run": {"seed": 3}})
+    changed = with_overrides(config, ["run.name=b", "actor.optimizer.lr=1e-5"])
+    assert (changed.run.name, changed.run.seed, changed.data) == ("b", 3, config.data)
+    assert changed.actor.optimizer.lr == 1e-5
+    assert with_overrides(config, []) == config
+    with pytest.raises(ConfigError, match=r"unknown key 'run\.nmae'"):
+        with_overrides(config, ["run.nmae=b"])

@@ -1,11 +1,14 @@
 """Strict construction of the tree from a mapping."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config import Config, from_dict
+from megarl.config.parse import parse_bool
 from megarl.config.schema import LayoutConfig, OptimizerConfig, WeightedFile
 from megarl.errors import ConfigError
 
@@ -39,7 +42,7 @@ def test_absent_keys_keep_their_defaults() -> None:
         ),
         (  # at the wrong level
             {"optimizer": {"lr": 1e-5}},
-            "unknown key 'optimizer'; did you mean 'actor.optimizer'?",
+            "unknown key 'optimizer'; did you mean 'actor.optimizer' or 'critic.optimizer'?",
         ),
         (  # at the wrong level, with a similar key beside it and two right places
             {"trainer": {"num_samples": 4}},
@@ -51,7 +54,7 @@ def test_absent_keys_keep_their_defaults() -> None:
         ),
         (  # nothing near: what there is
             {"sync": {"xyzzy": 1}},
-            "unknown key 'sync.xyzzy'; sync has: verify",
+            "unknown key 'sync.xyzzy'; sync has: verify, transport, host_group",
         ),
         (
             {"actor.optimizer.lr": 1e-5},
@@ -185,3 +188,21 @@ def test_subtree_with_its_path() -> None:
     with pytest.raises(ConfigError, match=r"^actor\.layout\.tp: got 'x'"):
         from_dict(LayoutConfig, {"tp": "x"}, "actor.layout")
     assert from_dict(LayoutConfig, {"tp": 2}, "actor.layout") == LayoutConfig(tp=2)
+
+
+def test_texts_that_mean_true_or_false_golden() -> None:
+    golden = json.loads((Path(__file__).parents[2] / "golden" / "algos.json").read_text(encoding="utf-8"))
+    (case,) = (case for case in golden["cases"] if case["id"] == "B.strbool")
+    assert [parse_bool(x) for x in case["inputs"]["x"]] == case["expected"]
+
+
+@pytest.mark.parametrize("value", ["", "maybe", "truee", 1, 0, None, 1.0])
+def test_other_values_are_not_booleans(value: object) -> None:
+    with pytest.raises(ConfigError, match="expected true or false"):
+        parse_bool(value)
+
+
+def test_boolean_fields_take_their_texts() -> None:
+    assert from_dict(Config, {"sync": {"verify": "no"}}).sync.verify is False
+    assert from_dict(Config, {"sync": {"verify": "Yes"}}).sync.verify is True
+    assert message({"sync": {"verify": "maybe"}}) == "sync.verify: got 'maybe' (str), expected true or false"

@@ -12,8 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import ConfigError
 from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope
-from megarl.parallel.weights.families import FAMILIES, Family, find_family, read_model_spec
+from megarl.parallel.weights.families import Experts, find_family, read_model_spec, require_trainable
+from megarl.parallel.weights.tables import FAMILIES, Family
 from megarl.safetensors_map import check_tensors
+
+CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
+TRAINABLE = [family for family in FAMILIES if not family.untrainable]
 
 # The keys of published config.json files that matter here.
 LLAMA_3_1_8B = {
@@ -107,6 +111,7 @@ QWEN3_0_6B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_30B_A3B = json.loads((CONFIGS / "qwen3-30b-a3b/config.json").read_text())
 PUBLISHED = {
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
@@ -145,8 +150,9 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (QWEN2_5_7B, 7_615_616_512),
         (QWEN2_5_0_5B, 494_032_768),
         (QWEN3_0_6B, 596_049_920),
+        (QWEN3_30B_A3B, 30_532_122_624),
     ],
-    ids=["llama-3.1-8b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-0.6b"],
+    ids=["llama-3.1-8b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-30b-a3b"],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
     spec = read_model_spec(write_config(tmp_path, config))
@@ -170,7 +176,7 @@ def test_published_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", TRAINABLE, ids=lambda family: family.name)
 def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bool) -> None:
     small = {
         "hidden_size": 48,
@@ -191,7 +197,7 @@ def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bo
     assert read_model_spec(tmp_path).expected_tensors() == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", TRAINABLE, ids=lambda family: family.name)
 def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, family: Family) -> None:
     published = PUBLISHED[family.name]
     # As many positions as Mistral's window has by default.
@@ -204,6 +210,52 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     assert spec.rope_theta == hf.rope_parameters["rope_theta"]
     for key, value in (*family.defaults.items(), *family.required.items()):
         assert getattr(type(hf), key) == value
+
+
+def test_experts_are_what_transformers_has(tmp_path: Path) -> None:
+    small = {
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 517,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+    }
+    hf_config = AutoConfig.for_model("qwen3_moe", **small, architectures=["Qwen3MoeForCausalLM"])
+    hf_config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    spec = read_model_spec(tmp_path)
+    assert spec.dims.experts == Experts(num=5, per_token=3, ffn=16)
+    tensors = spec.expected_tensors()
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts."
+        # In memory transformers stacks gates on ups; files have a tensor of each for every expert.
+        gate, up, down = (tensors.pop(f"{experts}*.{name}_proj.weight") for name in ("gate", "up", "down"))
+        assert gate == up
+        tensors[f"{experts}gate_up_proj"] = (gate[0], gate[1] + up[1], gate[2])
+        tensors[f"{experts}down_proj"] = down
+    assert tensors == expected
+
+
+def test_a_model_that_can_only_be_planned() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_trainable(read_model_spec(CONFIGS / "qwen3-30b-a3b"), "model.path")
+    assert str(caught.value) == (
+        f"model.path: {CONFIGS}/qwen3-30b-a3b is a qwen3_moe model, which can be planned (megarl train --dry-run) but "
+        "not trained: mixture-of-experts models need expert parallelism, which megarl does not have yet; choose a "
+        "dense model, such as Qwen3-8B"
+    )
+    require_trainable(read_model_spec(CONFIGS / "qwen3-8b"), "model.path")
+
+
+def test_layers_without_experts_are_not_described(tmp_path: Path) -> None:
+    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
+        with pytest.raises(ConfigError, match=f"{next(iter(change))}: got .*other variants of qwen3_moe"):
+            read_model_spec(write_config(tmp_path, QWEN3_30B_A3B | change))
 
 
 def test_bias_of_attention(tmp_path: Path) -> None:

@@ -194,3 +194,13 @@ def test_rows_must_agree() -> None:
     shard = vocab_shard(ONE_RANK, problem.vocab_size, problem.vocab_size)
     with pytest.raises(ValueError, match="hidden has 7 rows, labels 6"):
         vocab_parallel_logprobs(problem.hidden, problem.weight, problem.labels[:6], shard=shard)
+
+
+def test_entropy_golden(golden: Any, check_golden: Any) -> None:
+    """Logits are hidden states under the identity."""
+    case = golden("C.entropy")
+    logits = torch.tensor([case["inputs"]["logits"]], dtype=torch.float64)
+    out = vocab_parallel_logprobs(
+        logits, torch.eye(3, dtype=torch.float64), torch.tensor([0]), shard=vocab_shard(ONE_RANK, 3, 3)
+    )
+    check_golden(out.entropy[0], case["expected"], case)

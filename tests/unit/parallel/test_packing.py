@@ -73,3 +73,22 @@ def test_rows_without_labels(rank_pool: GetPool) -> None:
     pack = rank_pool(1).run(rank_parts.pack_fields, [make_row([1, 2, 3], [False, False])], 1)[0]
     assert (len(pack.labels), len(pack.positions)) == (0, 0)
     assert pack.scattered.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("multiple", "num_tokens"), [(1, 1), (4, 4)])
+def test_no_rows_are_a_filler_alone(rank_pool: GetPool, multiple: int, num_tokens: int) -> None:
+    """A rank without rows passes a sequence through the model, of which nothing is kept."""
+    pack = rank_pool(1).run(rank_parts.pack_fields, [], multiple)[0]
+    assert pack.input_ids.tolist() == [[0] * num_tokens]
+    assert pack.position_ids.tolist() == [list(range(num_tokens))]
+    assert (pack.cu_seqlens.tolist(), pack.max_length) == ([0, num_tokens], num_tokens)
+    assert (len(pack.labels), len(pack.positions)) == (0, 0)
+    assert pack.scattered.shape == (0, 0)
+    assert pack.scatter_grad.tolist() == []
+
+
+def test_no_rows_under_context_parallelism(rank_pool: GetPool) -> None:
+    """Two ranks take an early and a late one of four chunks, each as long as tensor parallelism asks."""
+    packs = rank_pool(1).run(rank_parts.context_parallel_packs, [], 2, 3)[0]
+    assert [ids.shape for ids, _ in packs] == [(1, 6), (1, 6)]
+    assert [positions.tolist() for _, positions in packs] == [[[0, 1, 2, 9, 10, 11]], [[3, 4, 5, 6, 7, 8]]]

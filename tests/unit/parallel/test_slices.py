@@ -3,13 +3,15 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.parallel.rope import DefaultRope
-from megarl.parallel.weights.families import FAMILIES, Dims, ModelSpec
+from megarl.parallel.weights.families import Dims, ModelSpec
 from megarl.parallel.weights.slices import (
     ShardPosition,
     Slice,
@@ -20,6 +22,7 @@ from megarl.parallel.weights.slices import (
     slice_checksums,
     store_slices,
 )
+from megarl.parallel.weights.tables import FAMILIES
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 8, 4, 2
 HIDDEN, FFN, VOCAB, PADDED_VOCAB, LAYERS = 6, 8, 10, 16, 2
@@ -216,6 +219,34 @@ def test_checksums_add_up_over_ranks(tp: int, dp: int) -> None:
         for name, value in slice_checksums(slices, shapes).items():
             totals[name] = (totals[name] + value) % (1 << 64)
     assert totals == {name: checksum_by_definition(tensor) for name, tensor in hf.items()}
+
+
+class LargestInt64(TorchDispatchMode):
+    """Notes how many elements the largest int64 result of any operation has."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int64:
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 60, 1000])
+def test_checksum_looks_at_few_elements_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.parallel.weights.slices.CHECKSUM_CHUNK", chunk)
+    tensor = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0))
+    with LargestInt64() as largest:
+        whole = checksum(tensor, (), (5, 4, 3))
+    assert whole == checksum_by_definition(tensor)
+    assert largest.num_elements == min(chunk, 60)
+    inner = (slice(1, 4), slice(2, 4), slice(0, 2))
+    rest = tensor.clone()
+    rest[inner] = 0.0
+    # Bits of 0.0 are 0, and add nothing.
+    assert checksum(tensor[inner], inner, (5, 4, 3)) == (whole - checksum_by_definition(rest)) % (1 << 64)
 
 
 def swapped(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import from_dict, load_config
-from megarl.config.schema import Config
+from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.errors import ConfigError
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
@@ -48,43 +48,72 @@ def test_a_small_plan_by_hand(tmp_path: Path) -> None:
     assert (steps.optimizer_steps_per_step, steps.optimizer_steps) == (3 * 2, 10 * 3 * 2)
     # 16 rows over two replicas, two rows to a micro-batch.
     assert (steps.max_row_tokens, steps.micro_batches_at_full_length) == (12, 4)
-    first, last = plan.stages
+    (layout,) = plan.layouts
+    assert (layout.roles, layout.num_ranks) == (("actor", "reference"), 8)
+    assert [(shard.role, shard.stage) for shard in plan.shards] == [
+        ("actor", 0),
+        ("actor", 1),
+        ("reference", 0),
+        ("reference", 1),
+    ]
+    first, last, reference, _ = plan.shards
     assert (first.ranks, last.ranks) == ((0, 1, 2, 3), (4, 5, 6, 7))
     # 16 padded rows of 8 over two ranks: 64 for the embedding on the first stage, and for the head on the last.
     count = 2 * (20 + 240) + 64
     assert (first.num_parameters, last.num_parameters) == (count, count + 8)
-    assert first.resident == {
-        "actor params": 2 * count,
-        "actor grads": 4 * count,
-        "actor optimizer": 12 * count // 2,
-        "reference params": 2 * count,
-    }
+    assert first.resident == {"params": 2 * count, "grads": 4 * count, "optimizer": 12 * count // 2}
+    assert reference.resident == {"params": 2 * count}
+    assert (reference.activations, reference.head) == (0, 0)
     # Two layers, two micro-batches in flight, 24 tokens of 68 elements (tp 2 without sequence parallelism).
     assert first.activations == 2 * 2 * 2 * 24 * 68
     assert last.activations == 2 * 2 * 24 * 68
     assert (first.head, last.head) == (0, 10 * 6 * 8 + 2 * 2 * 24 * 8 + 2 * 8 * 8)
     engine = plan.engine
     assert (engine.weights, engine.kv_cache) == (num_parameters, 60_000 - num_parameters)
-    assert list(first.phases) == ["generate", "score reference", "score actor", "update actor", "sync"]
-    assert first.phases["update actor"].total == 14 * count + first.activations + 60_000
-    assert first.phases["score actor"].total == 14 * count + 2 * 24 * 68 + 60_000
-    assert first.phases["generate"].total == first.phases["sync"].total == 14 * count + 60_000
+    assert [alike.devices for alike in plan.devices] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    phases = plan.devices[0].phases
+    assert list(phases) == ["generate", "score reference", "score actor", "update actor", "sync"]
+    assert phases["update actor"].total == 14 * count + first.activations + 60_000
+    assert phases["score actor"].total == phases["score reference"].total == 14 * count + 2 * 24 * 68 + 60_000
+    assert phases["generate"].total == phases["sync"].total == 14 * count + 60_000
+
+
+def test_ranks_of_several_layouts_add_up_on_their_devices(tmp_path: Path) -> None:
+    """The reference in one stage of tp 2 on the first four devices: all layers there, nothing on the others."""
+    config = small_config(tmp_path)
+    reference = ReferenceConfig(layout=LayoutConfig(tp=2, dp=2), micro_batch_tokens=12)
+    plan = plan_run(replace(config, reference=reference), device_bytes=100_000)
+    assert [(layout.roles, layout.num_ranks) for layout in plan.layouts] == [(("actor",), 8), (("reference",), 4)]
+    assert plan.layouts[1].groups["dp"] == ((0, 2), (1, 3))
+    shard = plan.shards[-1]
+    assert (shard.role, shard.stage, shard.ranks, shard.num_layers) == ("reference", 0, (0, 1, 2, 3), 4)
+    # Four layers, embedding and head, the last norm.
+    actor, count = 2 * (20 + 240) + 64, 4 * (20 + 240) + 2 * 64 + 8
+    assert shard.num_parameters == count
+    first, second = plan.devices
+    assert (first.devices, second.devices) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert (first.resident, second.resident) == (12 * actor + 2 * count, 12 * (actor + 8))
+    # 12 tokens of one layer, and the head: logits of 6 rows, hidden states.
+    scoring = 2 * 12 * 68 + 10 * 6 * 8 + 2 * 12 * 8
+    assert first.phases["score reference"].total == first.resident + scoring + 60_000
+    assert second.phases["score reference"].total == second.resident + 60_000
+    assert "layout     reference: 4 ranks = tp 2 × cp 1 × dp 2 × pp 1, on devices 0-3\n" in to_text(plan)
 
 
 def test_offload_takes_turns(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config = replace(config, placement=replace(config.placement, offload=True))
     plan = plan_run(config, device_bytes=100_000)
-    held = [sum(stage.resident.values()) for stage in plan.stages]
-    assert [node.offloaded for node in plan.nodes] == [4 * held[0], 4 * held[1]]
-    phases, resident = plan.stages[0].phases, plan.stages[0].resident
+    assert [node.offloaded for node in plan.nodes] == [4 * plan.devices[0].resident, 4 * plan.devices[1].resident]
+    phases, held = plan.devices[0].phases, plan.devices[0].resident
+    actor, _, reference, _ = (shard.resident for shard in plan.shards)
     assert (phases["generate"].trainer, phases["generate"].engine) == (0, 60_000)
-    assert (phases["score reference"].trainer, phases["score reference"].engine) == (resident["reference params"], 0)
+    assert (phases["score reference"].trainer, phases["score reference"].engine) == (reference["params"], 0)
     assert (phases["update actor"].trainer, phases["update actor"].engine) == (
-        held[0] - resident["reference params"],
+        held - reference["params"],
         0,
     )
-    assert (phases["sync"].trainer, phases["sync"].engine) == (resident["actor params"], plan.engine.weights)
+    assert (phases["sync"].trainer, phases["sync"].engine) == (actor["params"], plan.engine.weights)
 
 
 def test_engines_on_devices_of_their_own(tmp_path: Path) -> None:
@@ -92,16 +121,16 @@ def test_engines_on_devices_of_their_own(tmp_path: Path) -> None:
     config = replace(config, placement=replace(config.placement, mode="split"))
     plan = plan_run(config, device_bytes=100_000)
     assert [(node.ranks, node.engines) for node in plan.nodes] == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ()), ((), (0, 1))]
-    assert {phase.engine for phase in plan.stages[0].phases.values()} == {0}
+    assert {phase.engine for phase in plan.devices[0].phases.values()} == {0}
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:
     plan = plan_run(small_config(tmp_path), device_bytes=100_000)
     fields = json.loads(to_json(plan))
-    assert fields["stages"][0]["phases"]["sync"]["total"] == plan.stages[0].phases["sync"].total
+    assert fields["devices"][0]["phases"]["sync"]["total"] == plan.devices[0].phases["sync"].total
     text = to_text(plan)
-    assert "layout     8 ranks = tp 2 × cp 1 × dp 2 × pp 2\n" in text
-    assert "node 0     ranks 0-3, engines 0-1\nnode 1     ranks 4-7\n" in text
+    assert "layout     actor, reference: 8 ranks = tp 2 × cp 1 × dp 2 × pp 2\n" in text
+    assert "node 0     devices 0-3, engines 0-1\nnode 1     devices 4-7\n" in text
     assert "pp groups  4 of 2 ranks, 4 of them across nodes: [0,4] [1,5] [2,6] [3,7]\n" in text
     assert "batch      32 rows per step, 16 per optimizer step; 6 optimizer steps per step, 60 in all\n" in text
 
@@ -128,10 +157,12 @@ def test_real_models_fit_devices_of_80_gib(
     monkeypatch.chdir(ROOT)
     main(["train", f"configs/run/{name}", "--dry-run", "--device-gib", "80", "--json"])
     plan = json.loads(capsys.readouterr().out)
-    assert max(phase["total"] for stage in plan["stages"] for phase in stage["phases"].values()) < 80 * GIB
+    assert max(phase["total"] for alike in plan["devices"] for phase in alike["phases"].values()) < 80 * GIB
     assert {len(node["ranks"]) for node in plan["nodes"]} == {8}
     # Tensor-parallel groups do not leave their node.
-    assert all(any(set(group) <= set(node["ranks"]) for node in plan["nodes"]) for group in plan["groups"]["tp"])
+    assert all(
+        any(set(group) <= set(node["ranks"]) for node in plan["nodes"]) for group in plan["layouts"][0]["groups"]["tp"]
+    )
 
 
 def test_the_documented_plan_is_what_is_printed(
@@ -149,7 +180,7 @@ def test_a_model_directory_goes_before_the_published_sizes(tmp_path: Path) -> No
     config = small_config(tmp_path / "published")
     tree = {"path": str(write_config(tmp_path / "real", num_hidden_layers=2)), "config_path": config.model.config_path}
     config = replace(config, model=replace(config.model, **tree))
-    assert plan_run(config).stages[0].num_layers == 1
+    assert plan_run(config).shards[0].num_layers == 1
 
 
 def test_errors_are_those_of_a_run(

@@ -1,0 +1,100 @@
+"""Rules of what is counted: rows, micro-batches, optimizer steps, against every role's layout and each other."""
+
+from megarl.config.batches import batch_counts, mini_batch_prompts, num_actor_steps
+from megarl.config.roles import role_settings
+from megarl.config.schema import Config, OptimizerConfig
+from megarl.errors import ConfigError
+
+
+def max_row_tokens(config: Config) -> int:
+    """Tokens of the longest row."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def max_row_terms(config: Config) -> str:
+    """How messages put it."""
+    return (
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+        f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
+    )
+
+
+def check_row_fits_micro_batch(config: Config) -> None:
+    """The longest row fits a micro-batch of every role."""
+    longest = max_row_tokens(config)
+    for role, settings in role_settings(config).items():
+        if settings.micro_batch_tokens < longest:
+            raise ConfigError(
+                f"{role}.micro_batch_tokens: got {settings.micro_batch_tokens}, expected >= {longest} "
+                f"({max_row_terms(config)}), or the longest row fits no micro-batch; raise it or shorten the two"
+            )
+
+
+def check_row_fits_engine(config: Config) -> None:
+    """The longest row fits the engine."""
+    limit, longest = config.rollout.engine.max_model_tokens, max_row_tokens(config)
+    if limit is not None and limit < longest:
+        raise ConfigError(
+            f"rollout.engine.max_model_tokens: got {limit}, expected >= {longest} "
+            f"({max_row_terms(config)}); raise it, shorten the two, or set it to null"
+        )
+
+
+def check_whole_mini_batches(config: Config) -> None:
+    """A step's prompts are a whole number of mini-batches."""
+    trainer = config.trainer
+    if trainer.prompts_per_step % mini_batch_prompts(config):
+        raise ConfigError(
+            f"trainer.mini_batch_prompts: got {trainer.mini_batch_prompts}, which does not divide "
+            f"trainer.prompts_per_step={trainer.prompts_per_step}; set it to a divisor, or to null"
+        )
+
+
+def check_dp_divides_rows(config: Config) -> None:
+    """Replicas of every role get equally many rows: of an optimizer step, or of a step where a role only scores."""
+    samples = config.rollout.num_samples
+    update, step = (mini_batch_prompts(config), "an optimizer step"), (config.trainer.prompts_per_step, "a step")
+    counted = {"actor": update, "reference": step, "critic": update}
+    for role, settings in role_settings(config).items():
+        dp, (prompts, what) = settings.layout.dp, counted[role]
+        if prompts * samples % dp:
+            raise ConfigError(
+                f"{role}.layout.dp: got {dp}, which does not divide the {prompts * samples} rows of {what} "
+                f"({prompts} prompts × rollout.num_samples={samples}); change dp, rollout.num_samples, "
+                "trainer.mini_batch_prompts or trainer.prompts_per_step"
+            )
+
+
+def check_dp_divides_sft_batch(config: Config) -> None:
+    """Replicas get equally many demonstrations."""
+    dp, batch_size = config.actor.layout.dp, config.sft.batch_size
+    if batch_size % dp:
+        raise ConfigError(
+            f"sft.batch_size: got {batch_size}, expected a multiple of actor.layout.dp={dp}; change either"
+        )
+
+
+def check_train_outlasts_warmup(config: Config) -> None:
+    """Actor and critic have optimizer steps left after their warm-up."""
+    trainer, critic = config.trainer, config.critic
+    if critic.warmup_steps > trainer.total_steps:
+        raise ConfigError(
+            f"critic.warmup_steps: got {critic.warmup_steps}, expected <= trainer.total_steps={trainer.total_steps}, "
+            "or the actor never trains; shorten it or lengthen the run"
+        )
+    per_step = batch_counts(config).optimizer_steps_per_step
+    _require_warmup_below(config.actor.optimizer, num_actor_steps(config, has_critic=True) * per_step, "actor")
+    _require_warmup_below(critic.optimizer, trainer.total_steps * per_step, "critic")
+
+
+def check_sft_outlasts_warmup(config: Config) -> None:
+    """There are optimizer steps left after the warm-up."""
+    _require_warmup_below(config.actor.optimizer, config.sft.total_steps, "actor")
+
+
+def _require_warmup_below(optimizer: OptimizerConfig, num_steps: int, role: str) -> None:
+    if optimizer.warmup_steps >= num_steps:
+        raise ConfigError(
+            f"{role}.optimizer.warmup_steps: got {optimizer.warmup_steps}, expected < {num_steps}, the run's optimizer "
+            "steps, or the learning rate never arrives; shorten the warm-up or lengthen the run"
+        )

@@ -1,0 +1,67 @@
+"""Which key of the configuration somebody may have meant by one that does not exist."""
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+# How much two names must agree, in letters or in words, to be offered for each other: beside the key, and elsewhere.
+_LETTERS_BESIDE, _LETTERS_ELSEWHERE = 0.6, 0.8
+_WORDS_ELSEWHERE = 0.5
+# What a key is preferred by for lying where the unknown one was given, or below the same first section.
+_BESIDE, _NEARBY = 0.5, 0.25
+# Words that do not say what a key is about.
+_FILLERS = frozenset({"is", "max", "min", "num", "of", "per", "size", "use"})
+# Shorter beginnings are not taken for the word.
+_MIN_BEGINNING = 3
+
+
+def suggest_keys(key: str, path: str, known: Sequence[str]) -> list[str]:
+    """Dotted keys: all places of a key of this very name, else the nearest name, the same section preferred.
+
+    Args:
+        path: the section in which `key` was given; "" is the root.
+        known: all dotted keys.
+    """
+    if places := [dotted for dotted in known if _name(dotted) == key]:
+        return places
+    scores = {dotted: score for dotted in known if (score := _score(key, path, dotted))}
+    if not scores:
+        return []
+    best = max(scores, key=lambda dotted: (scores[dotted], _name(dotted)))
+    return [dotted for dotted in scores if scores[dotted] == scores[best] and _name(dotted) == _name(best)]
+
+
+def _name(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
+
+
+def _score(key: str, path: str, dotted: str) -> float:
+    """How near a key is to the one given; 0 if it is not worth a mention."""
+    section, _, name = dotted.rpartition(".")
+    letters, words = _letters(key, name), _words(key, name)
+    if section == path:
+        return letters + words + _BESIDE if letters >= _LETTERS_BESIDE or words else 0.0
+    if letters < _LETTERS_ELSEWHERE and words < _WORDS_ELSEWHERE:
+        return 0.0
+    return letters + words + _NEARBY * (section.partition(".")[0] == path.partition(".")[0])
+
+
+def _letters(a: str, b: str) -> float:
+    """Share of letters in common and in order, 0 to 1, where names have something to say."""
+    return SequenceMatcher(None, "_".join(_telling(a)), "_".join(_telling(b))).ratio()
+
+
+def _words(a: str, b: str) -> float:
+    """Words of `a` that `b` has too, plural or cut short, as a share of all words of both."""
+    words_a, words_b = _telling(a), _telling(b)
+    common = sum(any(_is_same(word, other) for other in words_b) for word in words_a)
+    return common / (len(words_a) + len(words_b) - common)
+
+
+def _is_same(a: str, b: str) -> bool:
+    short, long = sorted((a.removesuffix("s"), b.removesuffix("s")), key=len)
+    return short == long or (len(short) >= _MIN_BEGINNING and long.startswith(short))
+
+
+def _telling(name: str) -> list[str]:
+    words = name.split("_")
+    return [word for word in words if word not in _FILLERS] or words

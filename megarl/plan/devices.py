@@ -1,0 +1,116 @@
+"""What lies on which device: the shards of every role, and those of one device added up over a step's phases."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from megarl.config.schema import Config, LayoutConfig
+from megarl.memory import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
+from megarl.parallel.messages import Head, Part, Role, RoleSpec
+from megarl.parallel.weights.families import ModelSpec
+from megarl.plan import memory as bytes_of
+from megarl.plan.memory import DTYPE_BYTES
+from megarl.plan.run_plan import DevicePlan, EnginePlan, PhasePlan, ShardPlan
+from megarl.plan.shards import num_stage_layers, num_stage_parameters, place_of
+
+
+def plan_shards(role: RoleSpec, spec: ModelSpec, *, num_micro_batches: int) -> list[ShardPlan]:
+    """A role's shards by pipeline stage. `num_micro_batches`: those of one optimizer step on one replica."""
+    return [_shard(role, spec, stage, num_micro_batches) for stage in range(role.layout.pp)]
+
+
+def _shard(role: RoleSpec, spec: ModelSpec, stage: int, num_micro_batches: int) -> ShardPlan:
+    settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
+    scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
+    num_parameters = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
+    num_ranks, num_tokens = layout.world_size // layout.pp, settings.micro_batch_tokens // layout.cp
+    resident = {Part.PARAMS: bytes_of.weight_bytes(num_parameters, dtype_bytes)}
+    activations = 0
+    if role.trainable:
+        num_shards = layout.dp * layout.cp if settings.optimizer.distributed else 1
+        resident[Part.GRADS] = bytes_of.gradient_bytes(num_parameters)
+        resident[Part.OPTIMIZER] = bytes_of.optimizer_bytes(num_parameters, dtype_bytes, num_shards)
+        activations = bytes_of.activation_bytes(
+            spec.dims,
+            layout,
+            stage,
+            recompute=settings.recompute,
+            num_tokens=num_tokens,
+            num_micro_batches=num_micro_batches,
+            dtype_bytes=dtype_bytes,
+        )
+    # Without gradients one layer's activations live at a time.
+    one_layer = bytes_of.layer_activation_bytes(spec.dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+    return ShardPlan(
+        role=role.role.value,
+        stage=stage,
+        ranks=tuple(range(stage * num_ranks, (stage + 1) * num_ranks)),
+        num_layers=num_stage_layers(layout, spec.dims.num_layers)[stage],
+        num_parameters=num_parameters,
+        resident={part.value: size for part, size in resident.items()},
+        activations=activations,
+        head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,
+        scoring=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False),
+    )
+
+
+def _head_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, backward: bool) -> int:
+    if stage != role.layout.pp - 1 or role.head is not Head.LM:
+        return 0
+    return bytes_of.head_bytes(
+        spec.dims,
+        role.layout,
+        vocab_multiple=role.model.vocab_multiple,
+        chunk_tokens=role.settings.head_chunk_tokens,
+        num_tokens=num_tokens,
+        dtype_bytes=DTYPE_BYTES[role.model.dtype],
+        backward=backward,
+    )
+
+
+def plan_devices(
+    config: Config,
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    shards: Sequence[ShardPlan],
+    engine: EnginePlan,
+) -> list[DevicePlan]:
+    """The devices of the actor's ranks. Rank i of every layout uses device i."""
+    by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
+    held: dict[tuple[int, ...], list[int]] = {}
+    for device in range(config.actor.layout.world_size):
+        present = tuple(
+            by_place[role.role.value, place_of(layout, device).pp]
+            for layout, roles in layouts.items()
+            if device < layout.world_size
+            for role in roles
+        )
+        held.setdefault(present, []).append(device)
+    roles = [role for its_roles in layouts.values() for role in its_roles]
+    return [_device(config, roles, [shards[i] for i in present], engine, devices) for present, devices in held.items()]
+
+
+def _device(
+    config: Config, roles: Sequence[RoleSpec], shards: Sequence[ShardPlan], engine: EnginePlan, devices: Sequence[int]
+) -> DevicePlan:
+    sizes = {Resident(shard.role, part): size for shard in shards for part, size in shard.resident.items()}
+    resident = sum(sizes.values())
+    if engine.shares_devices:
+        sizes |= {Resident(ENGINE, WEIGHTS): engine.weights, Resident(ENGINE, KV_CACHE): engine.kv_cache or 0}
+    added: dict[str, int] = {}
+    for shard in shards:
+        added[scoring(Role(shard.role)).name] = shard.scoring
+        added[updating(Role(shard.role)).name] = shard.activations + shard.head
+    return DevicePlan(
+        devices=tuple(devices),
+        resident=resident,
+        phases={
+            phase.name: _phase(
+                sizes, phase.needs if config.placement.offload else sizes.keys(), added.get(phase.name, 0)
+            )
+            for phase in step_phases(roles)
+        },
+    )
+
+
+def _phase(sizes: Mapping[Resident, int], present: Collection[Resident], added: int) -> PhasePlan:
+    held = {part: size for part, size in sizes.items() if part in present}
+    engine = sum(size for part, size in held.items() if part.owner == ENGINE)
+    return PhasePlan(trainer=sum(held.values()) - engine, activations=added, engine=engine)

@@ -1,0 +1,182 @@
+"""What the GPU tests run in processes of their own: training, offloading, and an engine that sleeps."""
+
+import importlib.util
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megarl import memory
+from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.parallel.messages import Part, Role, RoleSpec
+from megarl.parallel.platform import CudaPlatform, platform
+from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
+from megarl.parallel.weights.slices import Slice
+from megarl.rollout.engine import EngineSpec, VllmEngine
+from megarl.safetensors_map import TensorSpec
+from megarl.types import FloatArray, Row
+from tests.helpers.offload_ranks import History, open_trained
+from tests.helpers.rank_pool import RankContext
+
+
+def use_local_layers(context: RankContext) -> None:
+    """Models of this process are built from megarl's own layers: Transformer Engine has no packed float32 attention."""
+    CudaPlatform.has_transformer_engine = property(lambda _: False)  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Loss and gradient norm by step, the device of all parameters, and the package of the attention layers."""
+
+    history: History
+    devices: set[str]
+    attention: set[str]
+
+
+def train(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], num_steps: int
+) -> Training:
+    """SFT steps."""
+    worker, history = open_trained(context, actor, model, rows, num_steps)
+    (chunk,) = worker.roles[Role.ACTOR].chunks
+    layers = [layer for name, layer in chunk.named_modules() if name.endswith("core_attention")]
+    return Training(
+        history=history,
+        devices={parameter.device.type for parameter in chunk.parameters()},
+        attention={type(layer).__module__.split(".")[0] for layer in layers},
+    )
+
+
+def expected_attention(context: RankContext) -> str:
+    """The package whose attention the platform chooses here."""
+    return "megatron" if importlib.util.find_spec("transformer_engine") is not None else "megarl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartMemory:
+    """Bytes that tensors hold on the device, and those that the allocator has handed out: before, away, back."""
+
+    released: int
+    held: tuple[int, int, int]
+    allocated: tuple[int, int, int]
+
+
+def memory_around_offload(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
+) -> dict[Part, PartMemory]:
+    """Every part of a trained actor away and back, one after the other."""
+    worker, _ = open_trained(context, actor, model, rows, 2)
+    measured = {}
+    for part in Part:
+        seen = [_device_memory()]
+        released = worker.offload(Role.ACTOR, [part])
+        seen.append(_device_memory())
+        worker.onload(Role.ACTOR, [part])
+        seen.append(_device_memory())
+        held, allocated = ((a, b, c) for a, b, c in zip(*seen, strict=True))
+        measured[part] = PartMemory(released=released, held=held, allocated=allocated)
+    return measured
+
+
+def _device_memory() -> tuple[int, int]:
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"], torch.cuda.memory_allocated()
+
+
+# The store of this process's last `offer_store`.
+_stores: list[torch.distributed.TCPStore] = []
+
+
+def offer_store(context: RankContext) -> int:
+    """The port of a store, which lives on in this process."""
+    _stores[:] = [open_store("127.0.0.1")]
+    return int(_stores[0].port)
+
+
+def exchange(context: RankContext, port: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first rank sends `values` to all others over the platform's own group; what this rank got, on the host."""
+    device = platform().device()
+    specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
+    meeting = Meeting(address="127.0.0.1", port=port, rank=context.rank, size=context.world_size, timeout_s=60.0)
+    channel = WeightChannel(meeting, specs, device)
+    if context.rank == 0:
+        whole = {name: tuple(slice(0, size) for size in value.shape) for name, value in values.items()}
+        channel.send(
+            Slice(tensor=name, index=whole[name], view=value.to(device), owned=True) for name, value in values.items()
+        )
+        return {}
+    return {name: tensor.cpu() for name, tensor in channel.receive()}
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Stands in for the trainer's side of the ledger and passes the engine's on; notes what is asked, in order."""
+
+    engine: VllmEngine
+    calls: list[str] = field(default_factory=list)
+
+    def offload(self, role: Role, parts: Sequence[Part]) -> int:
+        self.calls.append(f"offload {role}.{'+'.join(parts)}")
+        return 0
+
+    def onload(self, role: Role, parts: Sequence[Part]) -> None:
+        self.calls.append(f"onload {role}.{'+'.join(parts)}")
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+        self.engine.sleep()
+
+    def wake(self, parts: Sequence[str]) -> None:
+        self.calls.append(f"wake {'+'.join(parts)}")
+        self.engine.wake(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepTrace:
+    """What the ledger asked for, free bytes of the device after each phase, log-probs before sleep and after."""
+
+    calls: list[str]
+    free: dict[str, int]
+    before: list[FloatArray]
+    after: list[FloatArray]
+
+
+def sleep_and_wake(
+    context: RankContext, spec: EngineSpec, role: RoleSpec, files: Sequence[str], sequences: Sequence[Sequence[int]]
+) -> SleepTrace:
+    """An engine through load, sync (with the weights of `files`) and generate, as a run's ledger leads it."""
+    with _engine(spec) as engine:
+        recorder, free = Recorder(engine), {"awake": _free_bytes()}
+        ledger = memory.MemoryLedger(recorder, recorder, enabled=True)
+        before = engine.prompt_logprobs(sequences)
+        ledger.enter(memory.LOAD)
+        free["load"] = _free_bytes()
+        ledger.add(memory.built_parts([role]))
+        ledger.enter(memory.SYNC)
+        engine.load_weights(files, version=1, with_checksums=False)
+        free["sync"] = _free_bytes()
+        ledger.enter(memory.GENERATE)
+        free["generate"] = _free_bytes()
+        after = engine.prompt_logprobs(sequences)
+    return SleepTrace(calls=recorder.calls, free=free, before=before, after=after)
+
+
+@contextmanager
+def _engine(spec: EngineSpec) -> Iterator[VllmEngine]:
+    # On CUDA vLLM's engine is a process of its own, which the daemons that ranks are could not start.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    engine = VllmEngine(spec)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free: Any = torch.cuda.mem_get_info()[0]
+    return int(free)

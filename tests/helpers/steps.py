@@ -1,0 +1,120 @@
+"""Steps with every score that some algorithm reads, and what an algorithm makes of one: advantages, then the loss."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megarl.types import DEMONSTRATION, Advantages, Algorithm, ScoredBatch
+from tests.helpers.objectives import Outcome, Problem, run
+
+VOCAB_SIZE = 50
+MAX_RESPONSE_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Scored rows, and the current policy's log-probs and entropies of them; float64, 0 outside the loss mask."""
+
+    batch: ScoredBatch
+    logprobs: Tensor
+    entropy: Tensor
+
+    def with_scores(self, **scores: Tensor) -> "Step":
+        return replace(self, batch=replace(self.batch, scores={**self.batch.scores, **scores}))
+
+    def without(self, *names: str) -> "Step":
+        """The step without some scores."""
+        scores = {name: value for name, value in self.batch.scores.items() if name not in names}
+        return replace(self, batch=replace(self.batch, scores=scores))
+
+    def rows(self, order: Sequence[int]) -> "Step":
+        """These rows, in this order."""
+        batch, index = self.batch, list(order)
+        return Step(
+            batch=replace(
+                batch,
+                uids=tuple(batch.uids[i] for i in index),
+                rewards=batch.rewards[index],
+                correct=batch.correct[index],
+                loss_mask=batch.loss_mask[index],
+                scores={name: value[index] for name, value in batch.scores.items()},
+                truncated=None if batch.truncated is None else batch.truncated[index],
+            ),
+            logprobs=self.logprobs[index],
+            entropy=self.entropy[index],
+        )
+
+    def columns(self, change: Callable[[Tensor], Tensor]) -> "Step":
+        """With every [B, T] tensor changed alike."""
+        scores = {name: change(value) for name, value in self.batch.scores.items()}
+        return Step(
+            batch=replace(self.batch, loss_mask=change(self.batch.loss_mask), scores=scores),
+            logprobs=change(self.logprobs),
+            entropy=change(self.entropy),
+        )
+
+
+def random_step(group_sizes: Sequence[int], seed: int, *, demonstrations: bool = False) -> Step:
+    """Groups of rows of random lengths with holes, some without a loss token; rewards 0 and 1.
+
+    With `demonstrations` some rows start with one, of which some tokens have the demonstrator's probability.
+    """
+    g = torch.Generator().manual_seed(seed)
+    rows, width = sum(group_sizes), MAX_RESPONSE_TOKENS
+    lengths = torch.randint(0, width + 1, (rows, 1), generator=g)
+    mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=g) < 0.9)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.where(mask, low + (high - low) * torch.rand(rows, width, generator=g, dtype=torch.float64), 0.0)
+
+    def near(values: Tensor, spread: float) -> Tensor:
+        noise = spread * torch.randn(rows, width, generator=g, dtype=torch.float64)
+        return torch.where(mask, (values + noise).clamp(max=0), 0.0)
+
+    old = uniform(-4, 0)
+    scores = {
+        "old_logprobs": old,
+        "rollout_logprobs": near(old, 0.5),
+        "ref_logprobs": near(old, 0.5),
+        "old_entropy": uniform(0, math.log(VOCAB_SIZE)),
+        "hint_logprobs": near(old, 1.5),
+        "shuffled_hint_logprobs": near(old, 0.5),
+        "hint_kl": uniform(0, 2),
+        "values": uniform(-1, 1),
+        "cpo_excluded": ((torch.rand(rows, width, generator=g) < 0.2) & mask).double(),
+    }
+    if demonstrations:
+        starts = torch.randint(-width, width + 1, (rows, 1), generator=g)
+        scores[DEMONSTRATION] = ((torch.arange(width) < starts) & mask).double()
+        scores["target_probs"] = torch.where(torch.rand(rows, width, generator=g) < 0.5, uniform(0.01, 1), -1.0)
+    rewards = torch.randint(0, 2, (rows,), generator=g).double()
+    return Step(
+        batch=ScoredBatch(
+            uids=tuple(f"q{number}" for number, size in enumerate(group_sizes) for _ in range(size)),
+            rewards=rewards,
+            correct=rewards > 0,
+            loss_mask=mask,
+            scores=scores,
+            truncated=lengths[:, 0] == width,
+            step=3,
+            seed=11,
+        ),
+        logprobs=near(old, 0.4),
+        entropy=uniform(0, math.log(VOCAB_SIZE)),
+    )
+
+
+def problem_of(algo: Algorithm, step: Step) -> tuple[Problem, Advantages]:
+    """What the loss sees of a step: the scores that it reads, as the trainer sends them."""
+    advantages = algo.advantages(step.batch, algo.initial_state())
+    scores = {**step.batch.scores, "advantages": advantages.values, **advantages.scores}
+    sent = {name: value for name, value in scores.items() if name in algo.reads}
+    return Problem(mask=step.batch.loss_mask, logprobs=step.logprobs, entropy=step.entropy, scores=sent), advantages
+
+
+def outcome_of(algo: Algorithm, step: Step, micro_batches: Sequence[Sequence[int]] | None = None) -> Outcome:
+    """Loss, gradients and metrics of an optimizer step on the whole step."""
+    return run(algo, problem_of(algo, step)[0], micro_batches=micro_batches)

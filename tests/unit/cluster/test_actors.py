@@ -1,0 +1,49 @@
+"""An engine's actor knows which of its workers have ended."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from megarl.cluster import actors
+from megarl.cluster.actors import EngineActor
+from megarl.config.schema import EngineConfig
+from megarl.rollout.engine import EngineSpec
+
+SPEC = EngineSpec(model_path="", dtype="float32", seed=0, max_model_tokens=1, config=EngineConfig(tp=2))
+
+
+@pytest.fixture
+def workers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes = [subprocess.Popen(["sleep", "300"]) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_lost_workers(workers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def __init__(self, _: EngineSpec) -> None:
+            """Has these processes as its workers."""
+
+        def process_ids(self) -> list[int]:
+            return [os.getpid(), *(process.pid for process in workers)]
+
+    monkeypatch.setattr(actors, "VllmEngine", Engine)
+    actor = EngineActor()
+    # It may be asked before it has started its engine.
+    assert actor.lost_workers() == []
+    assert len(actor.start(SPEC, [])) == 3
+    assert actor.lost_workers() == []
+    workers[1].kill()
+    while psutil.Process(workers[1].pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert actor.lost_workers() == [1]
+    workers[1].wait()
+    workers[0].kill()
+    workers[0].wait()
+    assert actor.lost_workers() == [0, 1]
