@@ -1,21 +1,29 @@
 """Everything a run reads, opened and checked before any process starts, so that mistakes cost nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.algos.build import build_algorithm
+from megarl.algos.build import algorithm_of
+from megarl.algos.validate_rewards import reward_warnings
+from megarl.config.algo import DemonstrationConfig
 from megarl.config.check import check_model, check_sft, check_train
 from megarl.config.schema import Config
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import check_vocabulary, load_tokenizer
+from megarl.data.hints import require_hints
 from megarl.data.mixture import Sampler, prompt_sampler, train_files
 from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import require_batch
-from megarl.errors import DataError
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.errors import ConfigError, DataError
+from megarl.parallel.messages import Head, Role, RoleSpec
+from megarl.parallel.weights.families import ModelSpec, read_model_spec, require_trainable
+from megarl.parallel.weights.tables import OUTPUT_HEAD, VALUE_HEAD
 from megarl.rewards import SCORERS, score
+from megarl.roles import model_key, roles_of
 from megarl.rollout.replay import require_records
-from megarl.safetensors_map import check_tensors
+from megarl.safetensors_map import check_tensors, model_files, read_specs
+from megarl.scoring import HINT_SCORES, HintWriter
 from megarl.types import Algorithm
 
 if TYPE_CHECKING:
@@ -30,8 +38,16 @@ class TrainInputs:
     spec: ModelSpec
     tokenizer: "PreTrainedTokenizerBase"
     algorithm: Algorithm
+    roles: tuple[RoleSpec, ...]
+    hints: HintWriter | None
     train: PromptDataset
     val: PromptDataset | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed in this run and most likely not what was meant."""
+        critic = self.config.critic
+        return reward_warnings(self.config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,37 +73,100 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
 def open_model(config: Config) -> ModelSpec:
     """Read config.json and the checkpoint's headers; refuse what does not fit the family or the layout."""
     spec = read_model_spec(config.model.path)
+    require_trainable(spec, "model.path")
     check_model(config, spec.hf_config)
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     return spec
 
 
+def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """What `open_model` and the tokenizer ensure of the actor, of all other roles."""
+    for role in roles:
+        if role.role is Role.ACTOR:
+            continue
+        key = model_key(config, role)
+        spec = read_model_spec(role.model.path, key)
+        require_trainable(spec, f"{role.role}.model_path")
+        check_model(config, spec.hf_config, role.role)
+        ignored = spec.ignored_tensors()
+        if role.head is Head.SCALAR:
+            expected = spec.expected_tensors(scalar_head=True)
+            check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
+            _require_something_to_freeze(spec, role, key)
+        else:
+            check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
+        if key != "model.path":
+            check_vocabulary(tokenizer, role.model.path, key)
+
+
+def _require_something_to_freeze(spec: ModelSpec, role: RoleSpec, key: str) -> None:
+    """A value head that a model does not bring starts at 0, and stays there unless it is trained."""
+    if not role.trainable and not any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
+        raise ConfigError(
+            f"critic.freeze: got true, but {spec.path} ({key}) has no {VALUE_HEAD}, so that every value would be 0; set "
+            "critic.model_path to a critic that a run exported, or critic.freeze=false"
+        )
+
+
 def open_train_inputs(config: Config) -> TrainInputs:
     """Check the configuration, the model and the data of a reinforcement-learning run."""
     check_train(config)
-    algorithm = build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens)
     spec = open_model(config)
+    algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path)
-    train, val = (
-        PromptDataset(
-            files,
-            tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            on_long_prompt=config.data.on_long_prompt,
-        )
-        if files
-        else None
-        for files in (train_files(config.data.train), config.data.val)
-    )
-    assert train is not None
+    roles = roles_of(config, algorithm)
+    check_role_models(config, roles, tokenizer)
+    demonstrations = config.algo.demonstrations if config.algo.demonstrations.strategy != "none" else None
+    train = _open_prompts(config, train_files(config.data.train), tokenizer, demonstrations)
+    val = _open_prompts(config, config.data.val, tokenizer) if config.data.val else None
     open_sampler(config, train)
+    hints = None
+    if algorithm.requires() & HINT_SCORES:
+        hints = _open_hints(config, spec, tokenizer, train)
     if config.rollout.source == "replay":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
     for data in (train, val):
         if data is not None:
             check_ground_truths(data)
-    return TrainInputs(config=config, spec=spec, tokenizer=tokenizer, algorithm=algorithm, train=train, val=val)
+    return TrainInputs(
+        config=config,
+        spec=spec,
+        tokenizer=tokenizer,
+        algorithm=algorithm,
+        roles=roles,
+        train=train,
+        val=val,
+        hints=hints,
+    )
+
+
+def _open_prompts(
+    config: Config,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    demonstrations: DemonstrationConfig | None = None,
+) -> PromptDataset:
+    return PromptDataset(
+        files,
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_long_prompt=config.data.on_long_prompt,
+        demonstrations=demonstrations,
+    )
+
+
+def _open_hints(
+    config: Config, spec: ModelSpec, tokenizer: "PreTrainedTokenizerBase", train: PromptDataset
+) -> HintWriter:
+    """Refuse data without hints, and a chat template that has no place for them."""
+    cfg = config.algo.cpo
+    require_hints((train[i] for i in range(len(train))), cfg.hint)
+    longest = min(config.actor.micro_batch_tokens, spec.max_positions)
+    if cfg.mi_estimator == "full_kl":
+        # A row and its hinted twin share a micro-batch.
+        longest = min(longest, config.actor.micro_batch_tokens // 2)
+    return HintWriter(tokenizer, cfg, max_row_tokens=longest)
 
 
 def check_ground_truths(data: PromptDataset) -> None:

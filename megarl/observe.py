@@ -28,7 +28,7 @@ from megarl.metrics import (
     truncate_metrics,
     write_rollouts,
 )
-from megarl.types import FinishReason, Reward, RolloutBatch, Sample
+from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, SegmentSource
 from megarl.wandb_sink import WandbSink, require_wandb
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RunRecorder:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
             sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))
         if (project := self._config.logging.wandb_project) is not None:
-            sinks.append(WandbSink(project, self._config.run.name, self.paths.root, asdict(self._config)))
+            sinks.append(WandbSink(project, self._config.run.name, self.paths, asdict(self._config)))
         return MetricsLogger(sinks)
 
     def _forget_after(self, step: int) -> None:
@@ -152,15 +152,23 @@ def _record(
 
 
 def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
-    """Lengths and truncation of a rollout. `clip_ratio` is the share of samples that hit the response limit."""
+    """Lengths, truncation and prefixes of a rollout. `clip_ratio`: share of samples that hit the response limit."""
     responses = [float(len(s.response_token_ids)) for s in rollout.samples]
     prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
     num_cut = sum(s.finish_reason is FinishReason.LENGTH for s in rollout.samples)
+    ratios = [_prefix_ratio(s, rollout.prompts[s.uid]) for s in rollout.samples]
     return {
+        **({"batch/avg_prefix_ratio": sum(ratios) / len(ratios)} if any(ratios) else {}),
         **summarize(responses).as_metrics("response_length"),
         **summarize(prompts).as_metrics("prompt_length"),
         "response_length/clip_ratio": num_cut / len(responses),
     }
+
+
+def _prefix_ratio(sample: Sample, prompt: Prompt) -> float:
+    """Share of the prompt's demonstration that the response starts with."""
+    given = sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.DEMONSTRATION)
+    return given / len(prompt.demonstration_ids) if given and prompt.demonstration_ids else 0.0
 
 
 def resident_memory(pids: Mapping[str, int]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megarl.algos.build import build_algorithm
+from megarl.algos.build import algorithm_of
 from megarl.config import load_config
 from megarl.config.check import check_train
 from megarl.data.tasks import TASKS
@@ -28,7 +28,7 @@ def quickstart(*, algo: str, task: str, seed: int) -> None:
     rl = load_config(CONFIGS / f"{task}-rl.yaml", overrides)
     # A mistake in the algorithm must not surface after minutes of supervised training.
     check_train(rl)
-    build_algorithm(rl.algo, max_response_tokens=rl.rollout.max_response_tokens)
+    algorithm_of(rl)
     if warm.is_dir():
         print(f"using the supervised model in {warm}")
     else:

@@ -1,7 +1,8 @@
 """A whole run from a configuration: check everything, start the cluster, train, report."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint import Checkpoint
@@ -9,8 +10,10 @@ from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.inputs import open_sft_inputs, open_train_inputs
 from megarl.observe import RunRecorder
+from megarl.parallel.messages import RoleSpec
 from megarl.report import write_report
 from megarl.resume import find_checkpoint, resume_notes
+from megarl.roles import actor_role
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -24,7 +27,9 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
     for data, name in ((inputs.train, "data.train"), (inputs.val, "data.val")):
         if data is not None and data.num_dropped:
             print(f"{name}: dropped {data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
-    with _started(config, recorder, with_engine=True) as cluster:
+    for warning in inputs.warnings:
+        print(f"warning: {warning}")
+    with started_cluster(config, recorder.paths.logs, inputs.roles) as cluster:
         from megarl.trainer import Trainer
 
         Trainer(inputs, cluster, recorder).fit(checkpoint)
@@ -37,7 +42,7 @@ def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> Run
     inputs = open_sft_inputs(config)
     checkpoint = find_checkpoint(config, "sft") if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
-    with _started(config, recorder, with_engine=False) as cluster:
+    with started_cluster(config, recorder.paths.logs, [actor_role(config)], with_engine=False) as cluster:
         from megarl.sft import run_sft
 
         run_sft(inputs, cluster, recorder, checkpoint)
@@ -53,14 +58,18 @@ def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: 
 
 
 @contextlib.contextmanager
-def _started(config: Config, recorder: RunRecorder, *, with_engine: bool) -> Iterator["Cluster"]:
-    """The cluster of a run. From here on bad input is a failed run; messages get the run's directory."""
+def started_cluster(
+    config: Config, log_dir: Path, roles: Sequence[RoleSpec], *, with_engine: bool = True, with_trainer: bool = True
+) -> Iterator["Cluster"]:
+    """A cluster for one command. From here on bad input is a failed run; messages say where the logs are."""
     from megarl.cluster import Cluster
 
     try:
-        with Cluster(config, with_engine=with_engine, log_dir=recorder.paths.logs) as cluster:
+        with Cluster(
+            config, roles=roles, with_engine=with_engine, with_trainer=with_trainer, log_dir=log_dir
+        ) as cluster:
             yield cluster
     except (ConfigError, DataError) as error:
         raise RunError(str(error)) from error
     except WorkerError as error:
-        raise WorkerError(str(error).replace("RUN/logs", str(recorder.paths.logs))) from error
+        raise WorkerError(str(error).replace("RUN/logs", str(log_dir))) from error

@@ -10,10 +10,11 @@ from megarl.export import export_model
 from megarl.inputs import SftInputs
 from megarl.metrics import Timers
 from megarl.observe import RunRecorder, resident_memory
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec
+from megarl.parallel.messages import LoadRequest
 from megarl.progress import Progress, ProgressValues
+from megarl.roles import actor_role
 from megarl.signals import stop_on_signals
-from megarl.updates import PolicyUpdater
+from megarl.updates import RoleUpdater
 
 
 def run_sft(inputs: SftInputs, cluster: Cluster, recorder: RunRecorder, checkpoint: Checkpoint | None = None) -> None:
@@ -24,16 +25,16 @@ def run_sft(inputs: SftInputs, cluster: Cluster, recorder: RunRecorder, checkpoi
     """
     config, total = inputs.config, inputs.config.sft.total_steps
     algorithm = SftAlgorithm()
-    actor = RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+    actor = actor_role(config)
     cluster.workers.load(LoadRequest(roles=(actor,), seed=config.run.seed, deterministic=config.run.deterministic))
-    updater = PolicyUpdater(cluster.workers, config.actor, algorithm, total_steps=total)
+    updater = RoleUpdater(cluster.workers, actor, algorithm, total_steps=total)
     sampler = PromptSampler(len(inputs.train), config.sft.batch_size, config.run.seed, config.data.shuffle)
     state, timers = algorithm.initial_state(), Timers()
     checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
     start = 0
     if checkpoint is not None:
         start = checkpoint.state.step
-        cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.has_layout_of(config))
+        cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(config))
         sampler.load_state_dict(checkpoint.state.sampler)
         updater.num_optimizer_steps = checkpoint.state.num_optimizer_steps
 
@@ -64,4 +65,4 @@ def run_sft(inputs: SftInputs, cluster: Cluster, recorder: RunRecorder, checkpoi
             log.log(step, metrics | resident_memory(cluster.pids))
             progress.update(step, ProgressValues(loss=metrics["actor/loss"], tokens_per_s=tokens_per_s))
             checkpoints.after_step(step, total=total, stop=stop, state=partial(run_state, step))
-    export_model(cluster.workers, inputs.spec, config.model.dtype, recorder.paths.export)
+    export_model(cluster.workers, actor, recorder.paths.export)

@@ -4,39 +4,37 @@ The trainer does not know which algorithm runs, nor how models are laid out: it 
 needs, and the cluster for passes over rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from megarl import memory
-from megarl.algos.mismatch import MismatchSums, mismatch_sums
+from megarl.algos.value_loss import ValueLoss
 from megarl.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.cluster import Cluster
+from megarl.collection import Collected, GroupCollector, PromptQueue
+from megarl.config.batches import actor_learns, batch_counts, mini_batch_prompts, num_actor_steps
 from megarl.data.chat import response_decoder
-from megarl.errors import MismatchError
 from megarl.export import export_model, weight_specs
 from megarl.inputs import TrainInputs, open_sampler
 from megarl.metrics import MetricsLogger, Timers
+from megarl.mismatch import MismatchGate, mismatch_of
 from megarl.observe import RunRecorder, batch_metrics, resident_memory
 from megarl.parallel.messages import LoadRequest, Role
 from megarl.performance import PerformanceMeter
 from megarl.profiling import StepProfiler
 from megarl.progress import Progress, ProgressValues
 from megarl.rewards.manager import RewardManager
-from megarl.roles import roles_of
+from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import ReplaySource, record_path, write_record
-from megarl.rollout.source import RolloutSource, SamplingPlan
+from megarl.rollout.source import RolloutSource, SamplingPlan, batch_seed
 from megarl.rollout.vllm_source import VllmSource
-from megarl.rollout.weight_sync import WeightSync
+from megarl.scoring import ScoringPasses, with_scores
 from megarl.signals import stop_on_signals
-from megarl.types import FloatArray, Prompt, RolloutBatch, Row, Score, pad_rows, row_from_sample, scored_batch
-from megarl.updates import PolicyUpdater
+from megarl.training_rows import training_rows
+from megarl.types import Advantages, FinishReason, Prompt, RolloutBatch, Row, Score, scored_batch
+from megarl.updates import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
 from megarl.validation import validate
-
-# Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
-MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 class Trainer:
@@ -44,31 +42,55 @@ class Trainer:
 
     def __init__(self, inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> None:
         config = inputs.config
-        cluster.check_serves(config)
+        cluster.check_serves(config, inputs.roles)
         self.inputs, self.config, self.cluster, self.recorder = inputs, config, cluster, recorder
         self.algorithm, self.state = inputs.algorithm, inputs.algorithm.initial_state()
-        self.sampler = open_sampler(config, inputs.train)
         self.rewards = RewardManager(response_decoder(inputs.tokenizer))
         self.timers = Timers()
-        self.roles = roles_of(config, self.algorithm)
+        self.roles, self.counts = inputs.roles, batch_counts(config)
+        self.has_critic = any(role.role is Role.CRITIC for role in self.roles)
         self.memory = memory.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
         self.meter = PerformanceMeter(config, inputs.spec.dims)
         self.profiler = StepProfiler(cluster.workers, config.logging.profile_steps, recorder.paths.profile)
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
         self.source = self._rollout_source()
-        self.updater = PolicyUpdater(
-            cluster.workers,
-            config.actor,
-            self.algorithm,
-            total_steps=config.trainer.total_steps * self.optimizer_steps_per_batch,
-            temperature=config.rollout.temperature,
+        self.gate = MismatchGate(config)
+        self.queue = PromptQueue(open_sampler(config, inputs.train))
+        self.collector = GroupCollector(
+            self.queue,
+            inputs.train,
+            self.generate,
+            self.rewards.score,
+            cfg=config.algo.filter,
+            num_prompts=config.trainer.prompts_per_step,
+            timers=self.timers,
         )
+        self.updaters = self._updaters()
+        scorers = {
+            role.role: RoleScorer(cluster.workers, role, temperature=config.rollout.temperature) for role in self.roles
+        }
+        self.scoring = ScoringPasses(scorers=scorers, hints=inputs.hints, enter=self.memory.enter, timers=self.timers)
 
-    @property
-    def optimizer_steps_per_batch(self) -> int:
-        trainer = self.config.trainer
-        mini = trainer.mini_batch_prompts or trainer.prompts_per_step
-        return trainer.num_epochs * (trainer.prompts_per_step // mini)
+    def _updaters(self) -> dict[Role, RoleUpdater]:
+        """One for every trained role, each with its own objective and schedule."""
+        config, per_step = self.config, self.counts.optimizer_steps_per_step
+        critic_loss = ValueLoss(clip=config.critic.value_clip)
+        objectives: dict[Role, CountedObjective] = {Role.ACTOR: self.algorithm, Role.CRITIC: critic_loss}
+        steps = {
+            Role.ACTOR: num_actor_steps(config, has_critic=self.has_critic),
+            Role.CRITIC: config.trainer.total_steps,
+        }
+        return {
+            role.role: RoleUpdater(
+                self.cluster.workers,
+                role,
+                objectives[role.role],
+                total_steps=steps[role.role] * per_step,
+                temperature=config.rollout.temperature,
+            )
+            for role in self.roles
+            if role.trainable
+        }
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train up to step `trainer.total_steps`, from a checkpoint if there is one; validate, export the result.
@@ -82,14 +104,7 @@ class Trainer:
             LoadRequest(roles=self.roles, seed=config.run.seed, deterministic=config.run.deterministic)
         )
         self.memory.add(memory.built_parts(self.roles))
-        path = self.cluster.scope.shm_file("weights")
-        self.sync = WeightSync(
-            self.cluster.workers,
-            self.cluster.engines,
-            path,
-            weight_specs(self.inputs.spec, config.model.dtype),
-            transport=self.cluster.weight_transport(path),
-        )
+        self.sync = self.cluster.weight_sync(weight_specs(self.inputs.spec, config.model.dtype))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
             self.recorder.metrics() as log,
@@ -108,9 +123,15 @@ class Trainer:
                 if step % config.validation.every_steps == 0 or step == total:
                     score = self._validate(step, log, progress)
                 self.checkpoints.after_step(step, total=total, stop=stop, state=partial(self._run_state, step, score))
-        self.memory.enter(memory.EXPORT)
-        export_model(self.cluster.workers, self.inputs.spec, config.model.dtype, self.recorder.paths.export)
+        self._export()
         self.sync.close()
+
+    def _export(self) -> None:
+        """Every trained role, each in a directory of its own."""
+        paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
+        for role in (role for role in self.roles if role.trainable):
+            self.memory.enter(memory.exporting(role.role))
+            export_model(self.cluster.workers, role, paths[role.role])
 
     def _push(self, version: int) -> None:
         self.memory.enter(memory.SYNC)
@@ -119,20 +140,26 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> int:
         """Continue where a checkpoint was taken; returns its step."""
         state = checkpoint.state
-        self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.has_layout_of(self.config))
-        self.sampler.load_state_dict(state.sampler)
+        self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(self.config))
+        self.queue.load_state_dict(state.sampler)
         self.source.load_state_dict(dict(state.source))
-        self.state, self.updater.num_optimizer_steps = state.algo, state.num_optimizer_steps
+        self.state = state.algo
+        for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
+            if role in self.updaters:
+                self.updaters[role].num_optimizer_steps = count
+        self.gate.passed = True
         return state.step
 
     def _run_state(self, step: int, score: float | None) -> RunState:
         """Asked for when a checkpoint is about to be written."""
         self.memory.enter(memory.checkpointing(self.roles))
+        steps = {role: updater.num_optimizer_steps for role, updater in self.updaters.items()}
         return RunState(
             command="train",
             step=step,
-            num_optimizer_steps=self.updater.num_optimizer_steps,
-            sampler=self.sampler.state_dict(),
+            num_optimizer_steps=steps[Role.ACTOR],
+            num_critic_steps=steps.get(Role.CRITIC, 0),
+            sampler=self.queue.state_dict(),
             algo=self.state,
             source=self.source.state_dict(),
             score=score,
@@ -141,41 +168,40 @@ class Trainer:
 
     def _train_step(self, step: int, log: MetricsLogger, progress: Progress) -> None:
         with self.timers("step"):
-            with self.timers("gen"):
-                rollout = self.generate(self.next_prompts(), step)
-            with self.timers("reward"):
-                rewards = self.rewards.score(rollout)
-            rows = self.score([row_from_sample(s) for s in rollout.samples], step)
-            with self.timers("adv"):
-                advantages = self.algorithm.advantages(scored_batch(rows, rewards), self.state)
-            rows = _with_advantages(rows, advantages.values)
-            with self.timers("update_actor"):
-                metrics, mismatch = self.update(rows, step, advantages.metrics)
+            collected = self.collector.collect(step)
+            rows, metrics = self.learn(collected, step)
             with self.timers("sync"):
                 self._push(step)
         times = self.timers.pop()
-        metrics |= mismatch.metrics() | batch_metrics(rollout) | times | self.memory.metrics()
-        metrics["perf/tokens_per_s"] = sum(r.num_tokens for r in rows) / times["timing_s/step"]
-        metrics |= self.meter.metrics(rows, times["timing_s/update_actor"])
+        metrics |= {**collected.metrics, **times, **self.memory.metrics()}
+        if rows:
+            metrics |= batch_metrics(collected.rollout)
+            metrics["perf/tokens_per_s"] = sum(r.num_tokens for r in rows) / times["timing_s/step"]
+        if (update_s := times.get("timing_s/update_actor")) is not None:
+            metrics |= self.meter.metrics(rows, update_s)
         log.log(step, metrics | resident_memory(self.cluster.pids))
-        self.recorder.sample_rollouts(step, rollout, rewards, self.inputs.tokenizer)
+        self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, self.inputs.tokenizer)
         progress.update(
             step,
             ProgressValues(
-                reward=metrics["critic/score/mean"],
-                response_length=metrics["response_length/mean"],
-                mismatch=metrics["mismatch/abs_mean"],
-                tokens_per_s=metrics["perf/tokens_per_s"],
+                reward=metrics.get("critic/rule_score/mean"),
+                response_length=metrics.get("response_length/mean"),
+                mismatch=metrics.get("mismatch/abs_mean"),
+                tokens_per_s=metrics.get("perf/tokens_per_s"),
             ),
         )
 
-    def next_prompts(self) -> list[Prompt]:
-        """The next batch in the seeded order."""
-        return [self.inputs.train[i] for i in self.sampler.next_batch()]
-
     def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """Sample a group for every prompt, and record the rollout if asked to."""
-        rollout = self.config.rollout
+        """Sample a group for every prompt, after prefixes of demonstrations where the algorithm wants them."""
+        rollout, demonstrations = self.config.rollout, self.config.algo.demonstrations
+        prefixes = plan_prefixes(
+            prompts,
+            demonstrations,
+            step=step,
+            num_samples=rollout.num_samples,
+            run_seed=self.config.run.seed,
+            eos_token_id=self.inputs.tokenizer.eos_token_id,
+        )
         plan = SamplingPlan(
             step=step,
             num_samples=rollout.num_samples,
@@ -184,6 +210,7 @@ class Trainer:
             top_k=rollout.top_k,
             max_response_tokens=rollout.max_response_tokens,
             run_seed=self.config.run.seed,
+            prefixes=prefixes,
         )
         self.memory.enter(memory.GENERATE)
         self.source.submit(prompts, plan)
@@ -192,54 +219,59 @@ class Trainer:
             write_record(record_path(self.recorder.paths.records, step), batch)
         return batch
 
-    def score(self, rows: list[Row], step: int) -> list[Row]:
-        """The scoring passes this step needs. The first step's old log-probs are computed for the gate."""
-        required = self.algorithm.requires()
-        if Score.REF_LOGPROBS in required:
-            self.memory.enter(memory.scoring(Role.REFERENCE))
-            with self.timers("ref"):
-                rows = _with(rows, ref_logprobs=self.updater.score(Role.REFERENCE, rows, step=step))
-        if Score.OLD_LOGPROBS in required or self.optimizer_steps_per_batch > 1 or step == 1:
-            self.memory.enter(memory.scoring(Role.ACTOR))
-            with self.timers("old_log_prob"):
-                rows = _with(rows, old_logprobs=self.updater.score(Role.ACTOR, rows, step=step))
-        if step == 1:
-            self._gate(_mismatch(rows, [r.scores["old_logprobs"] for r in rows]))
-        return rows
-
-    def update(
-        self, rows: list[Row], step: int, advantage_metrics: Mapping[str, float]
-    ) -> tuple[dict[str, float], MismatchSums]:
-        """Every optimizer step that uses the batch; metrics are means over them."""
-        self.memory.enter(memory.updating(Role.ACTOR))
-        uids = list(dict.fromkeys(row.uid for row in rows))
-        size = self.config.trainer.mini_batch_prompts or len(uids)
-        sums: dict[str, float] = {}
-        mismatch = MismatchSums()
-        for epoch in range(self.config.trainer.num_epochs):
-            for start in range(0, len(uids), size):
-                members = set(uids[start : start + size])
-                mini_batch = [row for row in rows if row.uid in members]
-                result = self.updater.update(mini_batch, self.state, step=step)
-                for name, value in result.metrics.items():
-                    sums[name] = sums.get(name, 0.0) + value
-                if epoch == 0:
-                    before = [r.scores.get("old_logprobs", result.before[i]) for i, r in enumerate(mini_batch)]
-                    mismatch = mismatch.merged(_mismatch(mini_batch, before))
-        metrics = {name: value / self.optimizer_steps_per_batch for name, value in sums.items()}
-        metrics |= advantage_metrics
-        self.state = self.algorithm.after_step(self.state, metrics, len(rows))
-        return metrics, mismatch
-
-    def _gate(self, mismatch: MismatchSums) -> None:
-        measured = mismatch.metrics()["mismatch/abs_mean"]
-        limit = self.config.trainer.mismatch_gate_nats or MISMATCH_GATE_NATS[self.config.model.dtype]
-        if not measured <= limit:
-            raise MismatchError(
-                f"the engine's log-probs differ from the trainer's by {measured:.2e} nats on average before the first "
-                f"update, the limit is {limit:.0e} (trainer.mismatch_gate_nats); check that both use the same "
-                f"weights, dtype and temperature (sync.verify=true compares every tensor)"
+    def learn(self, collected: Collected, step: int) -> tuple[list[Row], dict[str, float]]:
+        """Score the samples and update every trained role on them; the rows that trained, and metrics."""
+        training = training_rows(collected, self.config.algo)
+        if not training.rows:
+            return [], {"filter/skipped_updates": 1.0}
+        seed = batch_seed(self.config.run.seed, step)
+        rows, metrics = self.scoring.score(
+            training.rows, collected.rollout.prompts, self._needed_scores(), seed=seed, step=step
+        )
+        self.gate.check(rows)
+        with self.timers("adv"):
+            batch = scored_batch(
+                rows,
+                training.rewards,
+                truncated=[reason is FinishReason.LENGTH for reason in training.finish_reasons],
+                step=step,
+                seed=seed,
             )
+            advantages = self.algorithm.advantages(batch, self.state)
+        metrics |= advantages.metrics
+        return rows, metrics | self.update(rows, advantages, step)
+
+    def _needed_scores(self) -> frozenset[Score]:
+        """What the algorithm asks for. Without old log-probs, one optimizer step takes the current ones for them."""
+        needed = self.algorithm.requires()
+        if self.counts.optimizer_steps_per_step > 1 or not self.gate.passed:
+            needed |= {Score.OLD_LOGPROBS}
+        return needed
+
+    def update(self, rows: list[Row], advantages: Advantages, step: int) -> dict[str, float]:
+        """Every optimizer step of every trained role that uses the batch; metrics are means over them."""
+        attached = with_advantages(rows, advantages)
+        metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
+        warmup_steps = self.config.critic.warmup_steps
+        for role, updater in reversed(self.updaters.items()):
+            if role is Role.ACTOR and self.has_critic and not actor_learns(step, critic_warmup_steps=warmup_steps):
+                continue
+            self.memory.enter(memory.updating(role))
+            with self.timers(f"update_{role}"):
+                result = update_on_batch(
+                    updater,
+                    attached,
+                    self.state,
+                    step=step,
+                    mini_batch_prompts=mini_batch_prompts(self.config),
+                    num_epochs=self.config.trainer.num_epochs,
+                )
+            metrics |= result.metrics
+            if role is Role.ACTOR:
+                before = [row.scores.get(Score.OLD_LOGPROBS, result.before[i]) for i, row in enumerate(rows)]
+                metrics |= mismatch_of(rows, before).metrics()
+                self.state = self.algorithm.after_step(self.state, {**advantages.metrics, **metrics}, len(rows))
+        return metrics
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
         """Validate if there is data for it; returns the score that `checkpoint.keep_best` compares."""
@@ -262,18 +294,10 @@ class Trainer:
         return VllmSource(self.cluster.engines)
 
 
-def _with(rows: Sequence[Row], **scores: Sequence[FloatArray]) -> list[Row]:
-    return [row.with_scores(**{name: values[i] for name, values in scores.items()}) for i, row in enumerate(rows)]
-
-
-def _with_advantages(rows: Sequence[Row], values: torch.Tensor) -> list[Row]:
-    host = values.float().numpy()
-    return [row.with_scores(advantages=host[i, : row.num_response_tokens]) for i, row in enumerate(rows)]
-
-
-def _mismatch(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> MismatchSums:
-    return mismatch_sums(
-        pad_rows([row.scores["rollout_logprobs"] for row in rows], dtype=torch.float32),
-        pad_rows(logprobs, dtype=torch.float32),
-        pad_rows([row.loss_mask for row in rows], dtype=torch.bool),
+def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
+    """Rows with their advantages, and what else the updates read."""
+    named = {"advantages": advantages.values, **advantages.scores}
+    host = {name: values.float().numpy() for name, values in named.items()}
+    return with_scores(
+        rows, {name: [v[i, : row.num_response_tokens] for i, row in enumerate(rows)] for name, v in host.items()}
     )

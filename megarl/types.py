@@ -10,8 +10,8 @@ the current policy's, `ref_logprobs` a frozen reference's. A *group* is the samp
 never by position. `loss_mask` marks the tokens that the policy chose.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -41,22 +41,39 @@ class SegmentSource(StrEnum):
     DEMONSTRATION = "demonstration"
 
 
+# The score that marks demonstration tokens of a row with 1.
+DEMONSTRATION = "demonstration"
+
+
 class Score(StrEnum):
     """Per-token quantities a scoring pass can compute before the update."""
 
     OLD_LOGPROBS = "old_logprobs"
+    OLD_ENTROPY = "old_entropy"
     REF_LOGPROBS = "ref_logprobs"
+    HINT_LOGPROBS = "hint_logprobs"
+    # The same with the hint of another prompt.
+    SHUFFLED_HINT_LOGPROBS = "shuffled_hint_logprobs"
+    # KL(policy with the hint ‖ policy) over the whole vocabulary.
+    HINT_KL = "hint_kl"
+    VALUES = "values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question as the model reads it, with what a scorer needs to judge an answer."""
+    """A question as the model reads it, with what a scorer needs to judge an answer.
+
+    demonstration_ids: an answer to start samples with, ending in the end token unless it was cut; empty: none.
+    demonstration_probs: the demonstrator's probability of each of them, -1 where unknown; empty: none is known.
+    """
 
     uid: str
     token_ids: tuple[int, ...]
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    demonstration_ids: tuple[int, ...] = ()
+    demonstration_probs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +134,11 @@ class Sample:
     def loss_mask(self) -> BoolArray:
         """[R] over the response."""
         return np.concatenate([np.empty(0, np.bool_), *(s.loss_mask for s in self.segments[1:])])
+
+    @property
+    def has_demonstration(self) -> bool:
+        """Whether some of the response was not sampled but given."""
+        return any(segment.source is SegmentSource.DEMONSTRATION for segment in self.segments)
 
     @property
     def rollout_logprobs(self) -> FloatArray:
@@ -190,14 +212,12 @@ class Row:
         return int(self.loss_mask.sum())
 
     def with_scores(self, **scores: FloatArray) -> "Row":
-        return Row(
-            uid=self.uid,
-            sample_index=self.sample_index,
-            token_ids=self.token_ids,
-            num_prompt_tokens=self.num_prompt_tokens,
-            loss_mask=self.loss_mask,
-            scores={**self.scores, **scores},
-        )
+        """The row with these scores besides, or in place of, its own."""
+        return replace(self, scores={**self.scores, **scores})
+
+    def only(self, names: Collection[str]) -> "Row":
+        """The row with those of its scores that are named."""
+        return replace(self, scores={name: score for name, score in self.scores.items() if name in names})
 
 
 # Rows by their index in a batch: all of them, or those that one process needs.
@@ -229,22 +249,33 @@ class _PaddedScores:
     """Padded [B, T] scores by name; reading one that was not computed raises and says how to get it."""
 
     __slots__ = ()
+    loss_mask: torch.Tensor
     scores: Mapping[str, torch.Tensor]
 
+    @property
+    def demonstration_mask(self) -> torch.Tensor:
+        """[B, T] bool: loss tokens that a demonstration put there, not the policy."""
+        if DEMONSTRATION not in self.scores:
+            return torch.zeros_like(self.loss_mask)
+        return self.scores[DEMONSTRATION].bool() & self.loss_mask
+
     def score(self, name: str) -> torch.Tensor:
-        if name not in self.scores:
-            raise KeyError(
-                f"{name} was not computed for this batch (there are: {sorted(self.scores)}); "
-                f"add it to the algorithm's requires()"
-            )
-        return self.scores[name]
+        if name in self.scores:
+            return self.scores[name]
+        if not len(self.loss_mask):  # A batch without rows lacks nothing.
+            return torch.zeros(self.loss_mask.shape, device=self.loss_mask.device)
+        raise KeyError(
+            f"{name} was not computed for this batch (there are: {sorted(self.scores)}); "
+            f"add it to the algorithm's requires()"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch(_PaddedScores):
     """All rows of a step, as advantage estimators see them: complete groups, padded to [B, T].
 
-    uids: B group keys; rewards: [B] sequence scores; correct: [B] bool; loss_mask: [B, T] bool.
+    uids: B group keys; rewards: [B] sequence scores; correct: [B] bool; loss_mask: [B, T] bool; truncated: [B] bool,
+    responses cut at the length limit (None: none was). `seed` is that of this step's random choices.
     """
 
     uids: tuple[str, ...]
@@ -252,6 +283,9 @@ class ScoredBatch(_PaddedScores):
     correct: torch.Tensor
     loss_mask: torch.Tensor
     scores: Mapping[str, torch.Tensor]
+    truncated: torch.Tensor | None = None
+    step: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         b = len(self.uids)
@@ -281,25 +315,43 @@ def _check_shapes(scores: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(loss_mask.shape)}")
 
 
-def scored_batch(rows: Sequence[Row], rewards: Sequence[Reward]) -> ScoredBatch:
+def scored_batch(
+    rows: Sequence[Row],
+    rewards: Sequence[Reward],
+    *,
+    truncated: Sequence[bool] | None = None,
+    step: int = 0,
+    seed: int = 0,
+) -> ScoredBatch:
     """Pad the rows of a step for the advantage estimator (float32 scores on the host)."""
-    names = rows[0].scores.keys() if rows else ()
     return ScoredBatch(
         uids=tuple(r.uid for r in rows),
         rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
         correct=torch.tensor([r.correct for r in rewards], dtype=torch.bool),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool),
-        scores={n: pad_rows([r.scores[n] for r in rows], dtype=torch.float32) for n in names},
+        scores=_pad_scores(rows),
+        truncated=None if truncated is None else torch.tensor(truncated, dtype=torch.bool),
+        step=step,
+        seed=seed,
     )
+
+
+def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """The scores of rows that all have the same ones."""
+    names = rows[0].scores.keys() if rows else frozenset()
+    for row in rows:
+        if row.scores.keys() != names:
+            differing = sorted(row.scores.keys() ^ names)
+            raise ValueError(f"row {row.label}: {differing} are scores of some rows only; score all of a batch alike")
+    return {name: pad_rows([row.scores[name] for row in rows], dtype=torch.float32) for name in names}
 
 
 def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
     """Pad the rows of a micro-batch for the loss."""
-    names = rows[0].scores.keys() if rows else ()
     return RowBatch(
         labels=tuple(r.label for r in rows),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),
-        scores={n: pad_rows([r.scores[n] for r in rows], dtype=torch.float32).to(device) for n in names},
+        scores={name: values.to(device) for name, values in _pad_scores(rows).items()},
     )
 
 
@@ -326,31 +378,76 @@ ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """[B, T] advantages, 0 outside the loss mask, and what to log about them."""
+    """[B, T] advantages, 0 outside the loss mask, and what to log about them.
+
+    scores: further [B, T] numbers that the updates need (`returns`, `correction`), by name.
+    """
 
     values: torch.Tensor
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Global counts of one optimizer mini-batch (all micro-batches × data-parallel ranks)."""
+    """Global counts of one optimizer mini-batch (all micro-batches × data-parallel ranks), at least 1 each.
+
+    loss: the aggregation's. tokens: loss tokens; policy_tokens, demonstration_tokens: those that the policy sampled,
+    and the others. imitated_tokens: those of an imitation loss beside the policy loss.
+    """
 
     loss: float
     tokens: float
+    policy_tokens: float = 1.0
+    demonstration_tokens: float = 1.0
+    imitated_tokens: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
     """Local sums over a micro-batch; one place divides them by the global `Denominators`.
 
-    loss: scalar with graph, ÷ `Denominators.loss`. loss_parts: detached scalars, ÷ `Denominators.loss`.
-    token_sums: detached scalars, ÷ `Denominators.tokens`.
+    loss: scalar with graph, ÷ `Denominators.loss`. imitation: the same, ÷ `Denominators.imitated_tokens`.
+    Detached scalars by metric name: loss_parts ÷ `Denominators.loss`, token_sums ÷ tokens, policy_sums ÷
+    policy_tokens, demonstration_sums ÷ demonstration_tokens, imitation_sums ÷ imitated_tokens.
     """
 
     loss: torch.Tensor
+    imitation: torch.Tensor | None = None
     loss_parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    policy_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    demonstration_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    imitation_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def total(self, denominators: Denominators) -> torch.Tensor:
+        """This micro-batch's share of the objective, with graph."""
+        total = self.loss / denominators.loss
+        return total if self.imitation is None else total + self.imitation / denominators.imitated_tokens
+
+    def shares(self, denominators: Denominators) -> dict[str, float]:
+        """This micro-batch's share of every metric."""
+        return {
+            name: float(value) / count
+            for sums, count in (
+                (self.loss_parts, denominators.loss),
+                (self.token_sums, denominators.tokens),
+                (self.policy_sums, denominators.policy_tokens),
+                (self.demonstration_sums, denominators.demonstration_tokens),
+                (self.imitation_sums, denominators.imitated_tokens),
+            )
+            for name, value in sums.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyState:
+    """The coefficient of the entropy bonus, and the moments of its optimizer after `num_updates` updates."""
+
+    coef: float = 0.0
+    exp_avg: float = 0.0
+    exp_avg_sq: float = 0.0
+    num_updates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +455,12 @@ class AlgoState:
     """What an algorithm carries from one batch to the next."""
 
     kl_coef: float = 0.0
+    entropy: EntropyState = field(default_factory=EntropyState)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "AlgoState":
+        """The state of which `dataclasses.asdict` made `state`."""
+        return cls(kl_coef=state["kl_coef"], entropy=EntropyState(**state["entropy"]))
 
 
 OutputsT = TypeVar("OutputsT", contravariant=True)
@@ -369,6 +472,10 @@ class Objective(Protocol[OutputsT]):
     @property
     def entropy_needs_grad(self) -> bool:
         """Whether the loss differentiates the entropy."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Scores of rows that the loss reads where rows have them; the others stay with the driver."""
 
     def loss(self, rows: RowBatch, out: OutputsT, state: AlgoState) -> LossSums:
         """Local sums over a micro-batch."""

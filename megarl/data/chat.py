@@ -14,20 +14,33 @@ THINK_OPENING = "<think>\n"
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; ConfigError without a chat template or an eos token."""
-    if not (Path(path) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"model.path: {path} has no tokenizer_config.json; expected a model directory")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model.path: the tokenizer in {path} does not load: {reason}; copy the model again"
-        ) from error
+    tokenizer = _read_tokenizer(path, "model.path")
     if tokenizer.chat_template is None:
         raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
+    """ConfigError unless the model at `path`, which `key` names, has the same token ids as `tokenizer`."""
+    ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
+    if ours != theirs:
+        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        raise ConfigError(
+            f"{key}: the tokenizer in {path} differs from that of model.path in {len(differing)} tokens, such as "
+            f"{differing[0]!r}; use a model with the same tokenizer"
+        )
+
+
+def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        raise ConfigError(f"{key}: {path} has no tokenizer_config.json; expected a model directory")
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{key}: the tokenizer in {path} does not load: {reason}; copy the model again") from error
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[list[int]]:

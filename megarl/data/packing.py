@@ -71,13 +71,11 @@ def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, mult
     """For each of `dp` ranks its micro-batches, the same number on every rank, a `multiple` (interleaved pipelines).
 
     Ranks get row counts that differ by at most one. A micro-batch is empty only if there are fewer rows than
-    `dp` × the number of micro-batches, which takes a row count that `dp` does not divide.
+    `dp` × the number of micro-batches, which takes a row count that `dp` does not divide; with fewer rows than ranks
+    some ranks have nothing else.
     """
-    if len(lengths) < dp:
-        raise DataError(
-            f"got {len(lengths)} rows for {dp} data-parallel ranks, expected a row for each; "
-            f"raise trainer.prompts_per_step or lower actor.layout.dp"
-        )
+    if not lengths:
+        raise DataError("got no rows to split over data-parallel ranks, expected at least one; skip the pass")
     for_rank = balance(lengths, dp, equal_size=True)
     num_bins = multiple
     while True:

@@ -12,12 +12,15 @@ from typing import Literal, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.algo import DemonstrationConfig
 from megarl.data.chat import encode_demonstration, encode_prompts, long_prompt_error
+from megarl.data.demonstrations import Demonstrations
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.ragged import RaggedTokens
 from megarl.data.records import (
     DEMONSTRATION_COLUMNS,
     PROMPT_COLUMNS,
+    TARGET_COLUMNS,
     parse_demonstration,
     parse_prompt,
 )
@@ -32,6 +35,7 @@ class PromptDataset:
     """Prompts by index. A prompt's uid is its data source and its place in the files, before any is dropped.
 
     A prompt over `max_prompt_tokens` is a DataError; with `on_long_prompt="drop"` `num_dropped` counts it.
+    With `demonstrations` prompts carry those of the files; a DataError if no file has any.
     """
 
     def __init__(
@@ -41,18 +45,24 @@ class PromptDataset:
         *,
         max_prompt_tokens: int,
         on_long_prompt: OnLongPrompt = "error",
+        demonstrations: DemonstrationConfig | None = None,
     ) -> None:
-        self._files = RowFiles(paths, columns=PROMPT_COLUMNS, required=("prompt", "reward_model"))
+        columns = PROMPT_COLUMNS if demonstrations is None else (*PROMPT_COLUMNS, *TARGET_COLUMNS)
+        self._files = RowFiles(paths, columns=columns, required=("prompt", "reward_model"))
+        self._demonstrations = None if demonstrations is None else Demonstrations(tokenizer, demonstrations)
         self._tokens = RaggedTokens()
         self._kept = array("q")
         sources: set[str] = set()
-        rows = ((i, parse_prompt(row, self._files.where(i))) for i, row in enumerate(self._files))
+        rows = ((i, row, parse_prompt(row, self._files.where(i))) for i, row in enumerate(self._files))
         for chunk in _chunks(rows):
-            sources.update(record.data_source for _, record in chunk)
-            for (index, _), ids in zip(chunk, encode_prompts(tokenizer, [r.messages for _, r in chunk]), strict=True):
+            sources.update(record.data_source for *_, record in chunk)
+            prompts = encode_prompts(tokenizer, [record.messages for *_, record in chunk])
+            for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= max_prompt_tokens:
                     self._tokens.append(ids)
                     self._kept.append(index)
+                    if self._demonstrations is not None:
+                        self._demonstrations.append(row, record.messages, self._files.where(index))
                 elif on_long_prompt == "error":
                     raise long_prompt_error(self._files.where(index), len(ids), max_prompt_tokens)
         self.data_sources = frozenset(sources)
@@ -64,19 +74,27 @@ class PromptDataset:
                 f"all {self.num_dropped} prompts have more tokens than data.max_prompt_tokens="
                 f"{max_prompt_tokens}; raise it"
             )
+        if self._demonstrations is not None and not self._demonstrations.num_present:
+            raise DataError(
+                f"none of the {len(self)} prompts has a usable target, but algo.demonstrations.strategy asks for "
+                f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
+            )
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]
-        record = parse_prompt(self._files[place], self._files.where(place))
+        row, where, stored = self._files[place], self._files.where(place), self._demonstrations
+        record = parse_prompt(row, where)
         return Prompt(
             uid=f"{record.data_source}:{place}",
             token_ids=tuple(self._tokens[index].tolist()),
             data_source=record.data_source,
             ground_truth=record.ground_truth,
             extra_info=record.extra_info,
+            demonstration_ids=stored.token_ids(index) if stored else (),
+            demonstration_probs=stored.probs(index, row, where) if stored else (),
         )
 
 

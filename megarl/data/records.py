@@ -1,6 +1,7 @@
 """What a row of a prompt file means: the Parquet/JSON-lines schema that verl and LUFFY use.
 
-`prompt` and `target`: lists of {role, content}; `data_source`: string, at the top level or in `extra_info`;
+`prompt` and `target`: lists of {role, content}; `target_probs`: optional list of the probabilities that whoever wrote
+the target gave its tokens, -1 where unknown; `data_source`: string, at the top level or in `extra_info`;
 `ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: anything.
 """
 
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 from megarl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
+TARGET_COLUMNS = ("target", "target_probs")
 DEMONSTRATION_COLUMNS = ("prompt", "target")
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -94,15 +96,37 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
 
 def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
     """The record of a row; `target` must be one assistant turn. DataError names `where` and what is wrong."""
-    target = _messages(row, "target", where)
-    if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
-        raise DataError(f"{where}: target has roles {[m.role for m in target]}, expected one assistant turn")
-    return DemonstrationRecord(messages=_messages(row, "prompt", where), target=target[0].content)
+    return DemonstrationRecord(messages=_messages(row, "prompt", where), target=_target(row, where))
+
+
+def parse_target(row: Mapping[str, Any], where: str) -> str | None:
+    """The text of `target`, one assistant turn; None if the row has none. DataError names `where` and what is wrong."""
+    return _target(row, where) if row.get("target") else None
+
+
+def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
+    """`target_probs`, each in (0, 1] or -1; empty if the row has none. DataError names `where` and what is wrong."""
+    value = row.get("target_probs")
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise DataError(f"{where}: target_probs is {type(value).__name__}, expected a list of numbers")
+    for i, prob in enumerate(value):
+        if not isinstance(prob, int | float) or not (0 < prob <= 1 or prob == -1):
+            raise DataError(f"{where}: target_probs[{i}] is {prob!r}, expected a number in (0, 1], or -1 if unknown")
+    return tuple(map(float, value))
 
 
 def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows of `SCHEMA`; keys that a row leaves out become nulls."""
     pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
+
+
+def _target(row: Mapping[str, Any], where: str) -> str:
+    target = _messages(row, "target", where)
+    if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
+        raise DataError(f"{where}: target has roles {[m.role for m in target]}, expected one assistant turn")
+    return target[0].content
 
 
 def _messages(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:

@@ -5,8 +5,8 @@ engine is built, never before.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from megarl.config.schema import Config, EngineConfig
 from megarl.errors import WeightSyncError
 from megarl.parallel.platform import platform
+from megarl.parallel.weights.collective import Meeting
+from megarl.safetensors_map import TensorSpec
 from megarl.types import FinishReason, FloatArray, IntArray
 
 
@@ -131,9 +133,20 @@ class VllmEngine:
         Raises:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
         """
-        results = self.llm.collective_rpc(
-            "receive_weights", kwargs={"files": list(files), "with_checksums": with_checksums}
-        )
+        return self._take_weights("load_files", version, files=list(files), with_checksums=with_checksums)
+
+    def open_channel(self, meeting: Meeting, specs: Mapping[str, TensorSpec]) -> None:
+        """Let all workers join the channel from the trainer's ranks; `meeting.rank` is the first worker's."""
+        # In plain types: between processes vLLM carries no others.
+        tensors = [[name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for name, spec in specs.items()]
+        self.llm.collective_rpc("open_channel", kwargs={**asdict(meeting), "tensors": tensors})
+
+    def receive_weights(self, *, version: int, with_checksums: bool) -> list[dict[str, int]]:
+        """Replace the weights by what the trainer's ranks send at the same time; otherwise as `load_weights`."""
+        return self._take_weights("load_channel", version, with_checksums=with_checksums)
+
+    def _take_weights(self, method: str, version: int, **arguments: Any) -> list[dict[str, int]]:
+        results = self.llm.collective_rpc(method, kwargs=arguments)
         problems = list(dict.fromkeys(problem for _, problem in results if problem))
         if problems:
             raise WeightSyncError("; ".join(problems))

@@ -121,6 +121,8 @@ def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
                 "data_source": prompt.data_source,
                 "ground_truth": prompt.ground_truth,
                 "extra_info": dict(prompt.extra_info),
+                "demonstration_ids": prompt.demonstration_ids,
+                "demonstration_probs": prompt.demonstration_probs,
             }
         ),
     }
@@ -128,7 +130,10 @@ def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
 
 def _to_prompt(row: dict[str, Any]) -> Prompt:
     ids = row["segments"][0]["token_ids"]
-    return Prompt(uid=row["uid"], token_ids=tuple(ids), **json.loads(row["prompt"]))
+    fields = json.loads(row["prompt"])
+    # JSON has no tuples.
+    fields |= {name: tuple(fields.get(name, ())) for name in ("demonstration_ids", "demonstration_probs")}
+    return Prompt(uid=row["uid"], token_ids=tuple(ids), **fields)
 
 
 def _to_sample(row: dict[str, Any]) -> Sample:

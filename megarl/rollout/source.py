@@ -1,19 +1,23 @@
 """The seam between the trainer and whatever produces samples."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from megarl.errors import NonFiniteError
+from megarl.rollout.prefixes import Prefix
 from megarl.types import Prompt, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How one batch of prompts is sampled. `temperature` 0 means greedy."""
+    """How one batch of prompts is sampled. `temperature` 0 means greedy.
+
+    prefixes: what responses start with, by (uid, sample index), as far as they start with anything.
+    """
 
     step: int
     num_samples: int
@@ -22,6 +26,16 @@ class SamplingPlan:
     top_k: int
     max_response_tokens: int
     run_seed: int
+    prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
+
+    def prefix(self, uid: str, sample_index: int) -> Prefix:
+        """What a response starts with, within its limit; possibly nothing."""
+        return self.prefixes.get((uid, sample_index), Prefix()).within(self.max_response_tokens)
+
+    def num_tokens_left(self, uid: str, sample_index: int) -> int:
+        """How many tokens a response may get after its prefix; 0 if the prefix is all of it."""
+        prefix = self.prefix(uid, sample_index)
+        return 0 if prefix.is_complete else self.max_response_tokens - len(prefix.token_ids)
 
 
 class RolloutSource(Protocol):
@@ -44,6 +58,11 @@ def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
     """Seed of one request, a 63-bit hash of what identifies the sample, so that order and batching do not matter."""
     key = f"{run_seed}/{step}/{uid}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def batch_seed(run_seed: int, step: int) -> int:
+    """Seed of a step's random choices over its rows."""
+    return sample_seed(run_seed, step, "", -1)
 
 
 def require_finite(batch: RolloutBatch, *, step: int) -> None:

@@ -1,20 +1,22 @@
 """How the weights that the ranks write reach the hosts of all engines.
 
 On one host the ranks write and the engines read the same file. With several, every host has a file of its own. The
-ranks of a host write their slices into zeros; then the files are summed, byte by byte, over a gloo group with one
-process per host. A byte has one owner, so the sum is exact whatever the layout, and no host needs to know who wrote
-what.
+ranks of a host write their slices into zeros; then the files are summed, byte by byte, over a group with one process
+per host: gloo's, or the devices' own (NCCL on CUDA). A byte has one owner, so the sum is exact whatever the layout,
+and no host needs to know who wrote what.
 """
 
 import shutil
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
+from megarl.parallel.platform import gloo_group, platform
 from megarl.safetensors_map import TensorSpec, create_file, data_bytes
 
 # What travels at a time; gloo's own buffers are of this size.
@@ -65,12 +67,15 @@ class HostFile:
         port: int = self._rendezvous.port
         return port
 
-    def join(self, address: str, port: int, rank: int, num_hosts: int, timeout_s: float) -> None:
-        """Join the group; all hosts at once, as for the methods below."""
+    def join(
+        self, address: str, port: int, rank: int, num_hosts: int, timeout_s: float, *, over_devices: bool = False
+    ) -> None:
+        """Join the group, over the network or over the devices' connections; all hosts at once, as for what follows."""
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        # torch's stubs do not say that it is one.
-        self._group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, num_hosts, timeout))
+        new_group = platform().new_group if over_devices else gloo_group
+        self._group = new_group(store, rank, num_hosts, timeout)
+        self._device = platform().device() if over_devices else torch.device("cpu")
 
     def create(self, path: str, specs: Mapping[str, TensorSpec]) -> None:
         """Preallocate."""
@@ -84,7 +89,10 @@ class HostFile:
     def deliver(self) -> None:
         """Sum the files of all hosts, a bucket at a time."""
         for bucket in data_bytes(self._path).split(BUCKET_BYTES):
-            self._group.allreduce([bucket]).wait()
+            on_device = bucket.to(self._device)
+            self._group.allreduce([on_device]).wait()
+            if on_device is not bucket:
+                bucket.copy_(on_device)
 
     def remove(self) -> None:
         """Unlink, and leave the group."""

@@ -6,6 +6,7 @@ vLLM imports this module by name in each worker process, so it imports vLLM at t
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -17,8 +18,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from megarl.parallel.weights.collective import Meeting, WeightChannel
 from megarl.parallel.weights.slices import checksum
-from megarl.safetensors_map import iter_tensors
+from megarl.safetensors_map import TensorSpec, iter_tensors
 
 
 class WeightReceiver:
@@ -28,9 +30,32 @@ class WeightReceiver:
         """This worker's process."""
         return os.getpid()
 
+    def load_files(self, files: Sequence[str], with_checksums: bool) -> tuple[dict[str, int], str]:
+        """`_load` of safetensors files with Hugging Face names."""
+        return self._load(iter_tensors([Path(f) for f in files]), with_checksums)
+
+    def open_channel(
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+    ) -> None:
+        """Join the channel from the trainer's ranks. Tensors are (name, type, shape); `rank` is the first worker's."""
+        worker: Any = self
+        specs = {name: TensorSpec(shape=tuple(shape), dtype=getattr(torch, dtype)) for name, dtype, shape in tensors}
+        meeting = Meeting(address=address, port=port, rank=rank + worker.rank, size=size, timeout_s=timeout_s)
+        self.channel = WeightChannel(meeting, specs, worker.device)
+
+    def load_channel(self, with_checksums: bool) -> tuple[dict[str, int], str]:
+        """`_load` of what the ranks send at the same time."""
+        return self._load(self.channel.receive(), with_checksums)
+
     @torch.no_grad()
-    def receive_weights(self, files: Sequence[str], with_checksums: bool) -> tuple[dict[str, int], str]:
-        """Load Hugging Face tensors from files into the live model, checking that every parameter was filled.
+    def _load(self, source: Iterator[tuple[str, torch.Tensor]], with_checksums: bool) -> tuple[dict[str, int], str]:
+        """Load Hugging Face tensors into the live model, checking that every parameter was filled.
 
         Returns checksums and what is wrong, "" if nothing: an error raised in one of several workers would reach the
         engine without its type, and leave the others' answers unread.
@@ -41,7 +66,7 @@ class WeightReceiver:
         unknown, unfilled = "", list[str]()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in iter_tensors([Path(f) for f in files]):
+            for name, tensor in source:
                 if with_checksums:
                     checksums[name] = checksum(tensor, (), tuple(tensor.shape))
                 yield name, tensor
@@ -53,6 +78,9 @@ class WeightReceiver:
                 unfilled = unfilled_layers(model)
             except (KeyError, ValueError) as error:
                 unknown = f"the engine does not know a tensor that the trainer sent: {error}"
+                # Others take part in what is still to come.
+                for _ in source:
+                    pass
             finally:
                 # After an error too, or the engine could never take another sync.
                 finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]

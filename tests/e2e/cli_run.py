@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,13 +51,13 @@ class CliRun:
             self.process.wait()
 
 
-def start(directory: Path, *arguments: str) -> CliRun:
-    """Start `megarl` in a directory."""
+def start(directory: Path, *arguments: str, command: Sequence[str] = (str(MEGARL),)) -> CliRun:
+    """Start `megarl`, or a command that runs it, in a directory."""
     # Not a part of the run that the tests themselves may have.
     environment = {key: value for key, value in os.environ.items() if key != "MEGARL_RUN_ID"}
     stdout, stderr = directory / "stdout.txt", directory / "stderr.txt"
     with stdout.open("wb") as out, stderr.open("wb") as err:
-        process = subprocess.Popen([MEGARL, *arguments], cwd=directory, env=environment, stdout=out, stderr=err)
+        process = subprocess.Popen([*command, *arguments], cwd=directory, env=environment, stdout=out, stderr=err)
     return CliRun(process=process, stdout=stdout, stderr=stderr)
 
 

@@ -61,7 +61,7 @@ def reload(_: RankContext, spec: EngineSpec, files: Sequence[str], sequences: Se
     """Of an engine on the checkpoint of `spec` that takes the weights of `files`."""
     with running(spec) as engine:
         before = EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))
-        engine.llm.collective_rpc("receive_weights", kwargs={"files": list(files), "with_checksums": False})
+        engine.llm.collective_rpc("load_files", kwargs={"files": list(files), "with_checksums": False})
         stale_cache = _continue(engine, sequences)
         engine.load_weights(files, version=1, with_checksums=False)
         after = EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))

@@ -1,4 +1,4 @@
-"""`python -m tests.e2e.placement_run JOB.json`: a short run in a process of its own, checked after every sync.
+"""`python -m tests.e2e.placement_run JOB.json`: a short run in a process of its own.
 
 Writes what it saw as JSON. A process of its own, because a run must be killable and Ray serves one run per process.
 """
@@ -9,11 +9,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megarl.parallel.platform import apply_environment
 
@@ -25,8 +23,7 @@ from megarl.config import load_config  # noqa: E402
 from megarl.inputs import open_train_inputs  # noqa: E402
 from megarl.observe import RunRecorder  # noqa: E402
 from megarl.parallel.messages import Role, StoreResult  # noqa: E402
-from megarl.trainer import Trainer  # noqa: E402
-from megarl.types import FloatArray, Row  # noqa: E402
+from tests.e2e.checked_trainer import CheckedTrainer, Seen  # noqa: E402
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "run" / "sums-rl.yaml"
 # What the trainer tells ranks and engines, in the words of the memory ledger.
@@ -44,55 +41,6 @@ class Job:
     report: str
     pretend_hosts: bool = False
     wait: bool = False
-
-
-@dataclass(kw_only=True)
-class Seen:
-    """What a run reports."""
-
-    run_id: str = ""
-    pids: dict[str, int] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
-    # Per sync, the largest difference between each engine's log-probs and the trainer's, in nats.
-    differences: list[list[float]] = field(default_factory=list)
-    # Per sync after the first, how far the trainer's own log-probs moved at most.
-    moved: list[float] = field(default_factory=list)
-
-
-class CheckedTrainer(Trainer):
-    """Compares every engine with the trainer after every sync."""
-
-    seen: Seen
-    before: FloatArray | None = None
-
-    def _push(self, version: int) -> None:
-        super()._push(version)
-        calls = list(self.seen.calls)
-        rows = random_rows(num=4, length=40, vocab=self.inputs.spec.dims.vocab)
-        trainer = np.concatenate(self.updater.score(Role.ACTOR, rows, step=version))
-        sequences = [row.token_ids.tolist() for row in rows]
-        engines = self.cluster.engines
-        scored = [engines.prompt_logprobs(sequences, engine=i) for i in range(len(engines.processes))]
-        self.seen.differences.append([float(np.abs(np.concatenate(each) - trainer).max()) for each in scored])
-        if self.before is not None:
-            self.seen.moved.append(float(np.abs(trainer - self.before).max()))
-        self.before = trainer
-        self.seen.calls[:] = calls
-
-
-def random_rows(*, num: int, length: int, vocab: int) -> list[Row]:
-    """Rows that score every token but the first, as an engine's prompt log-probs do."""
-    rng = np.random.default_rng(0)
-    return [
-        Row(
-            uid=f"s{i}",
-            sample_index=0,
-            token_ids=rng.integers(3, vocab, length),
-            num_prompt_tokens=1,
-            loss_mask=np.ones(length - 1, dtype=np.bool_),
-        )
-        for i in range(num)
-    ]
 
 
 def record_calls(cluster: Cluster, calls: list[str]) -> None:
@@ -145,9 +93,10 @@ def pretend_hosts(cluster: Cluster) -> None:
     export = cluster.workers.store_weights
     weights = cluster.scope.shm_file("weights")
 
-    def store(files: Sequence[Path], *, with_checksums: bool = False) -> StoreResult:
-        into = store_weights if list(files) == [weights] else export
-        return into(files, with_checksums=with_checksums)
+    def store(files: Sequence[Path], *, with_checksums: bool = False, role: Role = Role.ACTOR) -> StoreResult:
+        if list(files) == [weights]:
+            return store_weights(files, with_checksums=with_checksums)
+        return export(files, with_checksums=with_checksums, role=role)
 
     cluster.workers.store_weights = store  # type: ignore[method-assign]
     cluster.engines.load_weights = load_weights  # type: ignore[method-assign]
@@ -159,7 +108,7 @@ def run(job: Job) -> Iterator[Seen]:
     """Train; the cluster lives as long as the context."""
     config = load_config(RUN_FILE, job.settings)
     inputs, recorder = open_train_inputs(config), RunRecorder(config)
-    with Cluster(config, log_dir=recorder.paths.root / "logs") as cluster:
+    with Cluster(config, roles=inputs.roles, log_dir=recorder.paths.root / "logs") as cluster:
         seen = Seen(run_id=cluster.scope.run_id, pids=dict(cluster.pids))
         if job.pretend_hosts:
             pretend_hosts(cluster)

@@ -7,20 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.algos.build import build_algorithm
+from megarl.algos.build import algorithm_of
 from megarl.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.data.packing import plan_micro_batches
 from megarl.export import weight_specs
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec
+from megarl.parallel.messages import LoadRequest
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.roles import actor_role
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
 from megarl.rollout.weight_sync import WeightSync
 from megarl.safetensors_map import TensorSpec
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row
-from megarl.updates import PolicyUpdater
+from megarl.updates import RoleScorer, RoleUpdater
 from tests.helpers.checkpoints import VOCAB_SIZE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ class Policy:
     spec: ModelSpec
     specs: dict[str, TensorSpec]
     sync: WeightSync
-    updater: PolicyUpdater
+    updater: RoleUpdater
 
     @property
     def weights_file(self) -> Path:
@@ -119,11 +119,8 @@ class Policy:
 
     def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""
-        workers = self.cluster.workers
-        plan = plan_micro_batches(
-            [r.num_tokens for r in rows], self.config.actor.layout.dp, self.config.actor.micro_batch_tokens
-        )
-        return workers.score(Role.ACTOR, rows, plan, temperature=temperature, step=0)
+        scorer = RoleScorer(self.cluster.workers, actor_role(self.config), temperature=temperature)
+        return scorer.score(rows, step=0)["logprobs"]
 
     def update(self, rows: Sequence[Row], *, step: int) -> None:
         """A GRPO update that makes every other row likelier and the rest less likely."""
@@ -134,16 +131,16 @@ class Policy:
             )
             for i, row in enumerate(rows)
         ]
-        algorithm = build_algorithm(self.config.algo, max_response_tokens=self.config.rollout.max_response_tokens)
+        algorithm = algorithm_of(self.config)
         self.updater.update(judged, algorithm.initial_state(), step=step)
 
 
 def open_policy(cluster: Cluster, config: Config) -> Policy:
     """Load the configuration's model into the cluster's ranks."""
-    actor = RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+    actor = actor_role(config)
     cluster.workers.load(LoadRequest(roles=(actor,), seed=0))
     spec = read_model_spec(config.model.path)
-    algorithm = build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens)
+    algorithm = algorithm_of(config)
     path, specs = cluster.scope.shm_file("weights"), weight_specs(spec, config.model.dtype)
     return Policy(
         cluster=cluster,
@@ -151,7 +148,7 @@ def open_policy(cluster: Cluster, config: Config) -> Policy:
         spec=spec,
         specs=specs,
         sync=WeightSync(cluster.workers, cluster.engines, path, specs),
-        updater=PolicyUpdater(cluster.workers, config.actor, algorithm, total_steps=1000),
+        updater=RoleUpdater(cluster.workers, actor, algorithm, total_steps=1000),
     )
 
 

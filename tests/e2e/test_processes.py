@@ -18,6 +18,8 @@ from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
 GONE_WITHIN_S = 30.0
+# In this time the driver comes to wait for a process that does not go on.
+REACH_S = 3.0
 ENDLESS = (
     "run.name=run",
     "run.dir=.",
@@ -59,12 +61,16 @@ def starting_actors(run: CliRun, run_id: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Which signal goes to which process of the run, and when; the exit code, and what is printed."""
+    """Which signal goes to which process of the run, and when; the exit code, and what is printed.
+
+    hung: processes that are stopped some seconds before, so that the driver waits for them and not for the target.
+    """
 
     signum: signal.Signals
     target: str
     exit_code: int
     message: str = ""
+    hung: str = ""
     when: Callable[[CliRun, str], bool] = in_its_steps
 
 
@@ -82,6 +88,20 @@ ENDINGS = {
     "engine-killed": Ending(
         signum=signal.SIGKILL, target="ray::EngineActor", exit_code=1, message=r"error: .*engine 0 died; .*"
     ),
+    "idle-rank-killed": Ending(
+        signum=signal.SIGKILL,
+        target="ray::RankActor",
+        exit_code=1,
+        message=r"error: (generating|syncing weights): trainer rank [01] died; .*",
+        hung="ray::EngineActor",
+    ),
+    "idle-engine-killed": Ending(
+        signum=signal.SIGKILL,
+        target="ray::EngineActor",
+        exit_code=1,
+        message=r"error: (scoring|updating|writing).*: engine 0 died; .*",
+        hung="ray::RankActor",
+    ),
 }
 
 
@@ -91,6 +111,10 @@ def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
     run_id = run.run_id()
     run.wait_until(lambda: ending.when(run, run_id))
     assert cli_run.leftovers(run_id)
+    if ending.hung:
+        for pid in cli_run.processes(run_id, name=ending.hung):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(REACH_S)
     os.kill(run.pid_of(ending.target, run_id), ending.signum)
     deadline = time.monotonic() + GONE_WITHIN_S
     assert run.process.wait(GONE_WITHIN_S) == ending.exit_code

@@ -15,6 +15,7 @@ from megarl.checkpoint import complete_steps, last_checkpoint
 from megarl.cli import EXIT_STOPPED
 from megarl.janitor import RUN_ID_VARIABLE, RunScope
 from tools.bench.kill_resume import SmallRun, differences, make_inputs
+from tools.bench.killed import kill
 
 SETTINGS = ("trainer.total_steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
 START_TIMEOUT_S = 120.0
@@ -83,7 +84,7 @@ def test_a_stopped_and_killed_run_equals_an_uninterrupted_one(inputs: Path) -> N
     (torn / "state.json").write_text("{")
     with started(run) as process:
         wait_until(lambda: run.last_step() > stopped.state.step, process)
-        process.kill()
+        assert kill(process).leftovers == ()
 
     assert finish(run) == 0
     assert differences(run, reference) == []

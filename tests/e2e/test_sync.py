@@ -15,6 +15,7 @@ from megarl.cluster import Cluster, EngineGroup
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import WeightSyncError
 from megarl.export import export_model
+from megarl.roles import actor_role
 from megarl.rollout.engine import engine_spec
 from megarl.rollout.weight_sync import WeightSync
 from megarl.types import FinishReason, row_from_sample
@@ -80,7 +81,7 @@ def test_after_updates_the_engine_equals_a_new_one_and_the_trainer(
     before = policy.cluster.engines.prompt_logprobs(sequences)
     train(policy, steps=3)
     after = policy.cluster.engines.prompt_logprobs(sequences)
-    export_model(policy.cluster.workers, policy.spec, "float32", tmp_path / "export")
+    export_model(policy.cluster.workers, actor_role(policy.config), tmp_path / "export")
     spec = engine_spec(small_config(tmp_path / "export"))
     fresh = engine_process.run(engines.view, spec, sequences)[0].given
     trainer = policy.score(rows_of(sequences))

@@ -135,4 +135,5 @@ def _prompt_row(task: Task, problem: Problem, index: int, split: str) -> Mapping
             "gold_solution": task.solution(problem),
             "difficulty_score": problem.level,
         },
+        "target": [{"role": "assistant", "content": task.worked(problem)}],
     }

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import (
+    check_vocabulary,
     encode_demonstration,
     encode_prompt,
     encode_prompts,
@@ -73,6 +74,24 @@ def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedToken
 def test_load_tokenizer_from_a_directory(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     assert encode_prompt(load_tokenizer(tmp_path), QUESTION, 13) == QUESTION_IDS
+
+
+def test_models_of_one_run_have_one_vocabulary(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """A critic needs no chat template, but the same ids."""
+    other = make_byte_tokenizer()
+    other.chat_template = None
+    other.save_pretrained(tmp_path / "same")
+    check_vocabulary(tokenizer, str(tmp_path / "same"), "critic.model_path")
+    other.add_tokens(["Zebra"])
+    other.save_pretrained(tmp_path / "other")
+    message = (
+        r"^reference\.model_path: the tokenizer in .*/other differs from that of model\.path in 1 tokens, such as "
+        r"'Zebra'; use a model with the same tokenizer$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_vocabulary(tokenizer, str(tmp_path / "other"), "reference.model_path")
+    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/none has no tokenizer_config\.json"):
+        check_vocabulary(tokenizer, str(tmp_path / "none"), "critic.model_path")
 
 
 def test_tokenizers_that_cannot_chat(tmp_path: Path) -> None:

@@ -93,17 +93,35 @@ def test_plan_of_an_odd_row_count_may_leave_a_micro_batch_empty() -> None:
 
 
 def test_plan_with_fewer_rows_than_ranks() -> None:
-    with pytest.raises(DataError, match="got 3 rows for 4 data-parallel ranks"):
-        plan_micro_batches([1, 2, 3], 4, 9)
+    # The other two ranks take part with an empty micro-batch.
+    plan = plan_micro_batches([9, 4], 4, 9)
+    assert sorted(plan) == [[[]], [[]], [[0]], [[1]]]
+    # One row for two ranks of an interleaved pipeline, which takes micro-batches in pairs.
+    assert sorted(plan_micro_batches([4], 2, 9, multiple=2)) == [[[], []], [[0], []]]
 
 
-@given(st.lists(st.integers(1, 100), min_size=6, max_size=80), st.integers(1, 6), st.integers(100, 300))
-def test_plan_properties(lengths: list[int], dp: int, max_tokens: int) -> None:
-    plan = plan_micro_batches(lengths, dp, max_tokens)
+def test_plan_of_nothing() -> None:
+    with pytest.raises(DataError, match="got no rows to split over data-parallel ranks"):
+        plan_micro_batches([], 2, 9)
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=80),
+    st.integers(1, 6),
+    st.integers(100, 300),
+    st.integers(1, 3),
+)
+def test_plan_properties(lengths: list[int], dp: int, max_tokens: int, multiple: int) -> None:
+    plan = plan_micro_batches(lengths, dp, max_tokens, multiple=multiple)
     assert len(plan) == dp
     assert_partition([members for bins in plan for members in bins], len(lengths))
     (num_bins,) = {len(bins) for bins in plan}
+    assert num_bins >= 1
+    assert num_bins % multiple == 0
     assert all(total <= max_tokens for bins in plan for total in totals(lengths, bins))
-    if len(lengths) % dp == 0 or len(lengths) >= dp * num_bins:
-        assert all(members for bins in plan for members in bins)
-    assert plan_micro_batches(lengths, dp, max_tokens) == plan
+    sizes = [sum(len(members) for members in bins) for bins in plan]
+    assert max(sizes) - min(sizes) <= 1
+    # A rank leaves a micro-batch empty only for want of rows.
+    empty = [sum(not members for members in bins) for bins in plan]
+    assert empty == [max(0, num_bins - size) for size in sizes]
+    assert plan_micro_batches(lengths, dp, max_tokens, multiple=multiple) == plan

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -116,3 +117,14 @@ def test_any_expression_over_the_numbers_scores(numbers: list[int], rng: random.
 @given(st.text(alphabet="0123456789+-*/() <>answer.", max_size=60))
 def test_no_text_makes_the_scorer_fail(text: str) -> None:
     assert score_countdown(f"<answer>{text}</answer>", truth([101, 103], 7), {}).score in (0.0, 1.0)
+
+
+def test_golden(golden: Any) -> None:
+    case = golden("C.countdown")
+    scores = [
+        score_countdown(
+            given["response"], truth(given["numbers"], given["target"]), {}, format_score=case["params"]["format_score"]
+        ).score
+        for given in case["inputs"]
+    ]
+    assert scores == case["expected"]

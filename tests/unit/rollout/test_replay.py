@@ -17,6 +17,8 @@ PROMPT = Prompt(
     data_source="sums",
     ground_truth="12",
     extra_info={"index": 7, "note": None, "tags": ["a", "é"]},
+    demonstration_ids=(9, 2),
+    demonstration_probs=(1 / 3, -1.0),
 )
 # Neither is a short decimal: a detour over text or float64 rounding would show.
 LOGPROBS = np.asarray([np.float32(-1) / np.float32(3), np.nextafter(np.float32(-2), np.float32(0))], dtype=np.float32)
@@ -41,6 +43,15 @@ def environment_segment() -> Segment:
     )
 
 
+def demonstration_segment() -> Segment:
+    return Segment(
+        source=SegmentSource.DEMONSTRATION,
+        token_ids=np.asarray([9], dtype=np.int64),
+        loss_mask=np.asarray([True]),
+        weight_versions=np.asarray([-1], dtype=np.int64),
+    )
+
+
 def batch() -> RolloutBatch:
     samples = [
         Sample(
@@ -51,7 +62,10 @@ def batch() -> RolloutBatch:
             finish_reason=reason,
         )
         for i, (segments, reason) in enumerate(
-            [((policy_segment(), environment_segment()), FinishReason.STOP), ((policy_segment(),), FinishReason.LENGTH)]
+            [
+                ((policy_segment(), environment_segment()), FinishReason.STOP),
+                ((demonstration_segment(), policy_segment()), FinishReason.LENGTH),
+            ]
         )
     ]
     return RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=tuple(samples))
@@ -120,7 +134,7 @@ def test_another_group_size_is_refused(tmp_path: Path) -> None:
 
 def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
     first, second = batch().samples
-    spoiled = replace(second.segments[1], rollout_logprobs=np.asarray([-1.0, np.nan], dtype=np.float32))
+    spoiled = replace(second.segments[-1], rollout_logprobs=np.asarray([-1.0, np.nan], dtype=np.float32))
     samples = (first, replace(second, segments=(second.segments[0], spoiled)))
     write_record(record_path(tmp_path, 3), RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=samples))
     source = ReplaySource(tmp_path)

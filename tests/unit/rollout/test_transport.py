@@ -29,18 +29,19 @@ def on_all(files: Sequence[HostFile], call: Callable[[HostFile, int], Any]) -> N
             future.result(timeout=30)
 
 
-def open_hosts(directory: Path, num_hosts: int) -> tuple[list[HostFile], list[Path]]:
+def open_hosts(directory: Path, num_hosts: int, *, over_devices: bool = False) -> tuple[list[HostFile], list[Path]]:
     files, paths = [HostFile() for _ in range(num_hosts)], [directory / f"host{i}" for i in range(num_hosts)]
     on_all(files, lambda file, i: file.create(str(paths[i]), SPECS))
     port = files[0].offer("127.0.0.1")
-    on_all(files, lambda file, i: file.join("127.0.0.1", port, i, num_hosts, 30.0))
+    on_all(files, lambda file, i: file.join("127.0.0.1", port, i, num_hosts, 30.0, over_devices=over_devices))
     return files, paths
 
 
-def test_slices_of_several_hosts_reach_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("over_devices", [False, True], ids=["gloo", "the platform's group"])
+def test_slices_of_several_hosts_reach_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over_devices: bool) -> None:
     # Several buckets, whose borders lie inside of elements.
     monkeypatch.setattr(transport, "BUCKET_BYTES", 7)
-    files, paths = open_hosts(tmp_path, 3)
+    files, paths = open_hosts(tmp_path, 3, over_devices=over_devices)
     for step in (1, 2):
         expected_a = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
         expected_a[4] = ODD
@@ -58,6 +59,26 @@ def test_slices_of_several_hosts_reach_all(tmp_path: Path, monkeypatch: pytest.M
             assert torch.equal(got["b"].view(torch.int16), expected_b.view(torch.int16))
     on_all(files, lambda file, _: file.remove())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_summed_on_a_device_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device is stood in for by a group that sees copies of the buckets only."""
+    monkeypatch.setattr(transport, "BUCKET_BYTES", 7)
+    (file,), (path,) = open_hosts(tmp_path, 1)
+    map_tensors(path, writable=True)["b"].fill_(3)
+
+    class Device:
+        @staticmethod
+        def allreduce(buckets: list[torch.Tensor]) -> SimpleNamespace:
+            (bucket,) = buckets
+            # 3 is 0x4040 in bfloat16; twice that is 0x8080, −1.18e-38.
+            bucket.add_(bucket.clone())
+            return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.Tensor, "to", lambda bucket, _: bucket.clone())
+    file._group = Device()  # type: ignore[assignment]
+    file.deliver()
+    assert map_tensors(path)["b"].view(torch.int16).tolist() == [-0x7F80] * 7
 
 
 def test_one_host_needs_no_transfer(tmp_path: Path) -> None:

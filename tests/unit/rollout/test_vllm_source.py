@@ -1,12 +1,16 @@
 """What VllmSource asks of engines and makes of their answers, with engines that answer from a table."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.errors import NonFiniteError
 from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.prefixes import Prefix, demonstration_scores
 from megarl.rollout.source import SamplingPlan, sample_seed
 from megarl.rollout.vllm_source import VllmSource
 from megarl.types import FinishReason, Prompt, SegmentSource
@@ -102,3 +106,73 @@ def test_nan_from_the_engine_names_step_and_row() -> None:
     source.submit(PROMPTS, PLAN)
     with pytest.raises(NonFiniteError, match="step 4: rollout log-probs of row a/0 are not finite"):
         source.collect(2, timeout_s=1.0)
+
+
+class FillingEngines(EchoEngines):
+    """Answers each request with as many tokens 8 as it may have."""
+
+    def collect(self, calls: Sequence[GenerationRequest], *, timeout_s: float) -> list[Completion]:
+        return [
+            Completion(
+                token_ids=np.full(request.max_tokens, 8, dtype=np.int64),
+                logprobs=np.full(request.max_tokens, self.logprob, dtype=np.float32),
+                finish_reason=FinishReason.LENGTH,
+                weight_version=9,
+            )
+            for request in calls
+        ]
+
+
+def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:
+    engines = FillingEngines()
+    source = VllmSource(engines)
+    source.submit(PROMPTS, replace(PLAN, prefixes={("a", 1): Prefix(token_ids=(5, 6)), ("b", 0): Prefix()}))
+    assert [(r.token_ids, r.max_tokens) for r in engines.requests] == [
+        ((1, 2), 3),
+        ((1, 2, 5, 6), 1),
+        ((3,), 3),
+        ((3,), 3),
+    ]
+    # The seed is that of the sample, with or without a prefix.
+    assert engines.requests[1].seed == sample_seed(11, 4, "a", 1)
+    samples = source.collect(2, timeout_s=1.0).samples
+    assert [s.response_token_ids.tolist() for s in samples] == [[8, 8, 8], [5, 6, 8], [8, 8, 8], [8, 8, 8]]
+    prompt, demonstration, policy = samples[1].segments
+    assert (demonstration.source, policy.source) == (SegmentSource.DEMONSTRATION, SegmentSource.POLICY)
+    assert prompt.token_ids.tolist() == [1, 2]
+    assert demonstration.loss_mask.tolist() == [True, True]
+    assert demonstration.weight_versions.tolist() == [-1, -1]
+    assert demonstration.rollout_logprobs is None
+    assert policy.weight_versions.tolist() == [9]
+    assert samples[1].rollout_logprobs.tolist() == [0.0, 0.0, -0.5]
+    assert [s.source for s in samples[2].segments] == [SegmentSource.PROMPT, SegmentSource.POLICY]
+
+
+def test_what_a_prefix_ends_or_fills_is_not_generated() -> None:
+    engines = FillingEngines()
+    source = VllmSource(engines)
+    prefixes = {
+        ("a", 0): Prefix(token_ids=(5, 2), is_complete=True),
+        ("a", 1): Prefix(token_ids=(5, 6, 7)),
+        # Cut at the limit, it no longer ends.
+        ("b", 0): Prefix(token_ids=(5, 6, 7, 2), is_complete=True),
+    }
+    source.submit(PROMPTS, replace(PLAN, prefixes=prefixes))
+    assert [(r.token_ids, r.seed) for r in engines.requests] == [((3,), sample_seed(11, 4, "b", 1))]
+    samples = source.collect(2, timeout_s=1.0).samples
+    assert [s.response_token_ids.tolist() for s in samples] == [[5, 2], [5, 6, 7], [5, 6, 7], [8, 8, 8]]
+    assert [s.finish_reason for s in samples] == [FinishReason.STOP] + [FinishReason.LENGTH] * 3
+    assert [len(s.segments) for s in samples] == [2, 2, 2, 2]
+
+
+def test_which_tokens_are_the_prefix_golden() -> None:
+    golden = json.loads((Path(__file__).parents[2] / "golden" / "algos.json").read_text(encoding="utf-8"))
+    case = next(case for case in golden["cases"] if case["id"] == "E.prefix.mask")
+    lengths, limit = case["inputs"]["prefix_len"], case["inputs"]["response_length"]
+    prefixes = {("a", i): Prefix(token_ids=(5,) * length) for i, length in enumerate(lengths)}
+    source = VllmSource(FillingEngines())
+    plan = replace(PLAN, num_samples=len(lengths), max_response_tokens=limit, prefixes=prefixes)
+    source.submit(PROMPTS[:1], plan)
+    batch = source.collect(1, timeout_s=1.0)
+    marks = [demonstration_scores(s, batch.prompts["a"])["demonstration"].tolist() for s in batch.samples]
+    assert marks == case["expected"]

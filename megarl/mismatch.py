@@ -1,0 +1,49 @@
+"""How far engine and trainer are apart on the rows of a run, and the gate before its first update."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.algos.mismatch import MismatchSums, mismatch_sums
+from megarl.config.schema import Config
+from megarl.errors import MismatchError
+from megarl.types import DEMONSTRATION, BoolArray, FloatArray, Row, Score, pad_rows
+
+# Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
+MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> MismatchSums:
+    """The trainer's log-probs [R] of each row against the engine's, on tokens that the engine sampled."""
+    return mismatch_sums(
+        pad_rows([row.scores["rollout_logprobs"] for row in rows], dtype=torch.float32),
+        pad_rows(logprobs, dtype=torch.float32),
+        pad_rows([_sampled(row) for row in rows], dtype=torch.bool),
+    )
+
+
+def _sampled(row: Row) -> BoolArray:
+    given = row.scores.get(DEMONSTRATION)
+    return row.loss_mask if given is None else row.loss_mask & (given == 0)
+
+
+class MismatchGate:
+    """Refuses to train if engine and trainer disagree before the first update."""
+
+    def __init__(self, config: Config) -> None:
+        self._limit = config.trainer.mismatch_gate_nats or MISMATCH_GATE_NATS[config.model.dtype]
+        self.passed = False
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Compare the rows' old log-probs once there are sampled tokens; MismatchError above the limit."""
+        if self.passed:
+            return
+        sums = mismatch_of(rows, [row.scores[Score.OLD_LOGPROBS] for row in rows])
+        measured = sums.metrics()["mismatch/abs_mean"]
+        if not measured <= self._limit:
+            raise MismatchError(
+                f"the engine's log-probs differ from the trainer's by {measured:.2e} nats on average before the first "
+                f"update, the limit is {self._limit:.0e} (trainer.mismatch_gate_nats); check that both use the same "
+                f"weights, dtype and temperature (sync.verify=true compares every tensor)"
+            )
+        self.passed = sums.num_tokens > 0

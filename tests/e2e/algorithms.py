@@ -1,0 +1,86 @@
+"""Runs of three steps on prompts that a random policy answers rightly half of the time."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from safetensors.numpy import load_file
+
+from megarl.data.records import write_parquet
+from megarl.data.tasks.generate import TaskFiles
+from megarl.metrics import RunPaths, read_metrics
+from megarl.rewards import SCORERS
+from megarl.types import Reward
+from tests.e2e.support import SMALL
+
+TOTAL_STEPS = 3
+# A random policy is right about half of the time.
+DATA_SOURCE = "tests/even-length"
+RUN = (
+    *SMALL,
+    f"trainer.total_steps={TOTAL_STEPS}",
+    "trainer.prompts_per_step=4",
+    "rollout.num_samples=4",
+    "rollout.max_response_tokens=24",
+    "validation.before_train=false",
+    "data.val=[]",
+    "run.deterministic=true",
+    "actor.optimizer.lr=1e-3",
+    "critic.optimizer.lr=1e-3",
+    "logging.rollout_every_steps=0",
+)
+# Their actor waits for nothing and rewards differ, so these steps must move the weights.
+NAMED_METRICS: Mapping[str, tuple[str, ...]] = {
+    "cpo": ("cpo/mi_mean", "cpo/hint_len_mean", "cpo/adv_delta_abs_mean"),
+    "luffy": ("actor/off_pg_loss", "batch/off_solved"),
+    "luffy_sft": ("actor/imitation_loss",),
+    "ppo": ("critic/vf_loss", "critic/vf_explained_var", "timing_s/update_critic"),
+    "ppo_critic": ("critic/frozen", "reward_source/critic"),
+    "ppo_reward_mask": ("reward_mask/num_masked",),
+    "reinforce_pro": ("is/accept_frac", "is/ess"),
+    "dapo": ("filter/num_groups_removed", "filter/num_refills"),
+}
+
+
+@SCORERS.register(DATA_SOURCE)
+def score_even_length(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """1 for an answer of an even number of characters."""
+    correct = len(response) % 2 == 0
+    return Reward(score=float(correct), correct=correct)
+
+
+def write_prompts(sums: TaskFiles, path: Path) -> Path:
+    """The prompts of sums with their solutions and demonstrations, judged by `score_even_length`."""
+    write_parquet(path, [{**row, "data_source": DATA_SOURCE} for row in pq.read_table(sums.train).to_pylist()])
+    return path
+
+
+class Result:
+    """What a run left."""
+
+    def __init__(self, paths: RunPaths, model: Path) -> None:
+        self.paths = paths
+        self.steps = [record.metrics for record in read_metrics(paths.metrics)]
+        before, after = (load_file(next(path.glob("*.safetensors"))) for path in (model, paths.export))
+        self.largest_change = max(float(np.abs(after[name] - before[name]).max()) for name in before)
+
+    @property
+    def without_times(self) -> list[dict[str, float]]:
+        measured = ("timing_s/", "perf/", "memory/")
+        return [{k: v for k, v in step.items() if not k.startswith(measured)} for step in self.steps]
+
+
+def check(result: Result, algorithm: str) -> None:
+    """Three finite steps that moved the policy and logged what belongs to the algorithm."""
+    assert len(result.steps) == TOTAL_STEPS
+    for metrics in result.steps:
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["mismatch/abs_mean"] < 1e-4
+        assert metrics["actor/grad_norm"] > 0
+        missing = [name for name in NAMED_METRICS.get(algorithm, ()) if name not in metrics]
+        assert not missing
+    # Adam's first steps are of about the learning rate's size.
+    assert 1e-4 < result.largest_change < 1e-2

@@ -1,0 +1,54 @@
+"""A trainer that scores the same rows as its engines after every sync."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megarl.parallel.messages import Role
+from megarl.trainer import Trainer
+from megarl.types import Row
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What a run reports. Log-probs are those of `compared_rows`, end to end."""
+
+    run_id: str = ""
+    pids: dict[str, int] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    trainer_logprobs: list[list[float]] = field(default_factory=list)  # [sync][token]
+    engine_logprobs: list[list[list[float]]] = field(default_factory=list)  # [sync][engine][token]
+
+
+class CheckedTrainer(Trainer):
+    """Writes into `seen`."""
+
+    seen: Seen
+
+    def _push(self, version: int) -> None:
+        super()._push(version)
+        calls = list(self.seen.calls)
+        rows = compared_rows(self.inputs.spec.dims.vocab)
+        trainer = self.updaters[Role.ACTOR].score(rows, step=version)["logprobs"]
+        sequences = [row.token_ids.tolist() for row in rows]
+        engines = self.cluster.engines
+        scored = [engines.prompt_logprobs(sequences, engine=i) for i in range(len(engines.processes))]
+        self.seen.trainer_logprobs.append(np.concatenate(trainer).tolist())
+        self.seen.engine_logprobs.append([np.concatenate(each).tolist() for each in scored])
+        # The comparison is no part of the run.
+        self.seen.calls[:] = calls
+
+
+def compared_rows(vocab: int) -> list[Row]:
+    """Rows of random tokens that score every token but the first, as an engine's prompt log-probs do."""
+    num_rows, num_tokens, rng = 4, 40, np.random.default_rng(0)
+    return [
+        Row(
+            uid=f"s{i}",
+            sample_index=0,
+            token_ids=rng.integers(3, vocab, num_tokens),
+            num_prompt_tokens=1,
+            loss_mask=np.ones(num_tokens - 1, dtype=np.bool_),
+        )
+        for i in range(num_rows)
+    ]

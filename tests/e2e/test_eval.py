@@ -1,0 +1,122 @@
+"""`megarl eval` of a model directory, and of a checkpoint that ranks load and send to the engine."""
+
+import statistics
+from collections import defaultdict
+from math import comb, sqrt
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
+from megarl.rewards import score
+from tests.e2e import cli_run
+from tests.e2e.support import SFT_FILE, SMALL
+from tests.helpers.checkpoints import make_checkpoint
+
+NUM_SAMPLES, MAX_TOKENS = 4, 24
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[TaskFiles]:
+    """Two data sources."""
+    sizes = GenerateConfig(seed=0, num_sft=64, num_train=1, num_val=6)
+    return [generate(TASKS.get(name), tmp_path_factory.mktemp(name), sizes) for name in ("sums", "countdown")]
+
+
+def run_megarl(directory: Path, *arguments: str) -> str:
+    """A command in a process of its own that leaves nothing behind; what it printed."""
+    directory.mkdir(exist_ok=True)
+    run = cli_run.start(directory, *arguments)
+    try:
+        run_id = run.run_id()
+        assert run.process.wait(cli_run.START_S) == 0, run.stderr.read_text()
+        assert cli_run.leftovers(run_id) == []
+    finally:
+        run.end()
+    return run.stdout.read_text()
+
+
+def evaluate(model: Path, out: Path, data: list[TaskFiles], *arguments: str) -> str:
+    files = [str(files.val) for files in data]
+    options = ["--num-samples", str(NUM_SAMPLES), "--k", "1", "3", "--max-response-tokens", str(MAX_TOKENS)]
+    settings = ["data.max_prompt_tokens=128", "rollout.engine.max_num_seqs=16", *arguments]
+    return run_megarl(out, "eval", str(model), *settings, "--data", *files, *options, "--out", str(out))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return pq.read_table(path).to_pylist()
+
+
+def test_a_model_directory(tmp_path: Path, data: list[TaskFiles]) -> None:
+    model, out = make_checkpoint(tmp_path / "model", tied=True), tmp_path / "out"
+    stdout = evaluate(model, out, data)
+    answers, table = rows(out / "samples.parquet"), rows(out / "table.parquet")
+    # Six prompts of each source, each with a greedy answer and four sampled ones.
+    assert len(answers) == 2 * 6 * (1 + NUM_SAMPLES)
+    check_table(table, answers)
+    assert [line.split()[1] for line in stdout.splitlines()[-4:-2]] == ["megarl/countdown", "megarl/sums"]
+    assert f"eval {len(answers)}/{len(answers)}" in stdout
+    assert "tok/s" in stdout
+    assert (out / "config.yaml").is_file()
+    check_greedy_answers_against_transformers(model, answers)
+
+
+def check_table(table: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
+    """Judge every answer again, and compute the estimates from the definition."""
+    assert [row["data_source"] for row in table] == ["megarl/countdown", "megarl/sums"]
+    for row in table:
+        groups: dict[str, list[bool]] = defaultdict(list)
+        for answer in answers:
+            if answer["data_source"] != row["data_source"]:
+                continue
+            text = answer["response"].removesuffix("<|im_end|>")
+            again = score(answer["data_source"], text, answer["ground_truth"], {})
+            assert (again.score, again.correct) == (answer["reward"], answer["correct"])
+            if not answer["greedy"]:
+                groups[answer["uid"]].append(answer["correct"])
+        shares = [sum(group) / NUM_SAMPLES for group in groups.values()]
+        assert (row["num_prompts"], row["num_samples"]) == (6, NUM_SAMPLES)
+        assert row["avg"] == pytest.approx(statistics.fmean(shares))
+        assert row["avg_std_error"] == pytest.approx(statistics.stdev(shares) / sqrt(6))
+        missed = [comb(group.count(False), 3) / comb(NUM_SAMPLES, 3) for group in groups.values()]
+        assert row["pass_at_3"] == pytest.approx(1 - statistics.fmean(missed))
+        assert row["pass_at_1"] == pytest.approx(row["avg"])
+
+
+def check_greedy_answers_against_transformers(model: Path, answers: list[dict[str, Any]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    greedy = [answer for answer in answers if answer["greedy"]]
+    assert len(greedy) == 12
+    for answer in greedy:
+        ids = tokenizer(answer["prompt"], add_special_tokens=False, return_tensors="pt")["input_ids"]
+        written = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS)
+        expected = written[0, ids.shape[1] :]
+        assert tokenizer.decode(expected) == answer["response"]
+        assert len(expected) == answer["num_response_tokens"]
+        assert answer["finish_reason"] == ("length" if len(expected) == MAX_TOKENS else "stop")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_checkpoint_answers_like_its_export(tmp_path: Path, data: list[TaskFiles]) -> None:
+    """Under the layout that wrote it and under another one, sent by ranks; the export is read by the engine alone."""
+    base = make_checkpoint(tmp_path / "base", tied=True)
+    where = [f"run.dir={tmp_path}", "run.name=sft", f"model.path={base}", f"sft.train=[{data[0].sft}]"]
+    steps = ["sft.batch_size=8", "sft.total_steps=4", "actor.optimizer.lr=0.01", "run.deterministic=true"]
+    run_megarl(tmp_path / "cwd", "sft", str(SFT_FILE), *SMALL, *steps, *where)
+    run, other = tmp_path / "sft", ["actor.layout.tp=1", "actor.layout.sequence_parallel=false"]
+    evaluate(run, tmp_path / "export", data)
+    evaluate(run / "checkpoints" / "step_000004", tmp_path / "same", data, "sync.verify=true")
+    evaluate(run / "checkpoints" / "step_000004", tmp_path / "other", data, *other)
+    answers = {name: rows(tmp_path / name / "samples.parquet") for name in ("export", "same", "other")}
+    assert answers["same"] == answers["other"] == answers["export"]
+    # The engine was started on the base model, whose weights are others.
+    weights = [load_file(path / "model.safetensors") for path in (base, run / "export")]
+    assert any(not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
