@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, doctor, report, quickstart.
+"""The `megarl` command: train, sft, eval, doctor, report, quickstart.
 
 | exit code | meaning |
 |---|---|
@@ -10,8 +10,9 @@
 """
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,9 +44,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(unknown_options(rest))
     if rest:
         arguments.overrides += rest
+    with exit_on_errors():
+        arguments.run(arguments)
+
+
+@contextlib.contextmanager
+def exit_on_errors() -> Iterator[None]:
+    """Around a command: what ends it becomes one line and an exit code of the module's table."""
     received = leave_on_signals()
     try:
-        arguments.run(arguments)
+        yield
     except SystemExit as leaving:
         # Where Ray waits, it replaces the handler's exit code by its own.
         raise SystemExit(128 + received[0]) if received else leaving from None
@@ -80,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=function)
         if name == "train":
             _add_train_options(command)
+    _add_eval(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
@@ -100,6 +109,22 @@ def _add_train_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
     train.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     train.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
+
+
+def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("eval", help="measure pass@k, avg@n and greedy accuracy of a model")
+    command.add_argument("model", type=Path, help="a Hugging Face directory, a run, or RUN/checkpoints/step_N")
+    command.add_argument("overrides", nargs="*", help="settings such as rollout.engine.tp=2")
+    command.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="parquet or JSONL prompts")
+    command.add_argument("--out", type=Path, required=True, help="directory to write")
+    command.add_argument("--num-samples", type=int, default=8, metavar="N", help="sampled answers per prompt")
+    command.add_argument("--k", type=int, nargs="+", default=[1], help="of pass@k, each from 1 to N")
+    command.add_argument("--temperature", type=float, default=1.0, help="of sampled answers")
+    command.add_argument("--max-response-tokens", type=int, help="default: the configuration's")
+    command.add_argument("--seed", type=int, default=0, help="of sampling")
+    command.add_argument("--config", type=Path, help="a run file for engine and layout; default: the run's own")
+    command.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
+    command.set_defaults(run=_eval)
 
 
 # Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
@@ -143,6 +168,30 @@ def _sft(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides)
     sft(config, overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from megarl.parallel.platform import apply_environment
+
+    apply_environment()
+    from megarl.evaluation.inputs import EvalRequest
+    from megarl.evaluation.run import evaluate
+
+    evaluate(
+        EvalRequest(
+            model=arguments.model,
+            data=tuple(arguments.data),
+            out=arguments.out,
+            ks=tuple(arguments.k),
+            num_samples=arguments.num_samples,
+            temperature=arguments.temperature,
+            max_response_tokens=arguments.max_response_tokens,
+            seed=arguments.seed,
+            run_file=arguments.config,
+            overrides=tuple(arguments.overrides),
+            overwrite=arguments.overwrite,
+        )
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

@@ -46,16 +46,28 @@ def leave_on_signals() -> list[int]:
 def keep_handlers() -> Iterator[None]:
     """Around `ray.init`, which would put a handler of its own in place of ours."""
     previous = {each: signal.getsignal(each) for each in _LEAVING}
-    yield
-    if threading.current_thread() is threading.main_thread():
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for each, handler in previous.items():
+                signal.signal(each, handler)
+
+
+# Of the last training steps.
+_last = StopRequest()
+
+
+def last_stop_signal() -> signal.Signals | None:
+    """What asked the last training steps for a stop; a run that was at its end is finished all the same."""
+    return _last.signum
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """Around training steps: the first SIGTERM or SIGUSR1 sets the request and restores the handlers of before."""
-    request = StopRequest()
+    global _last
+    request = _last = StopRequest()
 
     def restore() -> None:
         for each, handler in previous.items():

@@ -52,10 +52,15 @@ def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
 
 
 def run_labels(run_dirs: Sequence[Path]) -> list[str]:
-    """`["a/run", "b/run"]` keep the parent's name, `["runs/a", "runs/b"]` do not."""
-    parts = [Path(os.path.abspath(path)).parts for path in run_dirs]
-    if len(set(parts)) < len(parts):
+    """`path_labels` of runs; the same run twice raises `DataError`."""
+    if len({os.path.abspath(path) for path in run_dirs}) < len(run_dirs):
         raise DataError(f"got the same run twice in {[str(p) for p in run_dirs]}, expected different runs to compare")
+    return path_labels(run_dirs)
+
+
+def path_labels(paths: Sequence[Path]) -> list[str]:
+    """Shortest endings that tell paths apart: `["a/run", "b/run"]` keep the parent's name, `["x/a", "x/b"]` do not."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
     depth = 1
     while len({part[-depth:] for part in parts}) < len(parts):
         depth += 1

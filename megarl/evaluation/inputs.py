@@ -1,0 +1,169 @@
+"""What an evaluation reads, opened and checked before any process starts."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megarl.checkpoint import STATE_FILE, Checkpoint, read_checkpoint
+from megarl.config import load_config
+from megarl.config.check import check_eval, check_model
+from megarl.config.load import with_overrides
+from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import PromptDataset
+from megarl.errors import ConfigError
+from megarl.evaluation.output import TABLE
+from megarl.inputs import check_ground_truths, open_model
+from megarl.metrics import RunPaths
+from megarl.parallel.weights.families import read_hf_config
+from megarl.report.run import path_labels
+from megarl.safetensors_map import model_files, read_specs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What options decide, not overrides.
+_OPTIONS = {
+    "model.path": "MODEL",
+    "data.train": "--data",
+    "data.val": "--data",
+    "rollout.num_samples": "--num-samples",
+    "rollout.temperature": "--temperature",
+    "rollout.max_response_tokens": "--max-response-tokens",
+    "run.seed": "--seed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRequest:
+    """What was asked for. `model`: a Hugging Face directory, a run, or RUN/checkpoints/step_N."""
+
+    model: Path
+    data: tuple[Path, ...]
+    out: Path
+    ks: tuple[int, ...] = (1,)
+    num_samples: int = 8
+    temperature: float = 1.0
+    max_response_tokens: int | None = None  # None: the configuration's.
+    seed: int = 0
+    run_file: Path | None = None  # Engine and layout; None: the run's own, or defaults.
+    overrides: tuple[str, ...] = ()
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalInputs:
+    """What an evaluation needs besides a cluster. Without a checkpoint the engines read the model themselves.
+
+    labels: of each prompt, how its file is called.
+    """
+
+    config: Config
+    checkpoint: Checkpoint | None
+    tokenizer: "PreTrainedTokenizerBase"
+    data: PromptDataset
+    labels: tuple[str, ...]
+    ks: tuple[int, ...]
+    out: Path
+
+
+def open_eval_inputs(request: EvalRequest) -> EvalInputs:
+    """Check the request, the model and the data."""
+    if (request.out / TABLE).exists() and not request.overwrite:
+        raise ConfigError(f"{request.out} already holds an evaluation; choose another --out, or pass --overwrite")
+    if bad := [k for k in request.ks if not 1 <= k <= request.num_samples]:
+        raise ConfigError(f"--k: got {bad[0]}, expected 1 to --num-samples={request.num_samples}; change either")
+    files = [path.resolve() for path in request.data]
+    if twice := next((path for path in files if files.count(path) > 1), None):
+        raise ConfigError(f"--data: {twice} is there twice; name it once")
+    for override in request.overrides:
+        if option := _OPTIONS.get(override.partition("=")[0].strip()):
+            raise ConfigError(f"override {override!r}: {option} decides that; remove it")
+    base, checkpoint = _find_model(request.model, request.run_file)
+    config = _eval_config(with_overrides(base, request.overrides), request, with_trainer=checkpoint is not None)
+    check_eval(config)
+    if checkpoint is None:
+        _check_engine_model(config)
+    else:
+        open_model(config)
+    tokenizer = load_tokenizer(config.model.path)
+    data = PromptDataset(
+        config.data.val,
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_long_prompt=config.data.on_long_prompt,
+    )
+    check_ground_truths(data)
+    labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)
+    return EvalInputs(
+        config=config,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        data=data,
+        labels=tuple(label for label, count in labelled for _ in range(count)),
+        ks=tuple(sorted(set(request.ks))),
+        out=request.out,
+    )
+
+
+def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint | None]:
+    """The configuration with the model in it, and the checkpoint whose weights replace the model's."""
+    given = None if run_file is None else load_config(run_file)
+    if (path / STATE_FILE).is_file():
+        checkpoint = read_checkpoint(path)
+        own = checkpoint.state.config
+        return (replace(given, model=own.model) if given else own), checkpoint
+    if (path / "config.json").is_file():
+        config = given or Config(model=ModelConfig(dtype=_stored_dtype(path)))
+        return replace(config, model=replace(config.model, path=str(path))), None
+    run = RunPaths(path)
+    if run.export.is_dir() and run.config.is_file():
+        config = given or load_config(run.config)
+        return replace(config, model=replace(config.model, path=str(run.export))), None
+    raise ConfigError(
+        f"{path}: is no model; expected a Hugging Face directory (with config.json), a run with an export, or a "
+        f"checkpoint (RUN/checkpoints/step_N, with {STATE_FILE})"
+    )
+
+
+def _stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
+    """What the model's weights are in; half precision of another kind runs as bfloat16."""
+    hf_config = read_hf_config(path)
+    stored = hf_config.get("dtype", hf_config.get("torch_dtype"))
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) -> Config:
+    """A run's configuration with the model, data and sampling of an evaluation."""
+    config = replace(
+        config,
+        run=replace(config.run, seed=request.seed),
+        data=replace(config.data, train=(), val=tuple(map(str, request.data))),
+        rollout=replace(
+            config.rollout,
+            source="vllm",
+            num_samples=request.num_samples,
+            temperature=request.temperature,
+            max_response_tokens=request.max_response_tokens or config.rollout.max_response_tokens,
+        ),
+    )
+    return config if with_trainer else _engines_alone(config)
+
+
+def _engines_alone(config: Config) -> Config:
+    """Engines on devices of their own, on as many nodes as the run has for them."""
+    placement = config.placement
+    nodes = placement.engines if placement.mode == "split" else NodesConfig(num_nodes=placement.trainer.num_nodes)
+    return replace(
+        config,
+        actor=replace(config.actor, layout=LayoutConfig()),
+        placement=PlacementConfig(mode="split", engines=nodes),
+    )
+
+
+def _check_engine_model(config: Config) -> None:
+    """What vLLM alone reads: it knows more families than our tables, so only files and sizes are looked at."""
+    path = Path(config.model.path)
+    check_model(config, read_hf_config(path))
+    for file in model_files(path):
+        read_specs(file)

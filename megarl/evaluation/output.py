@@ -1,0 +1,63 @@
+"""What an evaluation leaves: the table on the terminal, table.parquet and samples.parquet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.evaluation.estimates import Answer, SourceResult
+from megarl.text_table import align
+
+TABLE, SAMPLES = "table.parquet", "samples.parquet"
+_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64(), bool: pa.bool_()}
+_ANSWER_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
+
+
+def results_text(results: Sequence[SourceResult]) -> str:
+    """A row per data source of each file."""
+    first = results[0]
+    header = (
+        "data",
+        "source",
+        "prompts",
+        f"avg@{first.num_samples}",
+        *(f"pass@{k}" for k in first.pass_at),
+        "greedy",
+        "tokens",
+        "truncated",
+    )
+    return "\n".join(align([header, *(_row(result) for result in results)], left=(0, 1)))
+
+
+def _row(result: SourceResult) -> tuple[str, ...]:
+    error = "" if result.avg_std_error is None else f" ± {result.avg_std_error:.3f}"
+    return (
+        result.data,
+        result.data_source,
+        str(result.num_prompts),
+        f"{result.avg:.3f}{error}",
+        *(f"{value:.3f}" for value in result.pass_at.values()),
+        f"{result.greedy:.3f}",
+        f"{result.response_tokens:.1f}",
+        f"{result.truncated_frac:.1%}",
+    )
+
+
+def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[Answer]) -> list[Path]:
+    """Write both files; the table last, so that where it is, everything is."""
+    samples, table = directory / SAMPLES, directory / TABLE
+    pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_ANSWER_SCHEMA), samples)
+    partial = table.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist([_flat(result) for result in results]), partial)
+    partial.replace(table)
+    return [table, samples]
+
+
+def _flat(result: SourceResult) -> Mapping[str, Any]:
+    """Columns, pass@k as pass_at_1, pass_at_4, …"""
+    fields = asdict(result)
+    passed = fields.pop("pass_at")
+    return fields | {f"pass_at_{k}": value for k, value in passed.items()}

@@ -1,0 +1,142 @@
+"""An evaluation from checks to files: start the engines, bring the weights, generate, judge, estimate."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megarl import memory
+from megarl.checkpoint import Checkpoint
+from megarl.config import dump
+from megarl.config.schema import Config
+from megarl.data.chat import response_decoder
+from megarl.errors import ConfigError
+from megarl.evaluation.estimates import Answer, results_by_source
+from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
+from megarl.evaluation.output import results_text, write_results
+from megarl.export import weight_specs
+from megarl.observe import installed_versions
+from megarl.parallel.messages import LoadRequest
+from megarl.parallel.weights.families import read_model_spec
+from megarl.progress import Progress, ProgressValues
+from megarl.rewards.manager import RewardManager
+from megarl.roles import actor_role
+from megarl.rollout.source import SamplingPlan
+from megarl.rollout.vllm_source import VllmSource
+from megarl.runs import started_cluster
+from megarl.types import Prompt, RolloutBatch
+
+if TYPE_CHECKING:
+    from megarl.cluster import Cluster
+
+# Requests that an engine is given at a time, as a multiple of those that it decodes at a time.
+REQUESTS_PER_SLOT = 2
+
+
+def evaluate(request: EvalRequest) -> None:
+    """Evaluate, print a table, and write it with all answers under `request.out`.
+
+    Raises:
+        ConfigError, DataError: bad input; nothing was started.
+        RunError, WorkerError: it failed later.
+    """
+    inputs = open_eval_inputs(request)
+    config = inputs.config
+    if inputs.data.num_dropped:
+        print(f"--data: dropped {inputs.data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
+    try:
+        inputs.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: cannot make {inputs.out}: {error.strerror}; choose another") from error
+    (inputs.out / "config.yaml").write_text(dump(config))
+    (inputs.out / "versions.json").write_text(json.dumps(installed_versions(), indent=2) + "\n")
+    with_trainer = inputs.checkpoint is not None
+    with started_cluster(config, inputs.out / "logs", [actor_role(config)], with_trainer=with_trainer) as cluster:
+        if inputs.checkpoint is not None:
+            send_weights(config, inputs.checkpoint, cluster)
+        answers = list(_answers(inputs, cluster))
+    results = results_by_source(answers, inputs.ks)
+    print(results_text(results))
+    for path in write_results(inputs.out, results, answers):
+        print(f"wrote {path}")
+
+
+def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> None:
+    """Load the policy of a checkpoint, whatever layout wrote it, and send it to the engines."""
+    role = actor_role(config)
+    ledger = memory.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
+    ledger.enter(memory.LOAD)
+    cluster.workers.load(LoadRequest(roles=(role,), seed=config.run.seed))
+    ledger.add(memory.built_parts([role]))
+    cluster.workers.load_checkpoint(checkpoint.path, same_layout=())
+    sync = cluster.weight_sync(weight_specs(read_model_spec(config.model.path), config.model.dtype))
+    ledger.enter(memory.SYNC)
+    sync.push(checkpoint.state.step, verify=config.sync.verify)
+    sync.close()
+    ledger.enter(memory.GENERATE)
+
+
+def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
+    """Judged answers, greedy ones first; progress counts answers."""
+    config, rewards = inputs.config, RewardManager(response_decoder(inputs.tokenizer))
+    prompts = [inputs.data[i] for i in range(len(inputs.data))]
+    labels = {prompt.uid: label for prompt, label in zip(prompts, inputs.labels, strict=True)}
+    total = len(prompts) * (1 + config.rollout.num_samples)
+    num_done, num_tokens, began = 0, 0, time.monotonic()
+    with Progress(total=total, description="eval") as progress:
+        for greedy, batch in _batches(config, prompts, cluster):
+            for sample, reward in zip(batch.samples, rewards.score(batch), strict=True):
+                prompt = batch.prompts[sample.uid]
+                num_tokens += len(sample.response_token_ids)
+                yield Answer(
+                    data=labels[sample.uid],
+                    data_source=prompt.data_source,
+                    uid=sample.uid,
+                    sample_index=sample.sample_index,
+                    greedy=greedy,
+                    prompt=str(inputs.tokenizer.decode(sample.prompt_token_ids)),
+                    response=str(inputs.tokenizer.decode(sample.response_token_ids)),
+                    ground_truth=prompt.ground_truth,
+                    reward=reward.score,
+                    correct=reward.correct,
+                    finish_reason=sample.finish_reason.value,
+                    num_response_tokens=len(sample.response_token_ids),
+                )
+            num_done += len(batch.samples)
+            progress.update(num_done, ProgressValues(tokens_per_s=num_tokens / (time.monotonic() - began)))
+
+
+def _batches(config: Config, prompts: Sequence[Prompt], cluster: "Cluster") -> Iterator[tuple[bool, RolloutBatch]]:
+    """Whether it is greedy, and a batch of whole groups. One more batch waits at the engines than is asked for."""
+    source, engine = VllmSource(cluster.engines), config.rollout.engine
+    num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
+    pending: deque[tuple[bool, int]] = deque()
+    for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):
+        size = max(1, num_requests // plan.num_samples)
+        for start in range(0, len(prompts), size):
+            chunk = prompts[start : start + size]
+            source.submit(chunk, plan)
+            pending.append((plan.temperature == 0.0, len(chunk)))
+            if len(pending) > 1:
+                yield _collect(source, pending, config)
+    while pending:
+        yield _collect(source, pending, config)
+
+
+def _collect(source: VllmSource, pending: deque[tuple[bool, int]], config: Config) -> tuple[bool, RolloutBatch]:
+    greedy, num_prompts = pending.popleft()
+    return greedy, source.collect(num_prompts, timeout_s=config.rollout.timeout_s)
+
+
+def _plan(config: Config, *, greedy: bool) -> SamplingPlan:
+    rollout = config.rollout
+    return SamplingPlan(
+        step=0,
+        num_samples=1 if greedy else rollout.num_samples,
+        temperature=0.0 if greedy else rollout.temperature,
+        top_p=1.0 if greedy else rollout.top_p,
+        top_k=-1 if greedy else rollout.top_k,
+        max_response_tokens=rollout.max_response_tokens,
+        run_seed=config.run.seed,
+    )

@@ -1,0 +1,83 @@
+"""What a few seeds say: mean and spread of each group, and whether two means differ by more than the seeds do."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Nodes of the quadrature in `two_sided_p`: its error stays below 2e-6 for 1 to 3000 degrees of freedom.
+_NUM_NODES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Mean, extremes and sample standard deviation (divided by count − 1; None for a single value) of some values."""
+
+    count: int
+    mean: float
+    std: float | None
+    min: float
+    max: float
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """The spread of at least one value."""
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    std = math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else None
+    return Spread(count=len(values), mean=mean, std=std, min=min(values), max=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A mean minus another one.
+
+    std_error: √(s₁²/n₁ + s₂²/n₂); None if a group has a single value. p_value: two-sided, of Welch's t-test; None if
+    there is no standard error, or it is 0.
+    """
+
+    mean: float
+    std_error: float | None = None
+    p_value: float | None = None
+
+
+def difference_of(group: Spread, baseline: Spread) -> Difference:
+    """Welch's t-test: the groups need not vary alike. Degrees of freedom by Welch and Satterthwaite:
+    (v₁ + v₂)² / (v₁²/(n₁ − 1) + v₂²/(n₂ − 1)) with v = s²/n.
+    """
+    mean = group.mean - baseline.mean
+    if group.std is None or baseline.std is None:
+        return Difference(mean=mean)
+    ours, theirs = group.std**2 / group.count, baseline.std**2 / baseline.count
+    std_error = math.sqrt(ours + theirs)
+    if std_error == 0.0:
+        return Difference(mean=mean, std_error=0.0)
+    dof = (ours + theirs) ** 2 / (ours**2 / (group.count - 1) + theirs**2 / (baseline.count - 1))
+    return Difference(mean=mean, std_error=std_error, p_value=two_sided_p(mean / std_error, dof))
+
+
+def two_sided_p(t: float, dof: float) -> float:
+    """P(|T| > |t|) of Student's t distribution with `dof` ≥ 1 degrees of freedom.
+
+    With T = √dof · tan θ the density becomes c · cos^(dof − 1) θ, smooth on a finite interval:
+    p = 2c ∫ from arctan(|t|/√dof) to π/2, with c = Γ((dof + 1)/2) / (√π Γ(dof/2)).
+    """
+    log_c = math.lgamma((dof + 1) / 2) - math.lgamma(dof / 2) - math.log(math.pi) / 2
+    start = math.atan(abs(t) / math.sqrt(dof))
+    nodes, weights = np.polynomial.legendre.leggauss(_NUM_NODES)
+    half = (math.pi / 2 - start) / 2
+    theta = start + half * (nodes + 1)
+    return min(1.0, 2 * math.exp(log_c) * half * float(weights @ np.cos(theta) ** (dof - 1)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values of several comparisons, corrected so that all of them together err as rarely as one (Holm, 1979).
+
+    The smallest is multiplied by their number m, the next by m − 1, …; none becomes smaller than one before it.
+    """
+    adjusted, floor = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        floor = max(floor, min(1.0, p_values[index] * (len(p_values) - rank)))
+        adjusted[index] = floor
+    return adjusted
