@@ -1,5 +1,6 @@
 # On a fresh machine with Python 3.11 or newer, `make train` and `make test` are all there is to type.
 VENV := .venv
+PEERS_VENV := .venv-conformance
 PYTHON ?= python3
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ALGO ?= grpo
@@ -7,26 +8,37 @@ TASK ?= sums
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-long check clean
+.PHONY: help python install train test test-long test-gpu test-conformance check clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
 	@echo "Settings: ALGO=$(ALGO) TASK=$(TASK) SEED=$(SEED) PYTHON=$(PYTHON) TORCH_CPU_INDEX=$(TORCH_CPU_INDEX)"
 	@echo "PYTHON makes a new $(VENV); to change the Python of an old one, remove $(VENV) first."
 
-install: ## Make .venv and install all of it for CPU; does nothing if that is done
+python:
 	@command -v "$(PYTHON)" >/dev/null || { echo "install: no $(PYTHON); install Python 3.11 or newer (Debian:" \
 		"apt-get install python3 python3-venv) or name one: make install PYTHON=python3.11" >&2; exit 1; }
+
+install: python ## Make .venv and install all of it for CPU; does nothing if that is done
 	@"$(PYTHON)" tools/install.py --venv "$(VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests -m "not long"
+	"$(VENV)/bin/python" -m pytest tests -m "not long and not gpu"
 
 test-long: install ## Run further combinations of layouts, algorithms and processes
 	"$(VENV)/bin/python" -m pytest tests -m long
+
+test-gpu: ## Run the tests that need a CUDA device: make test-gpu VENV=DIR, made as requirements/cuda.txt says
+	@test -x "$(VENV)/bin/python" || { echo "test-gpu: no $(VENV)/bin/python; make an environment as" \
+		"requirements/cuda.txt says, and name it: make test-gpu VENV=DIR" >&2; exit 1; }
+	"$(VENV)/bin/python" -m pytest tests/gpu
+
+test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, installed into .venv-conformance
+	@"$(PYTHON)" tools/install.py --peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
+	"$(PEERS_VENV)/bin/python" -m pytest tests/conformance --confcutdir=tests/conformance
 
 check: install ## Lint, format check, types, import rules
 	"$(VENV)/bin/ruff" check .
@@ -35,5 +47,5 @@ check: install ## Lint, format check, types, import rules
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 
 clean: ## Remove caches, nothing else
-	find . -path "./$(VENV)" -prune -o -path ./.git -prune -o -type d \( -name __pycache__ -o -name .pytest_cache \
-		-o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +
+	find . \( -path "./$(VENV)" -o -path "./$(PEERS_VENV)" -o -path ./.git \) -prune -o -type d \( -name __pycache__ \
+		-o -name .pytest_cache -o -name .mypy_cache -o -name .ruff_cache -o -name .hypothesis \) -prune -exec rm -rf {} +

