@@ -38,6 +38,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def wandb_id(self) -> Path:
+        """The id of the Weights & Biases run, with which a resumed run continues it."""
+        return self.root / "wandb_id.txt"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
@@ -53,6 +58,11 @@ class RunPaths:
     def export(self) -> Path:
         """The trained policy as a Hugging Face model directory."""
         return self.root / "export"
+
+    @property
+    def export_critic(self) -> Path:
+        """The trained critic, if there is one, as another."""
+        return self.root / "export_critic"
 
     @property
     def records(self) -> Path:
@@ -109,7 +119,7 @@ class MetricsSink(Protocol):
 
 
 class JsonlSink:
-    """Appends one JSON object per record and flushes it, so that a killed run keeps every complete line."""
+    """Appends one JSON object per record, on the disk before the run goes on: nothing of a killed run is lost."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +129,7 @@ class JsonlSink:
     def write(self, record: MetricsRecord) -> None:
         self._file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

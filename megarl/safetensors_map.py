@@ -146,12 +146,21 @@ def model_files(directory: Path) -> list[Path]:
     return files
 
 
-def check_tensors(directory: Path, expected: Mapping[str, Sequence[int]], *, ignored: Sequence[str] = ()) -> None:
-    """Compare a checkpoint's names and shapes with a family table; raise with the first differences."""
+def check_tensors(
+    directory: Path,
+    expected: Mapping[str, Sequence[int]],
+    *,
+    ignored: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """Compare a checkpoint's names and shapes with a family table; raise with the first differences.
+
+    An `ignored` tensor may be there whatever its shape; an `optional` one may be missing.
+    """
     found: dict[str, TensorSpec] = {}
     for file in model_files(directory):
         found |= read_specs(file)
-    missing = sorted(expected.keys() - found.keys())
+    missing = sorted(expected.keys() - found.keys() - set(optional))
     unknown = sorted(found.keys() - expected.keys() - set(ignored))
     if missing or unknown:
         raise ConfigError(
@@ -159,7 +168,7 @@ def check_tensors(directory: Path, expected: Mapping[str, Sequence[int]], *, ign
             f"unknown {unknown[:3]} ({len(unknown)}); use an unmodified checkpoint of this architecture"
         )
     for name, shape in expected.items():
-        if found[name].shape != tuple(shape):
+        if name in found and found[name].shape != tuple(shape):
             raise ConfigError(f"{directory}: {name} has shape {found[name].shape}, config.json implies {tuple(shape)}")
 
 

@@ -1,12 +1,12 @@
 """Metrics to Weights & Biases. The wandb package is optional, and imported only where a run asks for it."""
 
 import importlib
+import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 
 from megarl.errors import ConfigError
-from megarl.metrics import MetricsRecord
+from megarl.metrics import MetricsRecord, RunPaths
 
 
 def require_wandb() -> ModuleType:
@@ -21,10 +21,23 @@ def require_wandb() -> ModuleType:
 
 
 class WandbSink:
-    """Sends records to a Weights & Biases run; how to reach it (WANDB_API_KEY, WANDB_MODE) is wandb's own setting."""
+    """Sends records to a Weights & Biases run; how to reach it (WANDB_API_KEY, WANDB_MODE) is wandb's own setting.
 
-    def __init__(self, project: str, name: str, root: Path, settings: Mapping[str, object]) -> None:
-        self._run = require_wandb().init(project=project, name=name, dir=str(root), config=dict(settings))
+    The run's id lies in the run directory, so that a resumed run continues the same one. wandb keeps what it has: of
+    steps that come again it leaves out the second.
+    """
+
+    def __init__(self, project: str, name: str, paths: RunPaths, settings: Mapping[str, object]) -> None:
+        if not paths.wandb_id.exists():
+            paths.wandb_id.write_text(uuid.uuid4().hex)
+        self._run = require_wandb().init(
+            project=project,
+            name=name,
+            dir=str(paths.root),
+            config=dict(settings),
+            id=paths.wandb_id.read_text(),
+            resume="allow",
+        )
 
     def write(self, record: MetricsRecord) -> None:
         self._run.log(dict(record.metrics), step=record.step)

@@ -7,6 +7,9 @@ import pytest
 
 from tests.helpers.rank_pool import RankPool
 
+# What these compare with is installed apart: make test-conformance.
+collect_ignore = ["conformance"]
+
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:

@@ -6,7 +6,8 @@ import sys
 
 def test_driver_modules_import_neither_megatron_nor_vllm() -> None:
     code = (
-        "import sys, megarl.cli, megarl.runs, megarl.trainer, megarl.sft, megarl.quickstart;"
+        "import sys, megarl.cli, megarl.runs, megarl.trainer, megarl.sft, megarl.quickstart, megarl.study;"
+        "import megarl.evaluation.run;"
         "print(sorted(m for m in sys.modules if m in ('megatron', 'megatron.core', 'vllm')))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -1,6 +1,7 @@
 """Metrics written and read back: sinks, torn and bad lines, timers, rollout files."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,11 +66,15 @@ def test_logger_writes_the_documented_line_format(tmp_path: Path) -> None:
     ]
 
 
-def test_every_line_is_on_disk_before_the_run_ends(tmp_path: Path) -> None:
+def test_every_line_is_on_disk_before_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
+    synced: list[bytes] = []
+    # What the file holds when the system is asked to write it out.
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
     with MetricsLogger([JsonlSink(path)], clock=lambda: 5.0) as logger:
         logger.log(1, {"a": 1.0})
         assert read_metrics(path) == [MetricsRecord(step=1, time_s=5.0, metrics={"a": 1.0})]
+        assert synced == [path.read_bytes()]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import os
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from megarl.errors import ConfigError
 from megarl.parallel import platform as platform_module
@@ -78,3 +80,26 @@ def test_an_engine_sees_the_devices_that_ray_gave_to_its_ranks(monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     CudaPlatform().select_devices(["2", "3"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_groups_beside_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's on the CPU; NCCL's on CUDA, whose options carry the time-out."""
+
+    class FakeNccl:
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, *arguments: object) -> None:
+            self.arguments = arguments
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    store, timeout = dist.HashStore(), timedelta(seconds=7)
+    group = CudaPlatform().new_group(store, 2, 3, timeout)
+    assert isinstance(group, FakeNccl)
+    *where, options = group.arguments
+    assert where == [store, 2, 3]
+    assert isinstance(options, FakeNccl.Options)
+    assert options._timeout == timeout
+    alone = CpuPlatform().new_group(store, 0, 1, timeout)
+    assert isinstance(alone, dist.ProcessGroupGloo)
+    assert (alone.rank(), alone.size()) == (0, 1)

@@ -166,6 +166,7 @@ def test_check_names_the_differences(tmp_path: Path) -> None:
         check_tensors(tmp_path, {})
     create_model_files(tmp_path, floats(a=2, head=3))
     check_tensors(tmp_path, {"a": (2,)}, ignored=["head"])
+    check_tensors(tmp_path, {"a": (2,), "head": (3,), "score": (1,)}, optional=["score", "a"])
     with pytest.raises(ConfigError, match=r"missing \['b'\] \(1\), unknown \['head'\] \(1\)"):
         check_tensors(tmp_path, {"a": (2,), "b": (1,)})
     with pytest.raises(ConfigError, match=r"a has shape \(2,\), config\.json implies \(1, 2\)"):

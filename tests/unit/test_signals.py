@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.signals import leave_on_signals, stop_on_signals
+from megarl.signals import last_stop_signal, leave_on_signals, stop_on_signals
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -56,3 +56,12 @@ def test_after_training_a_signal_ends_again() -> None:
         pass
     with pytest.raises(SystemExit):
         send(signal.SIGTERM)
+
+
+def test_what_asked_the_last_training_steps_for_a_stop() -> None:
+    with stop_on_signals():
+        send(signal.SIGTERM)
+    assert last_stop_signal() is signal.SIGTERM
+    with stop_on_signals():
+        pass
+    assert last_stop_signal() is None

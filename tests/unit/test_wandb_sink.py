@@ -38,10 +38,15 @@ def config(tmp_path: Path, project: str | None) -> Config:
     return replace(Config(), run=RunConfig(name="r", dir=str(tmp_path)), logging=logging)
 
 
-def test_metrics_reach_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     fake, module = FakeRun(), ModuleType("wandb")
     module.init = fake.init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
+    return fake
+
+
+def test_metrics_reach_the_project(tmp_path: Path, fake: FakeRun) -> None:
     with RunRecorder(config(tmp_path, "p")).metrics() as log:
         log.log(3, {"actor/loss": 0.5})
         assert not fake.is_finished
@@ -50,6 +55,20 @@ def test_metrics_reach_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert arguments["config"]["logging"]["wandb_project"] == "p"
     assert fake.logged == [(3, {"actor/loss": 0.5})]
     assert fake.is_finished
+
+
+def test_a_resumed_run_continues_the_same_one(tmp_path: Path, fake: FakeRun) -> None:
+    settings = config(tmp_path, "p")
+
+    def run_id(**how: Any) -> str:
+        RunRecorder(settings, **how).metrics().close()
+        assert fake.arguments["resume"] == "allow"
+        return fake.arguments["id"]
+
+    first = run_id()
+    assert first
+    assert run_id(resumed_step=3) == first
+    assert run_id(overwrite=True) != first
 
 
 def test_without_the_package_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

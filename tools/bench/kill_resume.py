@@ -1,8 +1,9 @@
 """Kill a small run with SIGKILL at random moments, resume it each time, and compare it with an uninterrupted run:
 
-    python tools/bench/kill_resume.py --out DIR --kills 20 --seed 0
+    python -m tools.bench.kill_resume --out DIR --kills 20 --seed 0
 
-Prints a line per start and exits with 1 if metrics (times and memory aside), their steps, or the final weights differ.
+Start i draws its moment from seed `--seed` + i. Prints a line per start. Exits with 1 if metrics (times and memory
+aside), their steps, or a byte of the final weights differ, or if a killed run leaves a process or a file behind.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.metrics import MetricsRecord, RunPaths, read_metrics
+from tools.bench.killed import Killed, kill
 
 RUN_FILES = {
     command: Path(__file__).parents[2] / "configs" / "run" / f"sums-{kind}.yaml"
@@ -139,60 +141,85 @@ def draw_moment(rng: random.Random, duration_s: float) -> Moment:
     return Moment(num_steps=rng.randint(1, 5), delay_s=rng.uniform(0.0, 2.0))
 
 
-def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> int | None:
-    """SIGKILL the driver at a moment; its exit code if it ended before."""
+def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> Killed | None:
+    """SIGKILL the driver at a moment; None if it ended before."""
     began = time.time()
     while process.poll() is None and run.num_steps_since(began) < moment.num_steps:
         time.sleep(0.02)
     try:
-        return process.wait(timeout=moment.delay_s)
+        process.wait(timeout=moment.delay_s)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return None
+        return kill(process)
+    return None
+
+
+@dataclass(kw_only=True)
+class Campaign:
+    """Runs that are killed and resumed until they finish, one after the other.
+
+    duration_s: what the uninterrupted run `reference` took.
+    """
+
+    reference: SmallRun
+    duration_s: float
+    num_kills: int = 0
+    num_runs: int = 0
+    num_failures: int = 0
+
+    def run(self, max_kills: int, seed: int) -> None:
+        """Kill `max_kills` times and finish the run that is under way then."""
+        print("| seed | run | last step | checkpoints | moment | executing | outcome |", flush=True)
+        print("|---|---|---|---|---|---|---|", flush=True)
+        while self.num_kills < max_kills or self._current().paths.root.exists():
+            print(self._start(seed, may_kill=self.num_kills < max_kills), flush=True)
+            seed += 1
+
+    def _current(self) -> SmallRun:
+        reference = self.reference
+        return SmallRun(inputs=reference.inputs, name=f"killed{self.num_runs}", settings=reference.settings)
+
+    def _start(self, seed: int, *, may_kill: bool) -> str:
+        """Start or resume, and kill; the line of the table."""
+        run, moment = self._current(), draw_moment(random.Random(seed), self.duration_s)
+        process = run.start()
+        killed = kill_at(process, run, moment) if may_kill else None
+        exit_code = process.wait()
+        complete = complete_steps(run.paths.checkpoints)
+        num_torn = len(list(run.paths.checkpoints.glob("step_*"))) - len(complete)
+        where = f"{seed} | {run.name} | {run.last_step()} | {complete}" + (f" and {num_torn} torn" if num_torn else "")
+        if killed is not None:
+            self.num_kills += 1
+            self.num_failures += bool(killed.leftovers)
+            what = f"LEFT {', '.join(killed.leftovers)}" if killed.leftovers else f"gone after {killed.gone_s:.1f} s"
+            when = f"{moment.delay_s:.2f} s after {moment.num_steps} more steps"
+            return f"| {where} | {when} | {', '.join(killed.executing) or 'no actor'} | killed, {what} |"
+        wrong = [f"exit code {exit_code}"] if exit_code else differences(run, self.reference)
+        self.num_failures += bool(wrong)
+        self.num_runs += 1
+        outcome = f"DIFFERS: {'; '.join(wrong[:3])}" if wrong else "finished, equal to the uninterrupted run"
+        return f"| {where} | | | {outcome} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="an empty directory to work in")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="of the first start's moment")
     parser.add_argument("--steps", type=int, default=6)
     arguments = parser.parse_args()
-    inputs, rng = make_inputs(arguments.out), random.Random(arguments.seed)
-    settings = [f"trainer.total_steps={arguments.steps}"]
-    reference = SmallRun(inputs=inputs, name="reference", settings=settings)
+    inputs = make_inputs(arguments.out)
+    reference = SmallRun(inputs=inputs, name="reference", settings=[f"trainer.total_steps={arguments.steps}"])
     began = time.monotonic()
     if exit_code := reference.start().wait():
         raise SystemExit(f"the reference run ended with {exit_code}; see {reference.paths.root}.log")
-    duration_s = time.monotonic() - began
-    print(f"seed {arguments.seed}; the uninterrupted run took {duration_s:.1f} s", flush=True)
-    print("| run | last step in metrics | checkpoints | outcome |\n|---|---|---|---|", flush=True)
-    num_kills, num_runs, failed = 0, 0, False
-    run = SmallRun(inputs=inputs, name=f"killed{num_runs}", settings=settings)
-    while num_kills < arguments.kills or run.paths.root.exists():
-        moment = draw_moment(rng, duration_s)
-        process = run.start()
-        # Once there were enough kills, the run under way may finish.
-        code = process.wait() if num_kills == arguments.kills else kill_at(process, run, moment)
-        if code is None:
-            num_kills += 1
-            outcome = f"killed {moment.delay_s:.2f} s after {moment.num_steps} more steps"
-        else:
-            wrong = [f"exit code {code}"] if code else differences(run, reference)
-            failed |= bool(wrong)
-            outcome = f"DIFFERS: {'; '.join(wrong[:3])}" if wrong else "finished, equal to the uninterrupted run"
-        there = sorted(path.name for path in run.paths.checkpoints.glob("step_*"))
-        torn = len(there) - len(complete_steps(run.paths.checkpoints))
-        shown = f"{complete_steps(run.paths.checkpoints)}" + (f" and {torn} torn" if torn else "")
-        print(f"| {run.name} | {run.last_step()} | {shown} | {outcome} |", flush=True)
-        if code is not None:
-            num_runs += 1
-            run = SmallRun(inputs=inputs, name=f"killed{num_runs}", settings=settings)
-    print(f"{num_kills} kills, {num_runs} runs finished, {'with differences' if failed else 'all equal'}")
-    if not failed:
+    campaign = Campaign(reference=reference, duration_s=time.monotonic() - began)
+    print(f"the uninterrupted run took {campaign.duration_s:.1f} s", flush=True)
+    campaign.run(arguments.kills, arguments.seed)
+    verdict = f"{campaign.num_failures} FAILURES" if campaign.num_failures else "all equal, nothing left behind"
+    print(f"{campaign.num_kills} kills, {campaign.num_runs} runs finished, {verdict}")
+    if not campaign.num_failures:
         shutil.rmtree(inputs / "runs")
-    raise SystemExit(failed)
+    raise SystemExit(bool(campaign.num_failures))
 
 
 if __name__ == "__main__":
