@@ -64,7 +64,7 @@ AGGREGATIONS.register("seq-mean-token-sum")(
 AGGREGATIONS.register("seq-mean-token-mean")(
     Aggregation(local_sum=row_mean_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
 )
-# Σ tokens / horizon, as verl defines this name: the scale grows with the number of rows.
+# Σ tokens / horizon: the scale grows with the number of rows. verl 0.9.1 divides by rows too: `dr_grpo` here.
 AGGREGATIONS.register("seq-mean-token-sum-norm")(
     Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: horizon_tokens)
 )

@@ -1,0 +1,71 @@
+"""One typed batch per stage: Prompt → Sample → RolloutBatch → ScoredBatch → Row → RowBatch.
+
+Per-token arrays cover the *response*: entry t belongs to token `prompt + t`, the label, not to the position
+that predicts it. The shift by one happens in a single place, when rows are packed for the model.
+Host-side types hold numpy arrays (they travel through Ray's shared memory without a copy); `ScoredBatch` and
+`RowBatch`, which algorithms compute with, hold torch tensors padded to [B, T].
+
+Glossary: `rollout_logprobs` are the sampling engine's, `old_logprobs` the trainer's at rollout time, `logprobs`
+the current policy's, `ref_logprobs` a frozen reference's. A *group* is the samples of one prompt, keyed by uid,
+never by position. `loss_mask` marks the tokens that the policy chose.
+"""
+
+from megarl.types.batches import (
+    Advantages,
+    ModelOutputs,
+    PolicyOutputs,
+    RowBatch,
+    ScoredBatch,
+    ValueOutputs,
+    row_batch,
+    scored_batch,
+)
+from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
+from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
+from megarl.types.samples import (
+    BoolArray,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Reward,
+    RolloutBatch,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+)
+
+__all__ = [
+    "DEMONSTRATION",
+    "Advantages",
+    "AlgoState",
+    "Algorithm",
+    "BoolArray",
+    "Denominators",
+    "EntropyState",
+    "FinishReason",
+    "FloatArray",
+    "IntArray",
+    "LossSums",
+    "ModelOutputs",
+    "Objective",
+    "PolicyOutputs",
+    "Prompt",
+    "Reward",
+    "RolloutBatch",
+    "Row",
+    "RowBatch",
+    "Rows",
+    "Sample",
+    "Score",
+    "ScoredBatch",
+    "Segment",
+    "SegmentSource",
+    "ValueOutputs",
+    "pad_rows",
+    "prompt_segment",
+    "row_batch",
+    "row_from_sample",
+    "scored_batch",
+]

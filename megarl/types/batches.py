@@ -1,0 +1,153 @@
+"""What algorithms compute with: rows padded to [B, T], and what models and estimators say of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from megarl.types.rows import DEMONSTRATION, Row, pad_rows
+from megarl.types.samples import Reward
+
+
+class _PaddedScores:
+    """Padded [B, T] scores by name; reading one that was not computed raises and says how to get it."""
+
+    __slots__ = ()
+    loss_mask: torch.Tensor
+    scores: Mapping[str, torch.Tensor]
+
+    @property
+    def demonstration_mask(self) -> torch.Tensor:
+        """[B, T] bool: loss tokens that a demonstration put there, not the policy."""
+        if DEMONSTRATION not in self.scores:
+            return torch.zeros_like(self.loss_mask)
+        return self.scores[DEMONSTRATION].bool() & self.loss_mask
+
+    def score(self, name: str) -> torch.Tensor:
+        if name in self.scores:
+            return self.scores[name]
+        if not len(self.loss_mask):  # A batch without rows lacks nothing.
+            return torch.zeros(self.loss_mask.shape, device=self.loss_mask.device)
+        raise KeyError(
+            f"{name} was not computed for this batch (there are: {sorted(self.scores)}); "
+            f"add it to the algorithm's requires()"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredBatch(_PaddedScores):
+    """All rows of a step, as advantage estimators see them: complete groups, padded to [B, T].
+
+    uids: B group keys; rewards: [B] sequence scores; correct: [B] bool; loss_mask: [B, T] bool; truncated: [B] bool,
+    responses cut at the length limit (None: none was). `seed` is that of this step's random choices.
+    """
+
+    uids: tuple[str, ...]
+    rewards: torch.Tensor
+    correct: torch.Tensor
+    loss_mask: torch.Tensor
+    scores: Mapping[str, torch.Tensor]
+    truncated: torch.Tensor | None = None
+    step: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        b = len(self.uids)
+        if self.rewards.shape != (b,) or self.correct.shape != (b,) or self.loss_mask.shape[0] != b:
+            raise ValueError(
+                f"scored batch: {b} uids, rewards {tuple(self.rewards.shape)}, correct "
+                f"{tuple(self.correct.shape)}, loss_mask {tuple(self.loss_mask.shape)} do not agree"
+            )
+        _check_shapes(self.scores, self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch(_PaddedScores):
+    """Rows of one micro-batch as losses see them: complete rows padded to [B, T], whatever the layout."""
+
+    labels: tuple[str, ...]
+    loss_mask: torch.Tensor
+    scores: Mapping[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        _check_shapes(self.scores, self.loss_mask)
+
+
+def _check_shapes(scores: Mapping[str, torch.Tensor], loss_mask: torch.Tensor) -> None:
+    for name, value in scores.items():
+        if value.shape != loss_mask.shape:
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(loss_mask.shape)}")
+
+
+def scored_batch(
+    rows: Sequence[Row],
+    rewards: Sequence[Reward],
+    *,
+    truncated: Sequence[bool] | None = None,
+    step: int = 0,
+    seed: int = 0,
+) -> ScoredBatch:
+    """Pad the rows of a step for the advantage estimator (float32 scores on the host)."""
+    return ScoredBatch(
+        uids=tuple(r.uid for r in rows),
+        rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
+        correct=torch.tensor([r.correct for r in rewards], dtype=torch.bool),
+        loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool),
+        scores=_pad_scores(rows),
+        truncated=None if truncated is None else torch.tensor(truncated, dtype=torch.bool),
+        step=step,
+        seed=seed,
+    )
+
+
+def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """The scores of rows that all have the same ones."""
+    names = rows[0].scores.keys() if rows else frozenset()
+    for row in rows:
+        if row.scores.keys() != names:
+            differing = sorted(row.scores.keys() ^ names)
+            raise ValueError(f"row {row.label}: {differing} are scores of some rows only; score all of a batch alike")
+    return {name: pad_rows([row.scores[name] for row in rows], dtype=torch.float32) for name in names}
+
+
+def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
+    """Pad the rows of a micro-batch for the loss."""
+    return RowBatch(
+        labels=tuple(r.label for r in rows),
+        loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),
+        scores={name: values.to(device) for name, values in _pad_scores(rows).items()},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutputs:
+    """What the current policy says of a `RowBatch`: log-probs of the labels and entropies in nats, [B, T].
+
+    Both are 0 outside the loss mask. `entropy` carries a gradient only if the algorithm asked for it.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOutputs:
+    """What a critic says of a `RowBatch`: float32 values [B, T], 0 outside the loss mask."""
+
+    values: torch.Tensor
+
+
+ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """[B, T] advantages, 0 outside the loss mask, and what to log about them.
+
+    scores: further [B, T] numbers that the updates need (`returns`, `correction`), by name.
+    """
+
+    values: torch.Tensor
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)

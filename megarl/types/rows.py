@@ -1,0 +1,102 @@
+"""What the trainer's workers get of a sample: a row, and the scores that passes add to it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megarl.types.samples import BoolArray, FloatArray, IntArray, Sample
+
+# The score that marks demonstration tokens of a row with 1.
+DEMONSTRATION = "demonstration"
+
+
+class Score(StrEnum):
+    """Per-token quantities a scoring pass can compute before the update."""
+
+    OLD_LOGPROBS = "old_logprobs"
+    OLD_ENTROPY = "old_entropy"
+    REF_LOGPROBS = "ref_logprobs"
+    HINT_LOGPROBS = "hint_logprobs"
+    # The same with the hint of another prompt.
+    SHUFFLED_HINT_LOGPROBS = "shuffled_hint_logprobs"
+    # KL(policy with the hint ‖ policy) over the whole vocabulary.
+    HINT_KL = "hint_kl"
+    VALUES = "values"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sample as the trainer's workers need it. R = response length; per-token arrays are [R].
+
+    `scores` holds what was computed so far (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
+    """
+
+    uid: str
+    sample_index: int
+    token_ids: IntArray
+    num_prompt_tokens: int
+    loss_mask: BoolArray
+    scores: Mapping[str, FloatArray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_response = len(self.token_ids) - self.num_prompt_tokens
+        if self.num_prompt_tokens < 1:
+            raise ValueError(f"row {self.label}: needs at least one prompt token to predict the first label from")
+        for name, value in {"loss_mask": self.loss_mask, **self.scores}.items():
+            if value.shape != (num_response,):
+                raise ValueError(f"row {self.label}: {name} has shape {value.shape}, expected ({num_response},)")
+
+    @property
+    def label(self) -> str:
+        """How messages name this row."""
+        return f"{self.uid}/{self.sample_index}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.loss_mask)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def with_scores(self, **scores: FloatArray) -> "Row":
+        """The row with these scores besides, or in place of, its own."""
+        return replace(self, scores={**self.scores, **scores})
+
+    def only(self, names: Collection[str]) -> "Row":
+        """The row with those of its scores that are named."""
+        return replace(self, scores={name: score for name, score in self.scores.items() if name in names})
+
+
+# Rows by their index in a batch: all of them, or those that one process needs.
+Rows: TypeAlias = Sequence[Row] | Mapping[int, Row]
+
+
+def row_from_sample(sample: Sample) -> Row:
+    """Everything after the prompt segment is response; `loss_mask` says which of it the policy chose."""
+    return Row(
+        uid=sample.uid,
+        sample_index=sample.sample_index,
+        token_ids=np.concatenate([sample.prompt_token_ids, sample.response_token_ids]),
+        num_prompt_tokens=len(sample.prompt_token_ids),
+        loss_mask=sample.loss_mask,
+        scores={"rollout_logprobs": sample.rollout_logprobs},
+    )
+
+
+def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:
+    """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding."""
+    width = max((len(a) for a in arrays), default=0)
+    out = torch.zeros(len(arrays), width, dtype=dtype)
+    for i, array in enumerate(arrays):
+        out[i, : len(array)] = torch.from_numpy(np.array(array))
+    return out

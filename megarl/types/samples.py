@@ -1,0 +1,143 @@
+"""What is sampled: prompts, segments, samples, and rewards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped a sample."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SegmentSource(StrEnum):
+    """Who wrote a segment of a sample."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+    DEMONSTRATION = "demonstration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A question as the model reads it, with what a scorer needs to judge an answer.
+
+    demonstration_ids: an answer to start samples with, ending in the end token unless it was cut; empty: none.
+    demonstration_probs: the demonstrator's probability of each of them, -1 where unknown; empty: none is known.
+    """
+
+    uid: str
+    token_ids: tuple[int, ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    demonstration_ids: tuple[int, ...] = ()
+    demonstration_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a sample written by one source. Arrays have one entry per token, shape [n].
+
+    `weight_versions` is -1 where no policy weights were involved.
+    """
+
+    source: SegmentSource
+    token_ids: IntArray
+    loss_mask: BoolArray
+    weight_versions: IntArray
+    rollout_logprobs: FloatArray | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("loss_mask", "weight_versions", "rollout_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value.shape != (n,):
+                raise ValueError(f"segment {name}: got shape {value.shape}, expected ({n},) like token_ids")
+
+
+def prompt_segment(token_ids: Sequence[int]) -> Segment:
+    """The segment that every sample starts with: no loss, no policy weights."""
+    n = len(token_ids)
+    return Segment(
+        source=SegmentSource.PROMPT,
+        token_ids=np.asarray(token_ids, dtype=np.int64),
+        loss_mask=np.zeros(n, dtype=np.bool_),
+        weight_versions=np.full(n, -1, dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One finished sample: a prompt segment, then what the policy (or an environment) wrote."""
+
+    uid: str
+    sample_index: int
+    seed: int
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        if not self.segments or self.segments[0].source is not SegmentSource.PROMPT:
+            raise ValueError(f"sample {self.uid}/{self.sample_index}: the first segment must be the prompt")
+
+    @property
+    def prompt_token_ids(self) -> IntArray:
+        return self.segments[0].token_ids
+
+    @property
+    def response_token_ids(self) -> IntArray:
+        return np.concatenate([np.empty(0, np.int64), *(s.token_ids for s in self.segments[1:])])
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """[R] over the response."""
+        return np.concatenate([np.empty(0, np.bool_), *(s.loss_mask for s in self.segments[1:])])
+
+    @property
+    def has_demonstration(self) -> bool:
+        """Whether some of the response was not sampled but given."""
+        return any(segment.source is SegmentSource.DEMONSTRATION for segment in self.segments)
+
+    @property
+    def rollout_logprobs(self) -> FloatArray:
+        """[R] over the response; 0 on tokens that the engine did not sample."""
+        parts = [
+            np.zeros(len(s.token_ids), np.float32) if s.rollout_logprobs is None else s.rollout_logprobs
+            for s in self.segments[1:]
+        ]
+        return np.concatenate([np.empty(0, np.float32), *parts])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """The samples of one step, with the prompts they answer; `prompts` are keyed by uid."""
+
+    prompts: Mapping[str, Prompt]
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        unknown = {s.uid for s in self.samples} - self.prompts.keys()
+        if unknown:
+            raise ValueError(f"rollout batch: samples of unknown prompts {sorted(unknown)[:3]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty."""
+
+    score: float
+    correct: bool
+    details: Mapping[str, float] = field(default_factory=dict)
