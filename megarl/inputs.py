@@ -103,7 +103,7 @@ def _require_something_to_freeze(spec: ModelSpec, role: RoleSpec, key: str) -> N
     """A value head that a model does not bring starts at 0, and stays there unless it is trained."""
     if not role.trainable and not any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
         raise ConfigError(
-            f"critic.freeze: got true, but {spec.path} ({key}) has no {VALUE_HEAD}, so that every value would be 0; set "
+            f"critic.freeze: got true, but {spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0; set "
             "critic.model_path to a critic that a run exported, or critic.freeze=false"
         )
 
