@@ -245,6 +245,8 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
     from megarl.trainer import Trainer
 
     inputs = open_train_inputs(run.config)
+    for warning in inputs.warnings:
+        print(f"{run.name}: warning: {warning}")
     recorder = RunRecorder(run.config, overwrite=True)
     Trainer(inputs, cluster, recorder).fit()
     write_report(recorder.paths.root)

@@ -12,8 +12,6 @@ from tests.helpers.checkpoint_ranks import load_train, save_with_file_limit, tra
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.rows import random_rows
 
-pytestmark = pytest.mark.long
-
 Pools: TypeAlias = Callable[[int], RankPool]
 History: TypeAlias = list[tuple[float, float]]
 
@@ -53,7 +51,7 @@ def assert_close(got: History, expected: History) -> None:
         assert step == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_tp2_dp2_continues_itself_and_as_pp2(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, tied: bool
 ) -> None:
@@ -63,6 +61,7 @@ def test_tp2_dp2_continues_itself_and_as_pp2(
     assert_close(load(rank_pool, actor_config(PP2), model, tmp_path, same_layout=False), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distributed", [True, False])
 def test_one_rank_continues_as_tp2_and_dp2(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool
@@ -77,6 +76,7 @@ def test_one_rank_continues_as_tp2_and_dp2(
         assert_close(load(rank_pool, other, model, tmp_path, same_layout=False), expected)
 
 
+@pytest.mark.long
 def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path) -> None:
     sizes = TinyModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=96)
     make_tiny_model(tmp_path / "model", sizes, seed=0)
@@ -87,6 +87,7 @@ def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path)
     assert_close(load(rank_pool, actor_config(PP2), model, saved, same_layout=False), expected)
 
 
+@pytest.mark.long
 def test_bfloat16_keeps_its_main_parameters(rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Continuing from the bfloat16 weights alone would lose the low bits of the float32 ones."""
     model = ModelConfig(path=str(checkpoint(tied=True, dtype="bfloat16")), dtype="bfloat16")
@@ -94,6 +95,7 @@ def test_bfloat16_keeps_its_main_parameters(rank_pool: Pools, checkpoint: Callab
     assert load(rank_pool, actor_config(TP2), model, tmp_path, same_layout=True) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("distributed", [True, False])
 def test_before_the_first_update(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, distributed: bool
@@ -105,6 +107,7 @@ def test_before_the_first_update(
     assert pool.run(load_train, actor, model, ROWS, str(tmp_path), same_layout=True, start=0) == expected
 
 
+@pytest.mark.long
 def test_a_write_that_fails_raises(rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The writer is a process of its own; its error must not pass for the end of its work."""
     model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
@@ -112,6 +115,7 @@ def test_a_write_that_fails_raises(rank_pool: Pools, checkpoint: Callable[..., P
         rank_pool(1).run(save_with_file_limit, actor_config(ONE), model, str(tmp_path), 1 << 16)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_model_is_refused(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

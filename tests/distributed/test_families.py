@@ -40,7 +40,7 @@ LAYOUTS = {
     "pp2": LayoutConfig(pp=2, first_stage_layers=3, dp=2),
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3),
 }
-# Tensor and pipeline parallelism, each with data parallelism; the other two are long.
+# Tensor and pipeline parallelism, each with data parallelism; without tied embeddings the other two are long.
 QUICK = ("tp2-sp", "pp2")
 # 517 is prime: no layout divides it. Six query heads share two key/value heads; five layers are 3 + 2.
 VOCAB_SIZE = 517
@@ -222,9 +222,13 @@ def assert_gradients(written: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in LAYOUTS]
+    ("tied", "layout"),
+    [
+        pytest.param(tied, name, id=f"{head}-{name}", marks=() if tied or name in QUICK else pytest.mark.long)
+        for head, tied in (("tied", True), ("untied", False))
+        for name in LAYOUTS
+    ],
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_family_equals_transformers(
     rank_pool: GetPool,

@@ -1,4 +1,4 @@
-"""Runs that share a cluster in a study are the runs that have one each."""
+"""Runs that share a cluster in a study are the runs that have one each, also after one has failed."""
 
 from pathlib import Path
 
@@ -33,6 +33,7 @@ def computed(root: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_runs_of_a_study_are_the_runs_of_their_own_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from megarl.runs import train
 
@@ -44,17 +45,25 @@ def test_runs_of_a_study_are_the_runs_of_their_own_clusters(tmp_path: Path, caps
         "base": str(RUN_FILE),
         "dir": str(tmp_path / "together"),
         "overrides": [*SMALL, *SETTINGS, *inputs],
-        "runs": [{"algo": "grpo", "seed": 1}, {"algo": "gspo", "overrides": ["rollout.num_samples=2"]}],
+        "runs": [
+            # No engine is that close: the gate fails the run, and the others go on in a new cluster.
+            {"algo": "grpo", "seed": 0, "overrides": ["trainer.mismatch_gate_nats=1e-30"]},
+            {"algo": "grpo", "seed": 1},
+            {"algo": "gspo", "seed": 0, "overrides": ["rollout.num_samples=2"]},
+        ],
     }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
     study = load_study(tmp_path / "study.yaml")
-    assert run_study(study) == []
+    assert run_study(study) == ["grpo-seed0"]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert [line.partition(":")[0] for line in lines] == ["[1/2] grpo-seed1", "[2/2] gspo-seed0"]
-    assert plan_study(study).waiting == ()
+    assert [line.partition(":")[0] for line in lines] == ["[1/3] grpo-seed0", "[2/3] grpo-seed1", "[3/3] gspo-seed0"]
+    assert "FAILED after" in lines[0]
+    assert "MismatchError: the engine's log-probs differ from the trainer's" in lines[0]
+    assert list((tmp_path / "together" / "logs").glob("worker-*"))
+    assert [run.name for run in plan_study(study).waiting] == ["grpo-seed0"]
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree | {"dir": str(tmp_path / "apart")}))
     apart = load_study(tmp_path / "study.yaml")
-    for run in apart.runs:
+    for run in apart.runs[1:]:
         train(run_config(apart, run))
         own, shared = (computed(tmp_path / name / run.full_name) for name in ("apart", "together"))
         assert [step for step, _ in own] == [0, 1, 2, 2]

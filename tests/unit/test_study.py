@@ -2,7 +2,8 @@
 
 import shutil
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.inputs import TrainInputs
 from megarl.observe import RunRecorder
 from megarl.study import Study, is_finished, load_study, plan_study, plan_text, run_config, run_study
 from tests.helpers.checkpoints import make_checkpoint
+from tools import run_queue as tool
 
 REPOSITORY = Path(__file__).parents[2]
 BASE = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
@@ -275,6 +277,48 @@ def test_a_cluster_without_room_ends_the_study(study_of: Callable[..., Study], m
     monkeypatch.setattr("megarl.cluster.Cluster", refuse)
     with pytest.raises(RunError, match="placement: no room"):
         run_study(study_of({"algo": "grpo"}))
+
+
+@pytest.fixture
+def run_queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """The tool; returns the exit code. Signal handlers are the test session's again afterwards."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["run_queue.py", *arguments])
+        try:
+            tool.main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    yield run
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def test_tool(
+    study_of: Callable[..., Study],
+    machine: Machine,
+    run_queue: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """0 if all is done, 1 if a run failed, 85 if a signal stopped it, 2 if the file is wrong."""
+    path = str(tmp_path / "study.yaml")
+    study_of({"algo": "grpo"}, {"algo": "gspo"})
+    assert run_queue(path, "--check") == 0
+    assert capsys.readouterr().out == "[1/2] grpo-seed0: to do\n[2/2] gspo-seed0: to do\n"
+    assert machine.clusters == []
+    machine.errors["grpo-seed0"] = RunStopped("stopped by SIGTERM")
+    assert run_queue(path) == 85
+    machine.errors["grpo-seed0"] = NonFiniteError("step 1: loss is NaN")
+    assert run_queue(path) == 1
+    machine.errors.clear()
+    assert run_queue(path) == 0
+    study_of({"algo": "grop"})
+    assert run_queue(path) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: grop-seed0: use.algo: no file ")
 
 
 def test_the_study_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,5 +60,5 @@ class AlgoConfig:
     entropy_coef: float = 0.0  # Coefficient of an entropy bonus; 0: none.
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     aggregation: str = "token-mean"  # From tokens to the loss; see docs/algorithms.md.
-    # Length that seq-mean-token-sum-norm divides by; null means rollout.max_response_tokens.
+    # Length that seq-mean-token-sum-norm and dr_grpo divide by; null means rollout.max_response_tokens.
     aggregation_horizon_tokens: int | None = None

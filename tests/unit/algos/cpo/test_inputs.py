@@ -39,7 +39,7 @@ def test_host_and_loss_agree(method: str, further: dict[str, Any]) -> None:
     has_hint = torch.tensor([True, True, False, True])
     x = inputs_from_batch(batch, advantages, cfg, vocab_size=20, has_hint=has_hint, excluded=excluded)
     assert x.difficulty.tolist() == [0, -1, 0, -1]
-    assert x.step == 7
+    assert x.step == 6
     expected = shape_advantages(x, cfg)
     assert (expected != advantages).any()
     scores = {**loss_scores(x, cfg), "advantages": advantages}
