@@ -29,14 +29,16 @@ STATE_FILE = "state.json"
 class RunState:
     """What the driver needs to continue after `step`. `score` is the validation score of this step, if it has one.
 
-    num_optimizer_steps: the actor's; num_critic_steps: the critic's.
+    num_optimizer_steps: the actor's; num_critic_steps: the critic's. gate_passed: whether engine and trainer were
+    compared before the first update.
     """
 
     command: Literal["train", "sft"]
     step: int
     num_optimizer_steps: int
     num_critic_steps: int = 0
-    sampler: Mapping[str, float]
+    gate_passed: bool = True
+    sampler: Mapping[str, Any]
     algo: AlgoState
     source: Mapping[str, Any]
     score: float | None

@@ -51,7 +51,8 @@ class PromptQueue:
 
     def give_back(self, indices: Sequence[int]) -> None:
         """Take these first next time."""
-        self._waiting = [*indices, *self._waiting]
+        # Each once: a mixture draws the rows of a small file again and again while they wait.
+        self._waiting = list(dict.fromkeys([*indices, *self._waiting]))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers: the sampler's state, and the indices that wait."""

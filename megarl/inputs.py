@@ -119,6 +119,11 @@ def open_train_inputs(config: Config) -> TrainInputs:
     demonstrations = config.algo.demonstrations if config.algo.demonstrations.strategy != "none" else None
     train = _open_prompts(config, train_files(config.data.train), tokenizer, demonstrations)
     val = _open_prompts(config, config.data.val, tokenizer) if config.data.val else None
+    if config.algo.off_policy.target_probs and not train.num_target_probs:
+        raise DataError(
+            "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "
+            "it to false"
+        )
     open_sampler(config, train)
     hints = None
     if algorithm.requires() & HINT_SCORES:

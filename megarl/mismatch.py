@@ -27,6 +27,20 @@ def _sampled(row: Row) -> BoolArray:
     return row.loss_mask if given is None else row.loss_mask & (given == 0)
 
 
+def engines_differ(before: Config, now: Config) -> bool:
+    """Whether a resumed run samples or syncs in another way than before, so that the gate is to be passed again."""
+    return any(
+        read(before) != read(now)
+        for read in (
+            lambda config: config.rollout.engine,
+            lambda config: config.actor.layout,
+            lambda config: config.sync,
+            lambda config: config.placement,
+            lambda config: config.trainer.mismatch_gate_nats,
+        )
+    )
+
+
 class MismatchGate:
     """Refuses to train if engine and trainer disagree before the first update."""
 

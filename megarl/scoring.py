@@ -16,7 +16,7 @@ from megarl.data.hints import HintedRows, Hints, encode_hints, hinted_rows, shuf
 from megarl.memory import Phase
 from megarl.metrics import Timers
 from megarl.parallel.messages import Role
-from megarl.types import FloatArray, Prompt, Row, Score
+from megarl.types import BoolArray, FloatArray, Prompt, Row, Score
 from megarl.updates import RoleScorer
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ class ScoringPasses:
         variants = {Score.HINT_LOGPROBS: self.hints.write(rows, hints)}
         if Score.SHUFFLED_HINT_LOGPROBS in needed:
             variants[Score.SHUFFLED_HINT_LOGPROBS] = self.hints.write(rows, shuffled_hints(hints, seed=seed))
+        # A row counts as hinted only if all its variants got a hint: a baseline of nothing would be none.
+        has_hint = np.logical_and.reduce([variant.has_hint for variant in variants.values()])
         asked = [*rows, *(row for variant in variants.values() for row in variant.rows)]
         found, count = actor.score(asked, step=step), len(rows)
         old = found["logprobs"][:count]
         scores = {Score.OLD_LOGPROBS: old, Score.OLD_ENTROPY: found["entropy"][:count]}
-        for place, (name, variant) in enumerate(variants.items(), start=1):
-            scores[name] = _where(variant, found["logprobs"][place * count : (place + 1) * count], old)
+        for place, name in enumerate(variants, start=1):
+            scores[name] = _where(has_hint, found["logprobs"][place * count : (place + 1) * count], old)
         if Score.HINT_KL in needed:
             scores[Score.HINT_KL] = _divergences(actor, rows, variants[Score.HINT_LOGPROBS], step)
         rows = with_scores(rows, scores)
@@ -97,9 +99,9 @@ class ScoringPasses:
             yield self.scorers[role]
 
 
-def _where(variant: HintedRows, values: Sequence[FloatArray], without: Sequence[FloatArray]) -> list[FloatArray]:
+def _where(has_hint: BoolArray, values: Sequence[FloatArray], without: Sequence[FloatArray]) -> list[FloatArray]:
     """`values`, in rows that got no hint `without`, exactly."""
-    return [a if has else b for has, a, b in zip(variant.has_hint, values, without, strict=True)]
+    return [a if has else b for has, a, b in zip(has_hint, values, without, strict=True)]
 
 
 def _divergences(actor: RoleScorer, rows: Sequence[Row], hinted: HintedRows, step: int) -> list[FloatArray]:

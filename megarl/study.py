@@ -258,7 +258,8 @@ def _result(root: Path) -> str:
     (run,) = load_runs([root])
     if curve := validation_curve(run, SAMPLED):
         return f"validation {' → '.join(str(point) for point in dict.fromkeys((curve[0], curve[-1])))}"
-    return f"reward {run.get('critic/score/mean').values[-1]:.3f} at the last step"
+    rewards = run.get("critic/score/mean").values
+    return f"reward {rewards[-1]:.3f} at the last step" if rewards else "no step had rows to train on"
 
 
 def _cause(error: Exception) -> str:

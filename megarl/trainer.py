@@ -18,7 +18,7 @@ from megarl.data.chat import response_decoder
 from megarl.export import export_model, weight_specs
 from megarl.inputs import TrainInputs, open_sampler
 from megarl.metrics import MetricsLogger, Timers
-from megarl.mismatch import MismatchGate, mismatch_of
+from megarl.mismatch import MismatchGate, engines_differ, mismatch_of
 from megarl.observe import RunRecorder, batch_metrics, resident_memory
 from megarl.parallel.messages import LoadRequest, Role
 from megarl.performance import PerformanceMeter
@@ -147,7 +147,7 @@ class Trainer:
         for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
             if role in self.updaters:
                 self.updaters[role].num_optimizer_steps = count
-        self.gate.passed = True
+        self.gate.passed = state.gate_passed and not engines_differ(state.config, self.config)
         return state.step
 
     def _run_state(self, step: int, score: float | None) -> RunState:
@@ -159,6 +159,7 @@ class Trainer:
             step=step,
             num_optimizer_steps=steps[Role.ACTOR],
             num_critic_steps=steps.get(Role.CRITIC, 0),
+            gate_passed=self.gate.passed,
             sampler=self.queue.state_dict(),
             algo=self.state,
             source=self.source.state_dict(),

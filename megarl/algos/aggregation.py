@@ -33,11 +33,13 @@ def count_rows(rows: Sequence[Row]) -> RowCounts:
 class Aggregation:
     """local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float.
 
-    The denominator of an empty mini-batch may be 0; see `global_denominator`.
+    The denominator of an empty mini-batch may be 0; see `global_denominator`. uses_horizon: whether it reads the
+    horizon.
     """
 
     local_sum: Callable[[Tensor, Tensor], Tensor]
     denominator: Callable[[RowCounts, int], float]
+    uses_horizon: bool = False
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
@@ -66,12 +68,16 @@ AGGREGATIONS.register("seq-mean-token-mean")(
 )
 # Σ tokens / horizon: the scale grows with the number of rows. verl 0.9.1 divides by rows too: `dr_grpo` here.
 AGGREGATIONS.register("seq-mean-token-sum-norm")(
-    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: horizon_tokens)
+    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: horizon_tokens, uses_horizon=True)
 )
 # Σ tokens / (number of rows × horizon) (Dr. GRPO, arXiv:2503.20783): no length bias, and a scale that does
 # not depend on the batch size.
 AGGREGATIONS.register("dr_grpo")(
-    Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_rows * horizon_tokens)
+    Aggregation(
+        local_sum=token_sum,
+        denominator=lambda counts, horizon_tokens: counts.num_rows * horizon_tokens,
+        uses_horizon=True,
+    )
 )
 
 

@@ -2,9 +2,12 @@
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.composed import ComposedAlgorithm
+from megarl.algos.cpo import shapes_in_loss
 from megarl.algos.filters import check_filter
+from megarl.algos.kl import MAX_KL_ERROR
 from megarl.algos.prefixes import num_prefixed
 from megarl.config.algo import AlgoConfig
+from megarl.config.batches import batch_counts
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.types import Algorithm
@@ -29,6 +32,8 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     check_filter(config.algo.filter, num_samples=config.rollout.num_samples)
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)
+    _check_truncated(config)
+    _check_kl_horizon(config)
     _check_replay(config)
     return build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size)
 
@@ -36,10 +41,36 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
 def _check_group(config: Config) -> None:
     name = config.algo.advantage.estimator
     least, got = ADVANTAGE_ESTIMATORS.get(name).min_group, config.rollout.num_samples
+    demonstrations = config.algo.demonstrations
+    num_own = got - num_prefixed(demonstrations, got) if demonstrations.max_group_accuracy is not None else got
+    if num_own < least <= got:
+        raise ConfigError(
+            f"algo.demonstrations.num_prefixed: got {demonstrations.num_prefixed} of rollout.num_samples={got}, "
+            f"expected to leave >= {least}: without the demonstrations that max_group_accuracy takes away, the {name} "
+            "estimator compares the others; lower it"
+        )
     if got < least:
         raise ConfigError(
             f"rollout.num_samples: got {got}, expected >= {least}: the {name} estimator compares the samples of one "
             "prompt; raise it or choose another algo.advantage.estimator"
+        )
+
+
+def _check_truncated(config: Config) -> None:
+    if config.algo.off_policy.drop_truncated and shapes_in_loss(config.algo.cpo):
+        raise ConfigError(
+            "algo.off_policy.drop_truncated: got true with algo.cpo.entropy_source=current, which shapes advantages in "
+            "the loss, after truncated rows were dropped; set algo.cpo.entropy_source=old"
+        )
+
+
+def _check_kl_horizon(config: Config) -> None:
+    """Where one update of the adaptive controller could turn its coefficient negative."""
+    kl, num_rows = config.algo.kl, batch_counts(config).rows_per_step
+    if kl.where != "none" and kl.controller == "adaptive" and MAX_KL_ERROR * num_rows >= kl.horizon:
+        raise ConfigError(
+            f"algo.kl.horizon: got {kl.horizon:g}, expected > {MAX_KL_ERROR * num_rows:g}, {MAX_KL_ERROR} × the "
+            f"{num_rows} rows of a step, or one update could turn the coefficient negative; raise it"
         )
 
 

@@ -12,8 +12,8 @@ from megarl.algos.aggregation import AGGREGATIONS, Aggregation, global_denominat
 from megarl.algos.corrections import Correction, CorrectionInputs, compute_correction
 from megarl.algos.entropy import initial_entropy_state, next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
-from megarl.algos.masked import masked_sum
-from megarl.algos.mixed_groups import mixed_metrics, weight_advantages
+from megarl.algos.masked import group_stats, masked_sum
+from megarl.algos.mixed_groups import mixed_metrics, weight_advantages, without_truncated
 from megarl.algos.off_policy import count_mixed
 from megarl.algos.rewards import reward_advantages, shape_rewards
 from megarl.algos.summary import summary
@@ -98,7 +98,7 @@ class ComposedAlgorithm:
         """
         shaped = shape_rewards(batch, self.cfg.reward, max_response_tokens=self.max_response_tokens)
         metrics: dict[str, float] = dict(shaped.metrics)
-        batch = replace(batch, rewards=shaped.rewards)
+        scored, batch = batch, replace(batch, rewards=shaped.rewards)
         if self.cfg.kl.where != "none":
             metrics[_KL_COEF_METRICS[self.cfg.kl.where]] = state.kl_coef
         if self.cfg.kl.where == "reward":
@@ -112,12 +112,14 @@ class ComposedAlgorithm:
         if self.entropy_needs_grad:
             metrics["actor/entropy_coef"] = state.entropy.coef
         if self.cfg.cpo.method != "none":
-            values = self._shape(values, batch, scores, metrics)
+            # Difficulty is judged by the scorer's rewards.
+            values = self._shape(values, replace(batch, rewards=scored.rewards), scores, metrics)
+            values = without_truncated(values, batch, self.cfg.off_policy)
         if self.cfg.correction.name != "none":
             correction = self._correct(values, batch)
             scores |= {CORRECTION: correction.weights, Score.OLD_LOGPROBS: correction.old_logprobs}
             metrics |= correction.metrics
-        metrics |= summary("critic/advantages", values[batch.loss_mask])
+        metrics |= summary("critic/advantages", values[batch.loss_mask]) | _spreads(values, batch)
         return Advantages(values=values, scores=scores, metrics=metrics)
 
     def _with_kl_penalty(self, batch: ScoredBatch, state: AlgoState) -> tuple[ScoredBatch, float]:
@@ -231,6 +233,16 @@ class ComposedAlgorithm:
             entropy = next_entropy_state(state.entropy, _measured(metrics, ENTROPY_METRIC), self.cfg)
             state = replace(state, entropy=entropy)
         return state
+
+
+def _spreads(values: Tensor, batch: ScoredBatch) -> dict[str, float]:
+    """Population deviation of the advantages over loss tokens, and mean over rows of their group's reward deviation."""
+    if not batch.loss_mask.any():
+        return {}
+    return {
+        "critic/advantages/std": float(values[batch.loss_mask].double().std(correction=0)),
+        "critic/group_reward_std": float(group_stats(batch.rewards, batch.uids).std.mean()),
+    }
 
 
 def _measured(metrics: Mapping[str, float], name: str) -> float:

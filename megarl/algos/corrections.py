@@ -6,7 +6,7 @@ Names are presets of weight and gate. Rejected tokens stay in the loss's denomin
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megarl.algos.correction_metrics import correction_metrics
 from megarl.algos.masked import row_means
-from megarl.algos.policy_losses import MAX_LOG_RATIO, ROW_RATIO_LOSSES
+from megarl.algos.policy_losses import MAX_LOG_RATIO, RATIO_FREE_LOSSES, ROW_RATIO_LOSSES
 from megarl.algos.registry import Registry
+from megarl.algos.unused import refuse_unused
 from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
 
@@ -142,33 +143,34 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     return (-x.row_mean <= cfg.max_kl_nats).expand_as(x.sampled)
 
 
-# Fields of CorrectionConfig that modify a preset, and when they are set.
-_OPTIONS = ("token_cap", "veto", "only_negative", "normalise")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
-    """A preset. `options`: modifiers that it takes. `rollout_ratio`: the policy loss's own ratio is to the engine."""
+    """A preset. `options`: the fields of `CorrectionConfig` that it reads. `rollout_ratio`: the policy loss's own ratio
+    is to the engine."""
 
     weight: Weight
     gate: Gate = every_token
-    options: frozenset[str] = frozenset({"veto", "normalise"})
+    options: frozenset[str] = frozenset()
     rollout_ratio: bool = False
 
 
 CORRECTIONS: Registry[CorrectionRule] = Registry("correction", key="algo.correction.name")
 
-_GATED = frozenset({"veto", "normalise", "only_negative"})
-_GATED_RATIO = _GATED | {"token_cap"}
+_BOUNDS = frozenset({"low", "high"})
+_WEIGHTED = frozenset({"veto", "normalise"})
+_GATED = _WEIGHTED | {"only_negative"}
+_GATED_RATIO = _GATED | _BOUNDS | {"token_cap"}
 
 # No correction.
-CORRECTIONS.register("none")(CorrectionRule(weight=one, options=frozenset()))
+CORRECTIONS.register("none")(CorrectionRule(weight=one))
 # The policy loss's ratio is to the engine's log-probs: old and mismatch in one ratio, clipped as one.
 CORRECTIONS.register("rollout_ratio")(CorrectionRule(weight=one, options=frozenset({"veto"}), rollout_ratio=True))
 # Truncated importance sampling as OpenRLHF has it: small weights are raised to `low`.
-CORRECTIONS.register("tis")(CorrectionRule(weight=clipped_token_ratio))
+CORRECTIONS.register("tis")(CorrectionRule(weight=clipped_token_ratio, options=_WEIGHTED | _BOUNDS))
 # The same from above only (arXiv:1802.01561 truncates ρ so; Flash-RL applies it to the engine's mismatch).
-CORRECTIONS.register("tis_upper")(CorrectionRule(weight=truncated_token_ratio))
+CORRECTIONS.register("tis_upper")(
+    CorrectionRule(weight=truncated_token_ratio, options=_WEIGHTED | {"high"})
+)
 # IcePop (Ring-1T, arXiv:2510.18855).
 CORRECTIONS.register("icepop")(CorrectionRule(weight=token_ratio, gate=token_within, options=_GATED_RATIO))
 CORRECTIONS.register("seq_mask_tis", "seq-mask-tis")(
@@ -178,13 +180,15 @@ CORRECTIONS.register("seq_mask_tis", "seq-mask-tis")(
 CORRECTIONS.register("reinforce_pro")(CorrectionRule(weight=token_ratio, gate=prefix_within, options=_GATED_RATIO))
 # REINFORCE Pro whose gate does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever the
 # gate does, so a baseline still cancels; the gradient as a whole stays biased. Anything else that depends on
-# the token or its advantage would undo it, hence no options.
-CORRECTIONS.register("baseline_unbiased")(CorrectionRule(weight=token_ratio, gate=earlier_within, options=frozenset()))
+# the token or its advantage would undo it, hence no more options.
+CORRECTIONS.register("baseline_unbiased")(CorrectionRule(weight=token_ratio, gate=earlier_within, options=_BOUNDS))
 # Importance sampling of whole rows: unbiased but for the truncation, variance exponential in the length.
-CORRECTIONS.register("sequence")(CorrectionRule(weight=truncated_row_product))
-CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED))
+CORRECTIONS.register("sequence")(
+    CorrectionRule(weight=truncated_row_product, options=_WEIGHTED | {"high"})
+)
+CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED | _BOUNDS))
 # With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
-CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_within, options=_GATED))
+CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_within, options=_GATED | {"max_kl_nats"}))
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
@@ -250,23 +254,28 @@ def check_correction(cfg: AlgoConfig) -> None:
             f"algo.correction.low and algo.correction.high: got {correction.low} and {correction.high}, expected "
             "low <= 1 <= high and low < high, as a ratio of 1 is perfect agreement; take for example 0.5 and 5.0"
         )
-    for option in _OPTIONS:
-        value = getattr(correction, option)
-        if value not in (None, False) and option not in rule.options:
-            raise ConfigError(
-                f"algo.correction.{option}: got {value} with algo.correction.name={correction.name}, "
-                f"{_why_not(correction.name)}; take away algo.correction.{option} or choose another correction"
-            )
+    refuse_unused(
+        "algo.correction",
+        correction,
+        (field.name for field in fields(correction) if field.name != "name" and field.name not in rule.options),
+        f"algo.correction.name={correction.name}, {_what_it_takes(correction.name)}",
+        "choose another correction",
+    )
     if cfg.policy_loss.name in ROW_RATIO_LOSSES and correction.name not in ("none", "rollout_ratio"):
         raise ConfigError(
             f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose "
             "ratio is one per row and takes no weights per token; set algo.correction.name=rollout_ratio, which takes "
             "that ratio to the engine's log-probs, or none"
         )
+    if cfg.policy_loss.name in RATIO_FREE_LOSSES and rule.rollout_ratio:
+        raise ConfigError(
+            f"algo.correction.name: got {correction.name!r} with algo.policy_loss.name={cfg.policy_loss.name}, which "
+            "has no ratio that could be taken to the engine's log-probs; set algo.correction.name=tis_upper or another "
+            "with weights, or algo.policy_loss.name=ppo_clip"
+        )
 
 
-def _why_not(name: str) -> str:
-    if name == "baseline_unbiased":
-        return "whose baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
+def _what_it_takes(name: str) -> str:
     accepted = ", ".join(sorted(CORRECTIONS.get(name).options))
-    return f"which has nothing that it could act on and takes {accepted or 'no options'}"
+    why = ": its baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
+    return f"which takes {accepted or 'no options'}{why if name == 'baseline_unbiased' else ''}"

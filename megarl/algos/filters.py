@@ -56,6 +56,7 @@ def group_metrics(
     marks = [False] * len(uids) if demonstrated is None else demonstrated
     parts = {
         "batch/solved": correct,
+        "batch/failed": [not c for c in correct],
         "batch/on_solved": [c for c, mark in zip(correct, marks, strict=True) if not mark],
         "batch/off_solved": [c for c, mark in zip(correct, marks, strict=True) if mark],
     }

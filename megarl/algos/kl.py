@@ -95,7 +95,7 @@ KLController: TypeAlias = Callable[[AlgoState, KLObservation, KLConfig], AlgoSta
 KL_CONTROLLERS: Registry[KLController] = Registry("KL controller", key="algo.kl.controller")
 
 # Largest relative error that one update of the adaptive controller acts on.
-_MAX_KL_ERROR = 0.2
+MAX_KL_ERROR = 0.2
 
 
 @KL_CONTROLLERS.register("fixed")
@@ -109,5 +109,5 @@ def adaptive(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
     """β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2) (arXiv:1909.08593)."""
     if not math.isfinite(seen.kl_nats):
         raise NonFiniteError(f"KL to the reference: got {seen.kl_nats}, expected a finite number of nats")
-    error = min(max(seen.kl_nats / cfg.target_nats - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+    error = min(max(seen.kl_nats / cfg.target_nats - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
     return replace(state, kl_coef=state.kl_coef * (1 + error * seen.num_rows / cfg.horizon))

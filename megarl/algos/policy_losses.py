@@ -43,6 +43,15 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", key="algo.policy_l
 
 # Losses of one ratio per row: they want the aggregation of rows, and no weights per token.
 ROW_RATIO_LOSSES = frozenset({"gspo", "gspo_token"})
+# Losses without a ratio to the old policy.
+RATIO_FREE_LOSSES = frozenset({"reinforce"})
+# Fields of PolicyLossConfig that a loss does not read.
+UNREAD_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "reinforce": ("clip_low", "clip_high", "dual_clip"),
+    "cispo": ("dual_clip",),
+    "gspo": ("dual_clip",),
+    "gspo_token": ("dual_clip",),
+}
 
 
 def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:

@@ -1,6 +1,7 @@
 """Checks that an algorithm's choices exist and agree; `megarl.config` checks types and ranges."""
 
 import warnings
+from dataclasses import fields
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS
@@ -8,7 +9,8 @@ from megarl.algos.corrections import check_correction
 from megarl.algos.cpo import check_cpo
 from megarl.algos.entropy import check_entropy
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, LOSS_REFUSALS
-from megarl.algos.policy_losses import POLICY_LOSSES, ROW_RATIO_LOSSES
+from megarl.algos.policy_losses import POLICY_LOSSES, ROW_RATIO_LOSSES, UNREAD_SETTINGS
+from megarl.algos.unused import refuse_unused
 from megarl.algos.validate_luffy import check_luffy
 from megarl.algos.validate_rewards import check_rewards
 from megarl.config.algo import AlgoConfig, KLConfig
@@ -19,7 +21,7 @@ GSPO_LARGE_CLIP = 0.01
 
 
 def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """ConfigError for an unknown name or a conflict."""
+    """ConfigError for an unknown name, a conflict, or a setting that nothing would read."""
     ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
     POLICY_LOSSES.get(cfg.policy_loss.name)
     AGGREGATIONS.get(cfg.aggregation)
@@ -31,6 +33,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     check_correction(cfg)
     check_luffy(cfg)
     check_entropy(cfg)
+    _check_all_is_read(cfg)
     if cfg.kl.where != "none" and cfg.kl.controller == "adaptive" and cfg.kl.coef == 0:
         raise ConfigError(
             "algo.kl.coef: got 0 with algo.kl.controller=adaptive, which scales the coefficient and so never "
@@ -61,3 +64,42 @@ def _check_kl_estimator(cfg: KLConfig) -> None:
             f"algo.kl.estimator: got {cfg.estimator!r} with algo.kl.where=loss: {LOSS_REFUSALS[estimator]}; "
             f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
         )
+
+
+def _check_all_is_read(cfg: AlgoConfig) -> None:
+    """Of the settings of the composition itself; those of its parts are checked with the parts."""
+    loss, kl, controller = cfg.policy_loss, cfg.kl, cfg.entropy.controller
+    refuse_unused(
+        "algo.policy_loss",
+        loss,
+        UNREAD_SETTINGS.get(loss.name, ()),
+        f"algo.policy_loss.name={loss.name}",
+        "set algo.policy_loss.name=ppo_clip",
+        harmless=(None,),
+    )
+    if kl.where == "none":
+        settings = (field.name for field in fields(kl) if field.name != "where")
+        refuse_unused(
+            "algo.kl", kl, settings, "algo.kl.where=none", "set algo.kl.where=loss or reward", harmless=(0.0,)
+        )
+    if kl.controller == "fixed":
+        settings_of_adaptive = ("target_nats", "horizon")
+        refuse_unused(
+            "algo.kl", kl, settings_of_adaptive, "algo.kl.controller=fixed", "set algo.kl.controller=adaptive"
+        )
+    if not AGGREGATIONS.get(cfg.aggregation).uses_horizon:
+        refuse_unused(
+            "algo",
+            cfg,
+            ("aggregation_horizon_tokens",),
+            f"algo.aggregation={cfg.aggregation}",
+            "set algo.aggregation=dr_grpo",
+        )
+    unread = {"fixed": ("target_nats", "lr", "max_coef"), "proportional": ("lr",)}.get(controller, ())
+    refuse_unused(
+        "algo.entropy",
+        cfg.entropy,
+        unread,
+        f"algo.entropy.controller={controller}",
+        "set algo.entropy.controller=learned",
+    )

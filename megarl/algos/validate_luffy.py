@@ -1,17 +1,24 @@
 """Checks that the settings of demonstrations and of their loss agree."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import demonstration_reshape, ratio_reshape
-from megarl.config.algo import AlgoConfig, DemonstrationConfig, OffPolicyConfig
+from megarl.algos.unused import refuse_unused
+from megarl.config.algo import AlgoConfig, DemonstrationConfig
 from megarl.errors import ConfigError
 
+_DEMONSTRATIONS, _OFF_POLICY = "algo.demonstrations", "algo.off_policy"
 # Settings of algo.off_policy that only one kind of loss reads.
 _ONLY_LUFFY = (
     "reshape",
+    "reshape_weight",
+    "reshape_exponent",
     "on_policy_reshape",
+    "on_policy_reshape_weight",
+    "on_policy_reshape_exponent",
     "max_clip",
     "min_clip",
     "drop_above",
@@ -22,6 +29,19 @@ _ONLY_LUFFY = (
 _ONLY_SFT = ("sft_coef", "sft_tokens")
 # Settings of algo.off_policy that change nothing without demonstrations.
 _NEED_DEMONSTRATIONS = ("loss", "demonstration_weight", "prefix_reward", "only_positive")
+# Settings of algo.demonstrations that not every strategy reads, and those that do.
+_STRATEGIES_OF: Mapping[str, tuple[str, ...]] = {
+    "min_ratio": ("random", "fixed"),
+    "decay_steps": ("linear", "linear_max", "reverse_linear", "linear_variance"),
+    "variance": ("linear_variance",),
+}
+# Settings of algo.off_policy that not every reshape reads, the setting that names it, and the names that do.
+_RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "reshape_weight": ("reshape", ("logp", "p_logp")),
+    "reshape_exponent": ("reshape", ("pow",)),
+    "on_policy_reshape_weight": ("on_policy_reshape", ("p_logp",)),
+    "on_policy_reshape_exponent": ("on_policy_reshape", ("pow",)),
+}
 
 
 def check_luffy(cfg: AlgoConfig) -> None:
@@ -72,28 +92,35 @@ def _check_prefixed(cfg: AlgoConfig) -> None:
 
 def _check_loss_reads_its_settings(cfg: AlgoConfig) -> None:
     """Imitation and LUFFY's loss exclude each other: a setting of the one is refused with the other."""
+    off_policy = cfg.off_policy
     for loss, names in (("luffy", _ONLY_LUFFY), ("sft", _ONLY_SFT)):
-        if cfg.off_policy.loss != loss:
-            _refuse_changed(cfg.off_policy, names, f"loss={cfg.off_policy.loss}, expected loss={loss}")
+        if off_policy.loss != loss:
+            refuse_unused(_OFF_POLICY, off_policy, names, f"loss={off_policy.loss}", f"set loss={loss}")
+    for name, (key, readers) in _RESHAPES_OF.items():
+        reshape = getattr(off_policy, key)
+        if reshape not in readers:
+            refuse_unused(_OFF_POLICY, off_policy, (name,), f"{key}={reshape}", f"set {key}={' or '.join(readers)}")
 
 
 def _check_there_are_demonstrations(cfg: AlgoConfig) -> None:
-    if cfg.demonstrations.strategy == DemonstrationConfig().strategy:
-        _refuse_changed(
-            cfg.off_policy, _NEED_DEMONSTRATIONS, "algo.demonstrations.strategy=none, expected another strategy"
-        )
+    demonstrations, unset = cfg.demonstrations, DemonstrationConfig()
+    if demonstrations.strategy == unset.strategy:
+        others = (field.name for field in fields(demonstrations) if field.name != "strategy")
+        situation, remedy = f"{_DEMONSTRATIONS}.strategy=none", f"choose another {_DEMONSTRATIONS}.strategy"
+        refuse_unused(_DEMONSTRATIONS, demonstrations, others, situation, remedy)
+    elif demonstrations.num_prefixed == 0:
+        situation, remedy = f"{_DEMONSTRATIONS}.num_prefixed=0", f"raise {_DEMONSTRATIONS}.num_prefixed"
+    else:
+        return
+    refuse_unused(_OFF_POLICY, cfg.off_policy, _NEED_DEMONSTRATIONS, situation, remedy)
 
 
-def _refuse_changed(cfg: OffPolicyConfig, names: tuple[str, ...], situation: str) -> None:
-    default = OffPolicyConfig()
-    for name in names:
-        value, unset = getattr(cfg, name), getattr(default, name)
-        if value != unset:
-            shown = "null" if unset is None else str(unset).lower()
-            raise ConfigError(
-                f"algo.off_policy.{name}: got {value!r} with {situation}, as it would not act; set {name}={shown}, "
-                f"or change the other"
-            )
+def _check_strategy_reads_its_settings(cfg: AlgoConfig) -> None:
+    strategy = cfg.demonstrations.strategy
+    for name, readers in _STRATEGIES_OF.items():
+        if strategy not in readers:
+            remedy = f"set strategy={' or '.join(readers)}"
+            refuse_unused(_DEMONSTRATIONS, cfg.demonstrations, (name,), f"strategy={strategy}", remedy)
 
 
 def _check_policy_loss(cfg: AlgoConfig) -> None:
@@ -124,6 +151,7 @@ _CHECKS: tuple[Callable[[AlgoConfig], None], ...] = (
     _check_sharing,
     _check_bounds,
     _check_there_are_demonstrations,
+    _check_strategy_reads_its_settings,
     _check_prefixed,
     _check_loss_reads_its_settings,
     _check_policy_loss,

@@ -3,7 +3,8 @@
 from dataclasses import fields
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, Estimator
-from megarl.config.algo import AdvantageConfig, AlgoConfig, RewardConfig, RewardMaskConfig
+from megarl.algos.unused import refuse_unused
+from megarl.config.algo import AlgoConfig, RewardConfig
 from megarl.errors import ConfigError
 
 _MASK = "algo.reward.mask"
@@ -13,8 +14,8 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     """ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing."""
     _check_shaping(cfg.reward, max_response_tokens)
     _check_source(cfg)
-    _check_mask(cfg.reward)
-    _check_options(cfg.advantage, _estimator(cfg))
+    _check_mask(cfg)
+    _check_options(cfg)
     if cfg.advantage.estimator == "maxrl":
         _check_no_negative_rewards(cfg)
 
@@ -29,11 +30,13 @@ def _check_shaping(cfg: RewardConfig, max_response_tokens: int) -> None:
     if cfg.clip is not None and cfg.clip[0] >= cfg.clip[1]:
         raise ConfigError(f"algo.reward.clip: got {list(cfg.clip)}, expected [low, high] with low < high")
     if cfg.overlong_buffer_tokens is None:
-        if cfg.overlong_factor != RewardConfig().overlong_factor:
-            raise ConfigError(
-                f"algo.reward.overlong_factor: got {cfg.overlong_factor} without a penalty to scale; "
-                f"set algo.reward.overlong_buffer_tokens"
-            )
+        refuse_unused(
+            "algo.reward",
+            cfg,
+            ("overlong_factor",),
+            "algo.reward.overlong_buffer_tokens=null",
+            "set algo.reward.overlong_buffer_tokens",
+        )
     elif cfg.overlong_buffer_tokens > max_response_tokens:
         raise ConfigError(
             f"algo.reward.overlong_buffer_tokens: got {cfg.overlong_buffer_tokens}, expected at most "
@@ -60,46 +63,51 @@ def _check_source(cfg: AlgoConfig) -> None:
             "algo.kl.where: got 'reward' with algo.reward.source=critic, whose rewards take no KL penalty; "
             "set algo.kl.where=loss or none"
         )
-    shaping = {
-        "clip": cfg.reward.clip,
-        "overlong_buffer_tokens": cfg.reward.overlong_buffer_tokens,
-        "truncated": cfg.reward.truncated,
-    }
-    for key, value in shaping.items():
-        if value is not None:
-            raise ConfigError(
-                f"algo.reward.{key}: got {value} with algo.reward.source=critic, which does not read the scorer's "
-                f"rewards; leave it null, or set algo.reward.source=rule"
-            )
+    refuse_unused(
+        "algo.reward",
+        cfg.reward,
+        ("clip", "overlong_buffer_tokens", "truncated"),
+        "algo.reward.source=critic",
+        "set algo.reward.source=rule",
+    )
 
 
-def _check_mask(cfg: RewardConfig) -> None:
-    if cfg.mask.ratio == 0:
-        unset = RewardMaskConfig()
-        for key in ("kind", "flip", "flip_stage"):
-            value = getattr(cfg.mask, key)
-            if value and value != getattr(unset, key):
-                raise ConfigError(
-                    f"{_MASK}.{key}: got {value} with {_MASK}.ratio=0, which hides no rewards; "
-                    f"set {_MASK}.ratio > 0, or leave {_MASK}.{key} at its default"
-                )
-    if cfg.mask.flip and cfg.source == "critic":
+def _check_mask(cfg: AlgoConfig) -> None:
+    mask, source = cfg.reward.mask, cfg.reward.source
+    if mask.ratio == 0:
+        refuse_unused(
+            _MASK,
+            mask,
+            ("kind", "flip", "flip_stage"),
+            f"{_MASK}.ratio=0",
+            f"set {_MASK}.ratio > 0",
+            harmless=(False,),
+        )
+    if mask.flip and source == "critic":
         raise ConfigError(
             f"{_MASK}.flip: got True with algo.reward.source=critic, whose advantages are never flipped; "
             f"set {_MASK}.flip=null, or algo.reward.source=rule"
         )
+    nothing_to_order = {
+        "algo.reward.source=critic": source == "critic",
+        f"{_MASK}.flip=false": mask.flip is False,
+        f"algo.advantage.estimator={cfg.advantage.estimator}": _estimator(cfg).normalise is None,
+    }
+    for situation, holds in nothing_to_order.items():
+        if holds:
+            remedy = "flip advantages of an estimator that normalises them over the batch, such as gae"
+            refuse_unused(_MASK, mask, ("flip_stage",), situation, remedy)
 
 
-def _check_options(cfg: AdvantageConfig, estimator: Estimator) -> None:
-    unset = AdvantageConfig()
-    for key in (field.name for field in fields(cfg) if field.name != "estimator"):
-        value = getattr(cfg, key)
-        if key not in estimator.options and value != getattr(unset, key):
-            readers = [name for name in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(name).options]
-            raise ConfigError(
-                f"algo.advantage.{key}: got {value}, which algo.advantage.estimator={cfg.estimator} does not read "
-                f"in this composition; leave it at {getattr(unset, key)}, or use {' or '.join(readers)}"
-            )
+def _check_options(cfg: AlgoConfig) -> None:
+    situation, from_critic = f"algo.advantage.estimator={cfg.advantage.estimator}", cfg.reward.source == "critic"
+    if from_critic:
+        situation += " and algo.reward.source=critic"
+    read = _estimator(cfg).options
+    for key in (field.name for field in fields(cfg.advantage) if field.name != "estimator" and field.name not in read):
+        readers = [name for name in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(name).options]
+        remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
+        refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
 
 
 def _check_no_negative_rewards(cfg: AlgoConfig) -> None:

@@ -17,6 +17,9 @@ def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config
             ("placement", ours.placement, theirs.placement),
             ("model.dtype", ours.model.dtype, theirs.model.dtype),
             ("rollout.engine", ours.rollout.engine, theirs.rollout.engine),
+            ("sync.transport", ours.sync.transport, theirs.sync.transport),
+            ("sync.host_group", ours.sync.host_group, theirs.sync.host_group),
+            ("rollout.timeout_s", ours.rollout.timeout_s, theirs.rollout.timeout_s),
             # It decides whether the engines cache prefixes.
             ("run.deterministic", ours.run.deterministic, theirs.run.deterministic),
         )

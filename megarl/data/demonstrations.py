@@ -26,8 +26,8 @@ class Demonstrations:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DemonstrationConfig) -> None:
         self._tokenizer, self._cfg = tokenizer, cfg
         self._tokens = RaggedTokens()
-        # Demonstrations that are not empty.
-        self.num_present = 0
+        # Demonstrations that are not empty, and those with probabilities.
+        self.num_present = self.num_with_probs = 0
 
     def append(self, row: Mapping[str, Any], messages: Sequence[Message], where: str) -> None:
         """The demonstration of the next prompt. DataError names `where` and what is wrong."""
@@ -35,7 +35,9 @@ class Demonstrations:
         ids: list[int] = []
         if target is not None:
             ids = encode_demonstration(self._tokenizer, messages, target, where=where)
-            _require_length(parse_target_probs(row, where), len(ids), where)
+            probs = parse_target_probs(row, where)
+            _require_length(probs, len(ids), where)
+            self.num_with_probs += bool(probs)
         if len(ids) > self._cfg.max_tokens + 1:
             ids = ids[: self._cfg.max_tokens] if self._cfg.on_long == "cut" else []
         self._tokens.append(ids)

@@ -80,6 +80,11 @@ class PromptDataset:
                 f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
             )
 
+    @property
+    def num_target_probs(self) -> int:
+        """Prompts whose demonstration has the demonstrator's probabilities."""
+        return 0 if self._demonstrations is None else self._demonstrations.num_with_probs
+
     def __len__(self) -> int:
         return len(self._kept)
 

@@ -144,7 +144,11 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
             source="vllm",
             num_samples=request.num_samples,
             temperature=request.temperature,
-            max_response_tokens=request.max_response_tokens or config.rollout.max_response_tokens,
+            max_response_tokens=(
+                config.rollout.max_response_tokens
+                if request.max_response_tokens is None
+                else request.max_response_tokens
+            ),
         ),
     )
     return config if with_trainer else _engines_alone(config)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.parallel.logprobs import VocabShard, chunk_logits
+from megarl.parallel.packing import Pack
 
 
 @torch.no_grad()
@@ -47,6 +48,53 @@ def vocab_parallel_kl(
             stats[0, rows], stats[1, rows] = logits.logsumexp(1), others.logsumexp(1)
             stats[2, rows] = (logits.softmax(1) * (logits - others)).sum(1)
     return _combine(stats, shard.group)
+
+
+def paired_kl(
+    pack: Pack,
+    kept: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    cp_group: dist.ProcessGroup,
+    shard: VocabShard,
+    temperature: float,
+    chunk_tokens: int,
+    fp32_logits: bool,
+) -> torch.Tensor:
+    """[N] KL(second half of a pack's rows ‖ first half) of this rank's labels; 0 for those of the second half.
+
+    The halves are the same rows with other prompts. kept: [N, H] hidden states of this rank's labels; those of all
+    context-parallel ranks are gathered, since the two of a pair may lie on different ones.
+    """
+    states, rows, columns = (_gathered(values, cp_group) for values in (kept, pack.row_index, pack.column_index))
+    # Labels of the first half by row and column, then those of the second half in the same order.
+    plain, other = torch.argsort(torch.cat(rows) * pack.batch_shape[1] + torch.cat(columns)).chunk(2)
+    together = torch.cat(states)
+    answer = vocab_parallel_kl(
+        together[other],
+        together[plain],
+        weight,
+        shard=shard,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        fp32_logits=fp32_logits,
+    )
+    kl = torch.zeros(len(together), dtype=answer.dtype, device=answer.device)
+    kl[plain] = answer
+    return kl.split([len(part) for part in states])[cp_group.rank()]
+
+
+def _gathered(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The tensors of all ranks, whose first dimensions may differ."""
+    if group.size() == 1:
+        return [values]
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([len(values)], device=values.device), group=group)
+    padded = values.new_zeros(max(int(count) for count in counts), *values.shape[1:])
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return [part[: int(count)] for part, count in zip(parts, counts, strict=True)]
 
 
 def _combine(stats: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

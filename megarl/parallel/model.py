@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.full_kl import vocab_parallel_kl
+from megarl.parallel.full_kl import paired_kl
 from megarl.parallel.layout import Layout
 from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
 from megarl.parallel.messages import Head
@@ -143,7 +143,17 @@ class PolicyModel(PackedModel):
         else:
             kept = copy_to_tensor_model_parallel_region(hidden[pack.positions, 0], group=group)
         if request.paired:
-            return self._paired_kl(pack, kept, request)
+            kl = paired_kl(
+                pack,
+                kept,
+                self.output_weight,
+                cp_group=self.layout.cp_group,
+                shard=self.vocab_shard,
+                temperature=request.temperature,
+                chunk_tokens=request.chunk_tokens,
+                fp32_logits=request.fp32_logits,
+            )
+            return TokenKl(kl=kl)
         return vocab_parallel_logprobs(
             kept,
             self.output_weight,
@@ -154,24 +164,6 @@ class PolicyModel(PackedModel):
             entropy_needs_grad=request.entropy_needs_grad,
             fp32_logits=request.fp32_logits,
         )
-
-    def _paired_kl(self, pack: Pack, kept: torch.Tensor, request: HeadRequest) -> TokenKl:
-        rows = self.complete_rows(pack, kept)
-        loss_mask = self.complete_rows(pack, torch.ones_like(kept[:, 0])).bool()
-        half = len(rows) // 2
-        answered = loss_mask[:half]
-        kl = vocab_parallel_kl(
-            rows[half:][answered],
-            rows[:half][answered],
-            self.output_weight,
-            shard=self.vocab_shard,
-            temperature=request.temperature,
-            chunk_tokens=request.chunk_tokens,
-            fp32_logits=request.fp32_logits,
-        )
-        of_rows = torch.zeros(loss_mask.shape, dtype=kl.dtype, device=kl.device)
-        of_rows[:half][answered] = kl
-        return TokenKl(kl=of_rows[pack.row_index, pack.column_index])
 
 
 class ScalarHead(torch.nn.Module):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.collection import Collected, GroupCollector, PromptQueue, refill_count
 from megarl.config.algo import FilterConfig
+from megarl.data.mixture import MixtureSampler
 from megarl.data.sampler import PromptSampler
 from megarl.metrics import Timers
 from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment
@@ -77,7 +78,7 @@ def test_a_queue_continues_from_its_state() -> None:
     st.lists(st.tuples(st.integers(1, 3), st.sets(st.integers(0, 8), max_size=1)), max_size=12),
 )
 def test_no_prompt_is_lost(size: int, batch_size: int, takes: list[tuple[int, set[int]]]) -> None:
-    """What was taken and what waits is what the sampler gave, no matter what was passed over."""
+    """All that the sampler gave was taken or waits, no matter what was passed over; what waits does so once."""
     queue, sampler = queue_of(size, batch_size, shuffle=True), PromptSampler(size, batch_size, seed=3)
     taken: Counter[int] = Counter()
     for count, used in takes:
@@ -87,7 +88,20 @@ def test_no_prompt_is_lost(size: int, batch_size: int, takes: list[tuple[int, se
         taken.update(indices)
     state = queue.state_dict()
     drawn = Counter(index for _ in range(state["sampler"]["num_batches"]) for index in sampler.next_batch())
-    assert taken + Counter(state["waiting"]) == drawn
+    waiting = Counter(state["waiting"])
+    assert set(waiting.values()) <= {1}
+    assert set(drawn) == set(taken + waiting)
+    assert taken + waiting <= drawn
+
+
+def test_a_mixture_of_which_a_part_is_passed_over_again_and_again_does_not_grow() -> None:
+    sampler = MixtureSampler([90, 6], [1.0, 1.0], batch_size=8, seed=0)
+    queue = PromptQueue(sampler)
+    used: set[int] = set()
+    for _ in range(30):
+        used |= set(queue.take(3, except_for=used))
+    # The six rows of the small file were drawn again and again and wait once each.
+    assert len(queue.state_dict()["waiting"]) <= 96
 
 
 # --- groups
@@ -188,6 +202,7 @@ def test_metrics_are_of_all_that_was_sampled() -> None:
         "batch/solve_none": 2.0,
         "batch/solve_all": 1.0,
         "batch/solved": 0.4,
+        "batch/failed": 0.6,
         "batch/on_solved": 0.4,
     }
 

@@ -332,4 +332,6 @@ def test_the_study_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({config.algo.name for config in configs}) == len(algorithms) == 9
     base = load_config(Path(study.base))
     assert {config.model.path for config in configs} == {base.model.path}
-    assert {config.trainer.total_steps for config in configs} == {25}
+    # Equal budgets.
+    budgets = {(c.trainer.total_steps, c.trainer.prompts_per_step, c.rollout.num_samples) for c in configs}
+    assert len(budgets) == 1

@@ -105,6 +105,8 @@ def _highest_entropy(x: Terms) -> Tensor:
     return x.entropy.amax(dim=-1, keepdim=True)
 
 
+# What reads the mutual information.
+MI_FACTORS: frozenset[Factor] = frozenset({mi, capped_mi, row_mi_sum, row_mi_mean})
 # What needs entropies, however they are obtained.
 ENTROPY_FACTORS: frozenset[Factor] = frozenset(
     {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.cpo import scopes
-from megarl.algos.cpo.factors import ENTROPY_FACTORS, Factor
+from megarl.algos.cpo.factors import ENTROPY_FACTORS, MI_FACTORS, Factor
 from megarl.algos.cpo.scopes import Scope
 from megarl.algos.cpo.terms import Terms
 
@@ -48,6 +48,14 @@ class Formula:
     @property
     def uses_hint(self) -> bool:
         return bool(self.terms) or any(callable(gain.value) for gain in self.gains)
+
+    @property
+    def uses_mi(self) -> bool:
+        return any(not (MI_FACTORS.isdisjoint(t.factors) and scopes.MI_SCOPES.isdisjoint(t.scopes)) for t in self.terms)
+
+    @property
+    def uses_difficulty(self) -> bool:
+        return any(not scopes.DIFFICULTY_SCOPES.isdisjoint(part.scopes) for part in (*self.gains, *self.terms))
 
     @property
     def uses_entropy(self) -> bool:

@@ -15,7 +15,7 @@ from megarl.types import RowBatch, Score, ScoredBatch
 PerToken: TypeAlias = Literal[
     "old_logprobs", "hint_logprobs", "shuffled_hint_logprobs", "hint_kl", "entropy", "excluded"
 ]
-PerRow: TypeAlias = Literal["correct", "difficulty", "has_hint", "hinted_correct"]
+PerRow: TypeAlias = Literal["correct", "difficulty"]
 
 # Names under which the parts that belong to whole rows travel to the loss, repeated on every token.
 CORRECT, DIFFICULTY, EXCLUDED = "cpo_correct", "cpo_difficulty", "cpo_excluded"
@@ -42,12 +42,10 @@ class CpoInputs:
 
     advantages: the base estimator's. correct: [B] bool, the verifier's verdict. difficulty: [B] int, 1 all rows of the
     group are correct, −1 none, 0 else. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the same tokens scored
-    by the same weights without the hint, with it, and with another prompt's. hint_kl: KL(with hint ‖ without) over
-    the vocabulary, in nats. entropy: nats, detached. vocab_size: the model's own, not padded. has_hint: [B] bool,
-    rows where it is False are scored as if the hint changed nothing (None: all have one). excluded: [B, T] bool,
-    tokens that keep their advantage. hinted_correct: [B] bool, a sample generated with the hint was correct; wrong
-    rows where it is False are not adjusted by the methods of the families mi3 and negonly. step: 0 for the first.
-    What a method does not use (`required_scores`) may be None.
+    by the same weights without the hint, with it, and with another prompt's; a row without a hint has its old ones.
+    hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats, detached. vocab_size: the model's own,
+    not padded. excluded: [B, T] bool, tokens that keep their advantage. step: 0 for the first. What a method does not
+    use (`required_scores`) may be None.
     """
 
     advantages: Tensor
@@ -60,9 +58,7 @@ class CpoInputs:
     shuffled_hint_logprobs: Tensor | None = None
     hint_kl: Tensor | None = None
     entropy: Tensor | None = None
-    has_hint: Tensor | None = None
     excluded: Tensor | None = None
-    hinted_correct: Tensor | None = None
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +72,7 @@ class CpoInputs:
             "entropy",
             "excluded",
         )
-        rows: tuple[PerRow, ...] = ("correct", "difficulty", "has_hint", "hinted_correct")
+        rows: tuple[PerRow, ...] = ("correct", "difficulty")
         for name, expected in [*((n, shape) for n in names), *((n, shape[:1]) for n in rows)]:
             value = getattr(self, name)
             if value is not None and value.shape != expected:
@@ -86,10 +82,6 @@ class CpoInputs:
     def active(self) -> Tensor:
         """[B, T] bool: the loss tokens whose advantage may change."""
         return self.loss_mask if self.excluded is None else self.loss_mask & ~self.excluded
-
-    def hinted(self, values: Tensor, without: Tensor | float) -> Tensor:
-        """[B, T] `values`, in rows without a hint `without`."""
-        return values if self.has_hint is None else torch.where(self.has_hint[:, None], values, without)
 
     def need(self, name: PerToken) -> Tensor:
         """A part that the method uses; ValueError if it was not given."""
@@ -105,7 +97,6 @@ def inputs_from_batch(
     cfg: CpoConfig,
     *,
     vocab_size: int,
-    has_hint: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> CpoInputs:
     """Inputs of a whole step from whatever scores it has."""
@@ -120,7 +111,6 @@ def inputs_from_batch(
         shuffled_hint_logprobs=batch.scores.get(Score.SHUFFLED_HINT_LOGPROBS),
         hint_kl=batch.scores.get(Score.HINT_KL),
         entropy=batch.scores.get(Score.OLD_ENTROPY),
-        has_hint=has_hint,
         excluded=excluded,
         step=max(batch.step - 1, 0),
     )
@@ -129,19 +119,18 @@ def inputs_from_batch(
 def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
     """[B, T] scores with which rows must travel for `inputs_from_rows`, for shaping by the current entropy."""
     like = x.advantages
-    old = x.need("old_logprobs")
     scores = {
         CORRECT: x.correct.to(like.dtype)[:, None].expand_as(like),
         DIFFICULTY: x.difficulty.to(like.dtype)[:, None].expand_as(like),
-        OLD: old,
-        Score.HINT_LOGPROBS.value: x.hinted(x.need("hint_logprobs"), old),
+        OLD: x.need("old_logprobs"),
+        Score.HINT_LOGPROBS.value: x.need("hint_logprobs"),
     }
     if x.excluded is not None:
         scores[EXCLUDED] = x.excluded.to(like.dtype)
     if cfg.shuffled_baseline:
-        scores[Score.SHUFFLED_HINT_LOGPROBS.value] = x.hinted(x.need("shuffled_hint_logprobs"), old)
+        scores[Score.SHUFFLED_HINT_LOGPROBS.value] = x.need("shuffled_hint_logprobs")
     if MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
-        scores[Score.HINT_KL.value] = x.hinted(x.need("hint_kl"), 0.0)
+        scores[Score.HINT_KL.value] = x.need("hint_kl")
     return scores
 
 

@@ -2,8 +2,9 @@
 
 doc: as CPO was described, for the methods whose formula was given. ref: as its public code computes them
 (github.com/26hzhang/verl, verl/cpo), but for correctness, which is the verifier's word and not a reward of exactly 1,
-and for the highest entropy of a row, which is that of its loss tokens. fix: without the flaws of either: means in
-place of sums over a row, bounded log-ratios, and wrong samples as the negative ones.
+and for the highest entropy of a row, which is that of its loss tokens. fix: with means in place of sums over a row,
+bounded log-ratios where a formula reads them themselves, and wrong samples as the negative ones. Mutual information is
+as bounded as its estimator: by default, `p_weighted`, it is not.
 """
 
 from collections.abc import Mapping
@@ -166,9 +167,9 @@ def _mi3(scope: s.Scope, *, sign: float = 1.0) -> Formula:
 
 
 _add("mi2", ref=Formula(terms=(_UNSURE, Term(scopes=(s.wrong,), weight="neg_alpha", factors=(f.mi,)))))
-_add("mi3", ref=_mi3(s.teachable))
-_add("reverse_mi3", ref=_mi3(s.teachable, sign=-1.0))
-_add("addition_mi3", ref=Formula(terms=_mi3(s.teachable).terms[:2]))
+_add("mi3", ref=_mi3(s.wrong))
+_add("reverse_mi3", ref=_mi3(s.wrong, sign=-1.0))
+_add("addition_mi3", ref=Formula(terms=_mi3(s.wrong).terms[:2]))
 _add(
     "negonly_mi3",
     doc=Formula(

@@ -12,12 +12,13 @@ from megarl.config.algo import CpoConfig
 
 
 def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
-    """[B, T] by metric name, whose means over loss tokens are logged: change, its size, whether the sign turned."""
+    """[B, T] by metric name, whose means over loss tokens are logged: change, its size, whether the sign turned, A'."""
     change = (after - before).detach()
     return {
         "cpo/adv_delta_mean": change,
         "cpo/adv_delta_abs_mean": change.abs(),
         "cpo/adv_flip_frac": (before * after < 0).to(change.dtype),
+        "train/advantage_mean": after.detach(),
     }
 
 
@@ -41,9 +42,9 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """`hint_metrics`, and over loss tokens the means of `shift_diagnostics` and of the advantages after shaping."""
+    """`hint_metrics`, and over loss tokens the means of `shift_diagnostics`."""
     if not x.loss_mask.any():
         return {}
-    means = {**shift_diagnostics(before, after), "train/advantage_mean": after}
-    shift = {name: value[x.loss_mask].double().mean().item() for name, value in means.items()}
+    per_token = shift_diagnostics(before, after)
+    shift = {name: value[x.loss_mask].double().mean().item() for name, value in per_token.items()}
     return {**hint_metrics(x, cfg), **shift}

@@ -23,12 +23,6 @@ def wrong(x: Terms) -> Tensor:
     return ~correct(x)
 
 
-def teachable(x: Terms) -> Tensor:
-    """Wrong rows, and if it is known with which hints the policy is right, only those that have such a one."""
-    helped = x.inputs.hinted_correct
-    return wrong(x) if helped is None else wrong(x) & helped[:, None]
-
-
 def negative(x: Terms) -> Tensor:
     """Rows that count as negative by `algo.cpo.neg_scope`."""
     return x.negative[:, None]
@@ -77,3 +71,8 @@ def confirmed(x: Terms) -> Tensor:
 def rejected(x: Terms) -> Tensor:
     """exp(d) ≤ 1/λ, and the token was likely without the hint."""
     return (x.delta <= -math.log(x.cfg.ratio_clamp)) & (x.old_logprobs.exp() > _LIKELY)
+
+
+# What reads the mutual information, and the difficulty: who is negative follows from it too.
+MI_SCOPES: frozenset[Scope] = frozenset({mi_up, mi_down})
+DIFFICULTY_SCOPES: frozenset[Scope] = frozenset({easy, medium, not_medium, hard, not_hard, negative})

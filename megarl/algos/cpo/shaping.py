@@ -36,7 +36,7 @@ def required_scores(cfg: CpoConfig) -> frozenset[Score]:
         scores |= {Score.OLD_LOGPROBS, Score.HINT_LOGPROBS}
         if cfg.shuffled_baseline:
             scores.add(Score.SHUFFLED_HINT_LOGPROBS)
-        if MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
+        if chosen.uses_mi and MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
             scores.add(Score.HINT_KL)
     if chosen.uses_entropy and cfg.entropy_source == "old":
         scores.add(Score.OLD_ENTROPY)

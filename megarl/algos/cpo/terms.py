@@ -1,4 +1,4 @@
-"""What CPO's formulas read, cleaned: zeros outside the tokens that may change, rows without a hint unchanged."""
+"""What CPO's formulas read, cleaned: zeros outside the tokens that may change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,14 +50,12 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
     old, hint, delta, mi = zeros, zeros, zeros, zeros
     if uses_hint:
         old = _clean("old_logprobs", x.need("old_logprobs"), active)
-        hint = _clean("hint_logprobs", x.hinted(x.need("hint_logprobs"), old), active)
+        hint = _clean("hint_logprobs", x.need("hint_logprobs"), active)
         baseline = old
         if cfg.shuffled_baseline:
-            shuffled = x.hinted(x.need("shuffled_hint_logprobs"), old)
-            baseline = _clean("shuffled_hint_logprobs", shuffled, active)
+            baseline = _clean("shuffled_hint_logprobs", x.need("shuffled_hint_logprobs"), active)
         delta = hint - baseline
         mi = _mutual_information(x, cfg, delta, hint)
-    negative = NEG_SCOPES.get(neg_scope)(x)
     return Terms(
         inputs=x,
         cfg=cfg,
@@ -68,13 +66,13 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
         hint_logprobs=hint,
         mi=mi,
         entropy=_clean("entropy", x.need("entropy"), active).detach() if uses_entropy else zeros,
-        negative=negative if x.hinted_correct is None else negative & x.hinted_correct,
+        negative=NEG_SCOPES.get(neg_scope)(x),
     )
 
 
 def _mutual_information(x: CpoInputs, cfg: CpoConfig, delta: Tensor, hint_logprobs: Tensor) -> Tensor:
     estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
-    hint_kl = _clean("hint_kl", x.hinted(x.need("hint_kl"), 0.0), x.active) if estimator.uses_hint_kl else None
+    hint_kl = _clean("hint_kl", x.need("hint_kl"), x.active) if estimator.uses_hint_kl else None
     low, high = estimator.bounds(cfg.ratio_clamp)
     return torch.where(x.active, estimator.of(delta.clamp(low, high), hint_logprobs, hint_kl), 0.0)
 

@@ -35,7 +35,8 @@ class CpoConfig:
     entropy_source: Literal["old", "current"] = "old"
     shuffled_baseline: bool = False  # Subtract what another prompt's hint changes.
     exclude_answer: bool = False  # Tokens of the final answer (boxed, or after ####) keep their advantage.
-    # verifier_sign: the hint's weights stay within 1 ± weight_clip.
+    # verifier_sign: the hint's weights are clipped to 1 ± this, then divided by their mean over the row, which may take
+    # them beyond.
     weight_clip: float = 0.2
     mix: float = 1.0  # verifier_sign: share of the hint's weights in the advantage, at the first step.
     mix_decay_steps: int = 0  # verifier_sign: steps over which that share falls to 0; 0: it stays.

@@ -7,7 +7,16 @@ import pytest
 from megarl.algos import ComposedAlgorithm, build_algorithm
 from megarl.algos.build import algorithm_of
 from megarl.config import load_config
-from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig, KLConfig, PolicyLossConfig
+from megarl.config.algo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CpoConfig,
+    DemonstrationConfig,
+    FilterConfig,
+    KLConfig,
+    OffPolicyConfig,
+    PolicyLossConfig,
+)
 from megarl.config.schema import Config, RolloutConfig
 from megarl.errors import ConfigError
 
@@ -114,3 +123,29 @@ def test_refills_and_records_exclude_each_other(rollout: RolloutConfig) -> None:
     with pytest.raises(ConfigError, match="a record holds one batch of prompts per step"):
         algorithm_of(Config(algo=algo, rollout=rollout))
     algorithm_of(Config(algo=replace(algo, filter=FilterConfig(mean_score=(0.0, 1.0))), rollout=rollout))
+
+
+def test_demonstrations_that_may_go_leave_enough_to_compare() -> None:
+    algo = AlgoConfig(
+        demonstrations=DemonstrationConfig(strategy="random", num_prefixed=1, max_group_accuracy=0.5),
+        off_policy=OffPolicyConfig(loss="luffy"),
+    )
+    with pytest.raises(ConfigError, match=r"num_prefixed: got 1 of rollout\.num_samples=2, expected to leave >= 2"):
+        algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=2)))
+    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=3)))
+
+
+def test_truncated_rows_are_dropped_before_the_loss() -> None:
+    cpo = CpoConfig(method="mi3", formula_set="ref", entropy_source="current")
+    algo = AlgoConfig(cpo=cpo, off_policy=OffPolicyConfig(drop_truncated=True))
+    with pytest.raises(ConfigError, match=r"drop_truncated: got true with algo\.cpo\.entropy_source=current"):
+        algorithm_of(Config(algo=algo))
+    algorithm_of(Config(algo=replace(algo, cpo=replace(cpo, entropy_source="old"))))
+
+
+def test_the_adaptive_coefficient_cannot_turn_negative() -> None:
+    # 128 prompts of 8 samples: 0.2 × 1024.
+    algo = AlgoConfig(kl=KLConfig(where="loss", controller="adaptive", horizon=204.8))
+    with pytest.raises(ConfigError, match=r"algo\.kl\.horizon: got 204\.8, expected > 204\.8, 0\.2 × the 1024 rows"):
+        algorithm_of(Config(algo=algo))
+    algorithm_of(Config(algo=replace(algo, kl=replace(algo.kl, horizon=204.9))))

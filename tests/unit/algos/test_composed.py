@@ -67,6 +67,10 @@ def test_advantages_and_their_metrics(make_scored: MakeScored) -> None:
         "critic/advantages/mean": 0.2,
         "critic/advantages/max": 2.0,
         "critic/advantages/min": -1.0,
+        # (2 · 1.8² + 3 · 1.2²) / 5 = 2.16.
+        "critic/advantages/std": pytest.approx(math.sqrt(2.16)),
+        # Unbiased, of 3, 0 and 0.
+        "critic/group_reward_std": pytest.approx(math.sqrt(3)),
     }
 
 

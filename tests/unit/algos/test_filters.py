@@ -88,6 +88,7 @@ def test_metrics_by_hand() -> None:
         "batch/solve_none": 1,
         "batch/solve_all": 1,
         "batch/solved": 3 / 6,
+        "batch/failed": 3 / 6,
         "batch/on_solved": 3 / 6,
     }
     marks = [True, False, False, False, False, True]
