@@ -168,9 +168,7 @@ CORRECTIONS.register("rollout_ratio")(CorrectionRule(weight=one, options=frozens
 # Truncated importance sampling as OpenRLHF has it: small weights are raised to `low`.
 CORRECTIONS.register("tis")(CorrectionRule(weight=clipped_token_ratio, options=_WEIGHTED | _BOUNDS))
 # The same from above only (arXiv:1802.01561 truncates ρ so; Flash-RL applies it to the engine's mismatch).
-CORRECTIONS.register("tis_upper")(
-    CorrectionRule(weight=truncated_token_ratio, options=_WEIGHTED | {"high"})
-)
+CORRECTIONS.register("tis_upper")(CorrectionRule(weight=truncated_token_ratio, options=_WEIGHTED | {"high"}))
 # IcePop (Ring-1T, arXiv:2510.18855).
 CORRECTIONS.register("icepop")(CorrectionRule(weight=token_ratio, gate=token_within, options=_GATED_RATIO))
 CORRECTIONS.register("seq_mask_tis", "seq-mask-tis")(
@@ -183,9 +181,7 @@ CORRECTIONS.register("reinforce_pro")(CorrectionRule(weight=token_ratio, gate=pr
 # the token or its advantage would undo it, hence no more options.
 CORRECTIONS.register("baseline_unbiased")(CorrectionRule(weight=token_ratio, gate=earlier_within, options=_BOUNDS))
 # Importance sampling of whole rows: unbiased but for the truncation, variance exponential in the length.
-CORRECTIONS.register("sequence")(
-    CorrectionRule(weight=truncated_row_product, options=_WEIGHTED | {"high"})
-)
+CORRECTIONS.register("sequence")(CorrectionRule(weight=truncated_row_product, options=_WEIGHTED | {"high"}))
 CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED | _BOUNDS))
 # With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_within, options=_GATED | {"max_kl_nats"}))

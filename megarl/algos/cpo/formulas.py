@@ -55,7 +55,8 @@ class Formula:
 
     @property
     def uses_difficulty(self) -> bool:
-        return any(not scopes.DIFFICULTY_SCOPES.isdisjoint(part.scopes) for part in (*self.gains, *self.terms))
+        acts_on = [gain.scopes for gain in self.gains] + [term.scopes for term in self.terms]
+        return any(not scopes.DIFFICULTY_SCOPES.isdisjoint(where) for where in acts_on)
 
     @property
     def uses_entropy(self) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from megarl.algos.cpo.difficulty import group_difficulty

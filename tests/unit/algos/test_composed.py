@@ -33,7 +33,7 @@ def algorithm(**cfg: Any) -> Algorithm:
     ],
 )
 def test_requires(where: Literal["none", "loss", "reward"], scores: set[Score]) -> None:
-    algo = algorithm(kl=KLConfig(where=where, coef=0.25))
+    algo = algorithm(kl=KLConfig(where=where, coef=0.0 if where == "none" else 0.25))
     assert algo.requires() == scores
     assert algo.initial_state().kl_coef == (0.0 if where == "none" else 0.25)
 

@@ -145,7 +145,7 @@ ALL_WEIGHTS_0 = {"pos_alpha": 0.0, "neg_alpha": 0.0, "mi_alpha": 0.0, "kl_alpha"
 CPO = [
     (name, formula_set)
     for name in CPO_METHODS
-    if name.endswith("_qwen3") or f"{name}_qwen3" not in CPO_METHODS or name == "naive"
+    if name != "none" and (name.endswith("_qwen3") or f"{name}_qwen3" not in CPO_METHODS or name == "naive")
     for formula_set in CPO_METHODS.get(name).formulas
 ]
 # Methods by what they add to correct rows whatever the hint says: pos_alpha × the token's uncertainty, or the row's.
@@ -163,7 +163,17 @@ UNSURE_ROWS = {("seq_kl_qwen3", "ref"), ("seq_kl_qwen3", "fix")}
 
 
 def cpo_config(choice: tuple[str, Any], **cfg: Any) -> AlgoConfig:
-    return AlgoConfig(cpo=CpoConfig(method=choice[0], formula_set=choice[1], **cfg), entropy_coef=0.01)
+    """With those of the settings that the formula reads, as others are refused."""
+    plain = CpoConfig(method=choice[0], formula_set=choice[1])
+    chosen = formula(plain)
+    read = {
+        "entropy_source": chosen.uses_entropy,
+        "mi_estimator": chosen.uses_mi,
+        "shuffled_baseline": chosen.uses_hint,
+        "mix": choice[0] == "verifier_sign",
+    }
+    settings = {name: value for name, value in cfg.items() if read.get(name, True)}
+    return AlgoConfig(cpo=replace(plain, **settings), entropy_coef=0.01)
 
 
 GRPO = AlgoConfig(entropy_coef=0.01)
@@ -280,7 +290,7 @@ def test_gae_of_values_0_is_the_return(step: Step, with_kl: bool) -> None:
     cfg = AlgoConfig(
         advantage=AdvantageConfig(estimator="gae", whiten=False),
         policy_loss=PolicyLossConfig(name="reinforce"),
-        kl=KLConfig(where="reward" if with_kl else "none", estimator="k1", coef=0.3),
+        kl=KLConfig(where="reward", estimator="k1", coef=0.3) if with_kl else KLConfig(),
     )
     returns = torch.zeros_like(step.logprobs)
     batch, penalty = step.batch, 0.3 if with_kl else 0.0

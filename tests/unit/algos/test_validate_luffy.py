@@ -57,21 +57,69 @@ def config(
         ),
         (
             config(loss="sft", reshape="p_div_p_0.1"),
-            "algo.off_policy.reshape: got 'p_div_p_0.1' with loss=sft, expected loss=luffy, as it would not act",
+            "algo.off_policy.reshape: got p_div_p_0.1, which is not read with loss=sft; leave it at p_div_p_0.5, or "
+            "set loss=luffy",
         ),
-        (config(drop_above=0.9), "algo.off_policy.drop_above: got 0.9 with loss=none, expected loss=luffy"),
+        (
+            config(drop_above=0.9),
+            "algo.off_policy.drop_above: got 0.9, which is not read with loss=none; leave it at null",
+        ),
+        (
+            config(loss="luffy", reshape_weight=0.5),
+            "algo.off_policy.reshape_weight: got 0.5, which is not read with reshape=p_div_p_0.5; leave it at 0.1, or "
+            "set reshape=logp or p_logp",
+        ),
+        (
+            config(loss="luffy", reshape="p_logp", reshape_exponent=2.0),
+            "algo.off_policy.reshape_exponent: got 2.0, which is not read with reshape=p_logp; leave it at 0.5, or "
+            "set reshape=pow",
+        ),
+        (
+            config(loss="luffy", on_policy_reshape="logp", remove_clip=True, on_policy_reshape_weight=0.5),
+            "algo.off_policy.on_policy_reshape_weight: got 0.5, which is not read with on_policy_reshape=logp",
+        ),
+        (
+            config(loss="luffy", reshape="pow", on_policy_reshape_exponent=2.0),
+            "algo.off_policy.on_policy_reshape_exponent: got 2.0, which is not read with on_policy_reshape=no_reshape",
+        ),
+        (config(loss="sft", reshape_weight=0.5), "reshape_weight: got 0.5, which is not read with loss=sft"),
+        (
+            config(DemonstrationConfig(min_ratio=0.1)),
+            "algo.demonstrations.min_ratio: got 0.1, which is not read with algo.demonstrations.strategy=none; "
+            "leave it at 0.0, or choose another algo.demonstrations.strategy",
+        ),
+        (config(DemonstrationConfig(num_prefixed=1)), "algo.demonstrations.num_prefixed: got 1, which is not read"),
+        (config(DemonstrationConfig(keep_frac=0.5)), "algo.demonstrations.keep_frac: got 0.5, which is not read"),
+        (
+            config(DemonstrationConfig(strategy="linear_max", min_ratio=0.1)),
+            "algo.demonstrations.min_ratio: got 0.1, which is not read with strategy=linear_max; leave it at 0.0, or "
+            "set strategy=random or fixed",
+        ),
+        (
+            config(DemonstrationConfig(strategy="random", variance=0.2)),
+            "algo.demonstrations.variance: got 0.2, which is not read with strategy=random",
+        ),
+        (
+            config(DemonstrationConfig(strategy="fixed", decay_steps=9)),
+            "algo.demonstrations.decay_steps: got 9, which is not read with strategy=fixed",
+        ),
+        (
+            config(DemonstrationConfig(strategy="random", num_prefixed=0), loss="sft"),
+            "algo.off_policy.loss: got sft, which is not read with algo.demonstrations.num_prefixed=0; "
+            "leave it at none, or raise algo.demonstrations.num_prefixed",
+        ),
         (
             config(loss="luffy", sft_coef=0.5),
-            "algo.off_policy.sft_coef: got 0.5 with loss=luffy, expected loss=sft, as it would not act; "
-            "set sft_coef=0.1, or change the other",
+            "algo.off_policy.sft_coef: got 0.5, which is not read with loss=luffy; leave it at 0.1, or set loss=sft",
         ),
         (
             config(DemonstrationConfig(), loss="luffy"),
-            "algo.off_policy.loss: got 'luffy' with algo.demonstrations.strategy=none, expected another strategy",
+            "algo.off_policy.loss: got luffy, which is not read with algo.demonstrations.strategy=none; "
+            "leave it at none, or choose another algo.demonstrations.strategy",
         ),
         (
             config(DemonstrationConfig(), prefix_reward=1.0),
-            "algo.off_policy.prefix_reward: got 1.0 with algo.demonstrations.strategy=none",
+            "algo.off_policy.prefix_reward: got 1.0, which is not read with algo.demonstrations.strategy=none",
         ),
         (
             config(policy_loss="gspo", loss="luffy"),
@@ -108,6 +156,11 @@ def test_settings_that_hardly_act_are_warned_of(cfg: AlgoConfig, message: str) -
         config(DemonstrationConfig(strategy="linear", shared=True), loss="luffy", prefix_reward=1.0),
         config(loss="luffy", on_policy_reshape="logp", remove_clip=True),
         config(loss="luffy", target_probs=True, reshape="no_reshape"),
+        config(
+            loss="luffy", reshape="p_logp", reshape_weight=0.5, on_policy_reshape="pow", on_policy_reshape_exponent=2.0
+        ),
+        config(DemonstrationConfig(strategy="linear_variance", variance=0.2, decay_steps=9)),
+        config(DemonstrationConfig(strategy="random", num_prefixed=0, min_ratio=0.1), policy_weight=2.0),
         config(DemonstrationConfig(strategy="fixed", num_prefixed=1, max_group_accuracy=0.5), loss="luffy"),
     ],
 )

@@ -22,6 +22,7 @@ def critic(**reward: Any) -> dict[str, Any]:
     return {"reward": {"source": "critic", **reward}, "advantage": {"estimator": "critic_value"}}
 
 
+BEFORE = {"ratio": 0.5, "flip_stage": "before_whiten"}
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     (
         {"reward": {"source": "critic"}},
@@ -40,18 +41,33 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         critic(truncated=0.5),
-        "algo.reward.truncated: got 0.5 with algo.reward.source=critic, which does not read the scorer's rewards; "
-        "leave it null, or set algo.reward.source=rule",
+        "algo.reward.truncated: got 0.5, which is not read with algo.reward.source=critic; leave it at null, or set "
+        "algo.reward.source=rule",
     ),
     (
         {"reward": {"mask": {"flip": True}}},
-        "algo.reward.mask.flip: got True with algo.reward.mask.ratio=0, which hides no rewards; "
-        "set algo.reward.mask.ratio > 0, or leave algo.reward.mask.flip at its default",
+        "algo.reward.mask.flip: got true, which is not read with algo.reward.mask.ratio=0; leave it at null, or set "
+        "algo.reward.mask.ratio > 0",
     ),
     (
         {"reward": {"mask": {"kind": "fixed"}}},
-        "algo.reward.mask.kind: got fixed with algo.reward.mask.ratio=0, which hides no rewards; "
-        "set algo.reward.mask.ratio > 0, or leave algo.reward.mask.kind at its default",
+        "algo.reward.mask.kind: got fixed, which is not read with algo.reward.mask.ratio=0; leave it at bernoulli, or "
+        "set algo.reward.mask.ratio > 0",
+    ),
+    (
+        {"reward": {"mask": BEFORE | {"flip": False}}, "advantage": {"estimator": "gae"}},
+        "algo.reward.mask.flip_stage: got before_whiten, which is not read with algo.reward.mask.flip=false; leave it "
+        "at after_whiten, or flip advantages of an estimator that normalises them over the batch, such as gae",
+    ),
+    (
+        {"reward": {"mask": BEFORE}},
+        "algo.reward.mask.flip_stage: got before_whiten, which is not read with algo.advantage.estimator=grpo; leave "
+        "it at after_whiten, or flip advantages of an estimator that normalises them over the batch, such as gae",
+    ),
+    (
+        critic(mask=BEFORE),
+        "algo.reward.mask.flip_stage: got before_whiten, which is not read with algo.reward.source=critic; leave it "
+        "at after_whiten, or flip advantages of an estimator that normalises them over the batch, such as gae",
     ),
     (
         critic(mask={"ratio": 0.5, "flip": True}),
@@ -60,22 +76,23 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"advantage": {"uniform_scale": True}},
-        "algo.advantage.uniform_scale: got True, which algo.advantage.estimator=grpo does not read in this "
-        "composition; leave it at False, or use reinforce_max",
+        "algo.advantage.uniform_scale: got true, which is not read with algo.advantage.estimator=grpo; leave it at "
+        "false, or use reinforce_max",
     ),
     (
         {"advantage": {"estimator": "rloo", "gamma": 0.9}},
-        "algo.advantage.gamma: got 0.9, which algo.advantage.estimator=rloo does not read in this composition; "
-        "leave it at 1.0, or use gae",
+        "algo.advantage.gamma: got 0.9, which is not read with algo.advantage.estimator=rloo; leave it at 1.0, or use "
+        "gae",
     ),
     (
         {"reward": {"source": "critic"}, "advantage": {"estimator": "gae", "lam": 0.9}},
-        "algo.advantage.lam: got 0.9, which algo.advantage.estimator=gae does not read in this composition; "
-        "leave it at 1.0, or use gae",
+        "algo.advantage.lam: got 0.9, which is not read with algo.advantage.estimator=gae and "
+        "algo.reward.source=critic; leave it at 1.0, or set algo.reward.source=rule",
     ),
     (
         {"reward": {"overlong_factor": 0.5}},
-        "algo.reward.overlong_factor: got 0.5 without a penalty to scale; set algo.reward.overlong_buffer_tokens",
+        "algo.reward.overlong_factor: got 0.5, which is not read with algo.reward.overlong_buffer_tokens=null; "
+        "leave it at 1.0, or set algo.reward.overlong_buffer_tokens",
     ),
     (
         {"reward": {"overlong_buffer_tokens": 101}},
@@ -119,6 +136,7 @@ def test_every_algorithm_file_is_without_conflict(path: Path) -> None:
     [
         {"reward": {"overlong_buffer_tokens": 100, "clip": [-1, 1]}},
         {"reward": {"mask": {"flip": False}}},
+        {"reward": {"mask": BEFORE}, "advantage": {"estimator": "reinforce_baseline"}},
         {"reward": {"source": "critic"}, "advantage": {"estimator": "gae"}},
         {"advantage": {"estimator": "reinforce_max", "uniform_scale": True}},
     ],

@@ -36,8 +36,7 @@ def test_host_and_loss_agree(method: str, further: dict[str, Any]) -> None:
     assert not shapes_in_loss(CpoConfig(method=method, **further))
     batch, advantages = scored(), torch.where(MASK, -0.5, 0.0)
     excluded = torch.tensor([[False, False, True], *[[False] * 3] * 3])
-    has_hint = torch.tensor([True, True, False, True])
-    x = inputs_from_batch(batch, advantages, cfg, vocab_size=20, has_hint=has_hint, excluded=excluded)
+    x = inputs_from_batch(batch, advantages, cfg, vocab_size=20, excluded=excluded)
     assert x.difficulty.tolist() == [0, -1, 0, -1]
     assert x.step == 6
     expected = shape_advantages(x, cfg)

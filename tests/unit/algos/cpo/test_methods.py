@@ -136,21 +136,29 @@ def test_who_is_negative(scope: Any, expected: list[int]) -> None:
     assert got.flatten().tolist() == pytest.approx([0.1 * e for e in expected])
 
 
-def test_wrong_rows_that_no_hint_puts_right_are_left_alone(golden: Any, golden_inputs: Any) -> None:
-    x = golden_inputs(golden("A.wrap.ref.mi3_qwen3"))
-    helped = {name: getattr(x, name) for name in x.__slots__} | {"hinted_correct": torch.tensor([True, *[False] * 5])}
-    for method in ("mi3", "negonly_mi3", "negonly_mi", "negonly_seq_kl", "negonly_tok_kl"):
-        cfg = CpoConfig(method=method, formula_set="ref")
-        all_rows, some_rows = shape_advantages(x, cfg), shape_advantages(CpoInputs(**helped), cfg)
-        assert torch.equal(some_rows[:3], all_rows[:3])  # row 0 is helped, rows 1 and 2 are correct
-        assert torch.equal(some_rows[3], x.advantages[3])
-
-
 def test_unknown_names_and_sets() -> None:
     with pytest.raises(ConfigError, match=r"algo.cpo.method: unknown CPO method 'mi4'; did you mean"):
         formula(CpoConfig(method="mi4"))
     with pytest.raises(ConfigError, match=r"got 'doc', which has no formula of 'tok_kl'; expected one of: ref, fix"):
         formula(CpoConfig(method="tok_kl", formula_set="doc"))
+
+
+def test_what_formulas_read() -> None:
+    """Of the tables of docs/algorithms/cpo.md, the formulas without MI, and those with D or N."""
+    chosen = {(n, s): f for n in CPO_METHODS for s, f in CPO_METHODS.get(n).formulas.items() if "_qwen3" not in n}
+    assert {key for key, f in chosen.items() if not f.uses_mi} == {
+        *(("none", s) for s in ("doc", "ref", "fix")),
+        *(("naive", s) for s in ("doc", "ref", "fix")),
+        *((n, s) for n in ("noaccmask", "seq_kl", "negonly_tok_kl", "tok_kl") for s in ("ref", "fix")),
+        ("negonly_seq_kl", "ref"),
+        ("verifier_sign", "fix"),
+    }
+    assert {key for key, f in chosen.items() if f.uses_difficulty} == {
+        ("naive", "doc"),
+        *(("mi_clamp_unify_difficulty", s) for s in ("doc", "ref", "fix")),
+        *((n, s) for n in ("negonly_mi3", "negonly_seq_kl") for s in ("doc", "ref", "fix")),
+        *((n, s) for n in ("negonly_mi", "negonly_tok_kl", "seq_kl", "tok_kl") for s in ("ref", "fix")),
+    }
 
 
 def test_required_scores() -> None:
@@ -161,5 +169,6 @@ def test_required_scores() -> None:
     assert required_scores(CpoConfig(method="mi")) == both
     assert required_scores(CpoConfig(method="mi", shuffled_baseline=True)) == both | {Score.SHUFFLED_HINT_LOGPROBS}
     assert required_scores(CpoConfig(method="mi", mi_estimator="full_kl")) == both | {Score.HINT_KL}
+    assert required_scores(CpoConfig(method="verifier_sign", mi_estimator="full_kl")) == both
     assert required_scores(CpoConfig(method="mi3")) == both | {Score.OLD_ENTROPY}
     assert required_scores(CpoConfig(method="mi3", entropy_source="current")) == both

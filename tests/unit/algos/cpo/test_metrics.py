@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megarl.algos.cpo import CpoInputs, cpo_metrics, shape_advantages
+from megarl.algos.cpo import CpoInputs, cpo_metrics, shape_advantages, shift_diagnostics
 from megarl.config.algo import CpoConfig
 
 
@@ -62,3 +62,13 @@ def test_methods_without_a_hint_and_batches_without_tokens() -> None:
         hint_logprobs=x.hint_logprobs,
     )
     assert cpo_metrics(x.advantages, x.advantages, nothing, CpoConfig(method="mi")) == {}
+
+
+def test_shift_of_every_token() -> None:
+    before, after = torch.tensor([[1.0, -1.0, 2.0]]), torch.tensor([[1.5, 0.5, 2.0]])
+    assert {name: value.tolist() for name, value in shift_diagnostics(before, after).items()} == {
+        "cpo/adv_delta_mean": [[0.5, 1.5, 0.0]],
+        "cpo/adv_delta_abs_mean": [[0.5, 1.5, 0.0]],
+        "cpo/adv_flip_frac": [[0.0, 1.0, 0.0]],
+        "train/advantage_mean": [[1.5, 0.5, 2.0]],
+    }

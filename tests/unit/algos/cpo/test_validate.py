@@ -14,13 +14,29 @@ from megarl.errors import ConfigError
     [
         ({"method": "mi4"}, r"algo.cpo.method: unknown CPO method 'mi4'"),
         ({"method": "verifier_sign", "formula_set": "ref"}, r"got 'ref', which has no formula of 'verifier_sign'"),
-        ({"method": "mi", "neg_scope": "negative_sample"}, r"algo.cpo.neg_scope: .* set it to null"),
-        ({"neg_scope": "negative_sample"}, r"algo.cpo.neg_scope: .* set it to null"),
+        (
+            {"method": "mi", "neg_scope": "negative_sample"},
+            r"^algo.cpo.neg_scope: got negative_sample, which is not read with the doc formula of algo.cpo.method=mi; "
+            r"leave it at null, or choose another method or formula set$",
+        ),
+        ({"neg_scope": "negative_sample"}, r"neg_scope: .* not read with the fix formula of algo.cpo.method=none"),
+        ({"formula_set": "ref"}, r"formula_set: got ref, .* algo.cpo.method=none; leave it at null"),
+        ({"pos_alpha": 0.0}, r"pos_alpha: got 0.0, .* algo.cpo.method=none; leave it at 0.05"),
+        ({"entropy_source": "current"}, r"entropy_source: got current, .* algo.cpo.method=none; leave it at old"),
+        ({"method": "mi3", "mix": 0.5}, r"mix: got 0.5, .* the ref formula of algo.cpo.method=mi3; leave it at 1.0"),
+        ({"method": "mi3", "mix_decay_steps": 9}, r"mix_decay_steps: got 9, .* leave it at 0"),
+        ({"method": "mi3", "weight_clip": 0.5}, r"weight_clip: got 0.5, .* leave it at 0.2"),
+        ({"method": "naive_qwen3", "exclude_answer": True}, r"exclude_answer: got true, .* leave it at false"),
+        ({"method": "naive_qwen3", "shuffled_baseline": True}, r"shuffled_baseline: got true, .* leave it at false"),
+        ({"method": "naive_qwen3", "ratio_clamp": 2.0}, r"ratio_clamp: got 2.0, .* leave it at 5.0"),
+        ({"method": "verifier_sign", "mi_estimator": "full_kl"}, r"mi_estimator: got full_kl, .* at p_weighted"),
+        ({"method": "mi", "entropy_source": "current"}, r"entropy_source: got current, .* leave it at old"),
+        ({"method": "mi", "difficulty": "five_way"}, r"difficulty: got five_way, .* leave it at three_way"),
         (
             {"method": "mi", "shuffled_baseline": True, "mi_estimator": "full_kl"},
             r"algo.cpo.shuffled_baseline: .* set it to false",
         ),
-        ({"method": "mi", "formula_set": "fix", "difficulty": "variance"}, r"set algo.cpo.difficulty=variance_signed"),
+        ({"method": "tok_kl", "formula_set": "fix", "difficulty": "variance"}, r"set algo.cpo.difficulty=variance_sig"),
         ({"method": "mi", "hint": HintConfig(template="Hint")}, r"algo.cpo.hint.template: got 'Hint'"),
         ({"method": "mi", "difficulty": "four_way"}, r"algo.cpo.difficulty: unknown difficulty 'four_way'"),
         ({"method": "mi", "mi_estimator": "mine"}, r"algo.cpo.mi_estimator: unknown mutual-information estimator"),
@@ -35,6 +51,9 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
 def test_accepted() -> None:
     for settings in (
         {},
+        {"hint": HintConfig(template="Hint: {hint}", source="answer", max_tokens=9)},
+        {"method": "mi", "formula_set": "ref", "entropy_source": "current", "exclude_answer": True, "kl_alpha": 0.0},
+        {"method": "verifier_sign", "mix": 0.5, "mix_decay_steps": 9, "weight_clip": 0.5, "ratio_clamp": 2.0},
         {"method": "verifier_sign", "shuffled_baseline": True},
         {"method": "negonly_mi3", "neg_scope": "negative_sample", "formula_set": "fix", "difficulty": "five_way"},
         {"method": "tok_kl_qwen3", "difficulty": "variance"},
