@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megarl import safetensors_map
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.export import export_model, weight_specs
-from megarl.parallel.messages import StoreResult
+from megarl.parallel.messages import Role, RoleSpec, StoreResult
 from megarl.parallel.weights.families import read_model_spec
 from tests.helpers import ranks
 from tests.helpers.rank_pool import RankPool
@@ -34,8 +34,10 @@ class PoolWriters:
 
     def __init__(self, pool: RankPool, layout: LayoutConfig, model: ModelConfig) -> None:
         self._pool, self._actor, self._model = pool, ActorConfig(layout=layout), model
+        self.role = RoleSpec(role=Role.ACTOR, model=model, settings=self._actor)
 
-    def store_weights(self, files: Sequence[Path], *, with_checksums: bool = False) -> StoreResult:
+    def store_weights(self, files: Sequence[Path], *, role: Role = Role.ACTOR) -> StoreResult:
+        assert role is Role.ACTOR
         paths = [str(file) for file in files]
         results = self._pool.run(ranks.load_and_store, self._actor, self._model, paths)
         self.by_rank = [stored for stored, _ in results]
@@ -86,7 +88,7 @@ def test_export_equals_what_was_loaded(
     model = ModelConfig(path=str(source), dtype=dtype)  # type: ignore[arg-type]
     writers = PoolWriters(rank_pool(config.world_size), config, model)
     target = tmp_path / "export"
-    export_model(writers, read_model_spec(source), dtype, target)
+    export_model(writers, writers.role, target)
 
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     assert (len(list(target.glob("*.safetensors"))) > 2) == (files == "several")
@@ -111,10 +113,9 @@ def test_export_equals_what_was_loaded(
 def test_ranks_hold_parts_of_the_model(rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path) -> None:
     """The test above would also pass if every rank held everything."""
     source = checkpoint(tied=False)
-    spec = read_model_spec(source)
     model = ModelConfig(path=str(source), dtype="float32")
     writers = PoolWriters(rank_pool(2), LayoutConfig(tp=2), model)
-    export_model(writers, spec, "float32", tmp_path / "export")
+    export_model(writers, writers.role, tmp_path / "export")
     for shapes in writers.shapes:
         # 264 tokens padded to 2 × 256 rows; 4 query and 2 key/value heads of 32; gate and up of 96.
         assert shapes["embedding.word_embeddings.weight"] == (256, 64)
@@ -148,5 +149,5 @@ def test_a_tied_checkpoint_may_carry_the_head(rank_pool: GetPool, checkpoint: Ge
     save_file({**expected, "lm_head.weight": torch.zeros(264, 64)}, with_head / "model.safetensors")
     model = ModelConfig(path=str(with_head), dtype="float32")
     writers = PoolWriters(rank_pool(1), LayoutConfig(), model)
-    export_model(writers, read_model_spec(with_head), "float32", tmp_path / "export")
+    export_model(writers, writers.role, tmp_path / "export")
     assert_same_bits(read_model(tmp_path / "export"), expected)

@@ -21,6 +21,9 @@ from tests.e2e.checked_trainer import Seen, compared_rows
 from tests.e2e.support import REPOSITORY, RUN_FILE
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 
+# Pipeline stages in whole runs are in the default set too: test_algorithms_cli.py.
+pytestmark = pytest.mark.long
+
 SETTINGS = (
     "run.dir=.",
     "run.name=run",
