@@ -19,7 +19,7 @@ TIMEOUT_S = 240.0
 
 
 @tied_head
-@pytest.mark.parametrize("algorithm", ["ppo", "luffy"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("luffy", marks=pytest.mark.long)])
 def test_three_steps_over_two_stages(algorithm: str, model: Path, sums: TaskFiles, tmp_path: Path) -> None:
     prompts = write_prompts(sums, tmp_path / "train.parquet")
     where = [f"run.dir={tmp_path}", f"run.name={algorithm}", f"model.path={model}"]

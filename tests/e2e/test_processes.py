@@ -105,7 +105,13 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+# What ends like another one, but for the process that dies.
+LONG = ("engine-killed", "idle-rank-killed")
+
+
+@pytest.mark.parametrize(
+    "ending", [pytest.param(e, id=name, marks=pytest.mark.long if name in LONG else ()) for name, e in ENDINGS.items()]
+)
 def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
     run = start()
     run_id = run.run_id()
