@@ -20,7 +20,7 @@ CONTINUABLE = (
     "actor.layout",
     "actor.recompute",
     "actor.micro_batch_tokens",
-    "actor.head_chunk_tokens",
+    "actor.head",
     "reference.layout",
     "reference.micro_batch_tokens",
     "critic.layout",

@@ -82,13 +82,14 @@ class ScoringPasses:
         # A row counts as hinted only if all its variants got a hint: a baseline of nothing would be none.
         has_hint = np.logical_and.reduce([variant.has_hint for variant in variants.values()])
         asked = [*rows, *(row for variant in variants.values() for row in variant.rows)]
-        found, count = actor.score(asked, step=step), len(rows)
+        pairs = np.flatnonzero(variants[Score.HINT_LOGPROBS].has_hint) if Score.HINT_KL in needed else np.empty(0, int)
+        found, count = _score_with_pairs(actor, asked, pairs.tolist(), len(rows), step), len(rows)
         old = found["logprobs"][:count]
         scores = {Score.OLD_LOGPROBS: old, Score.OLD_ENTROPY: found["entropy"][:count]}
         for place, name in enumerate(variants, start=1):
             scores[name] = _where(has_hint, found["logprobs"][place * count : (place + 1) * count], old)
         if Score.HINT_KL in needed:
-            scores[Score.HINT_KL] = _divergences(actor, rows, variants[Score.HINT_LOGPROBS], step)
+            scores[Score.HINT_KL] = found["kl"]
         rows = with_scores(rows, scores)
         return self.hints.exclude_answers(rows), variants[Score.HINT_LOGPROBS].metrics()
 
@@ -104,18 +105,28 @@ def _where(has_hint: BoolArray, values: Sequence[FloatArray], without: Sequence[
     return [a if has else b for has, a, b in zip(has_hint, values, without, strict=True)]
 
 
-def _divergences(actor: RoleScorer, rows: Sequence[Row], hinted: HintedRows, step: int) -> list[FloatArray]:
-    """KL(with the hint ‖ without it) per token; rows without a hint are not asked about, theirs is 0.
+def _score_with_pairs(
+    actor: RoleScorer, asked: Sequence[Row], pairs: Sequence[int], count: int, step: int
+) -> dict[str, list[FloatArray]]:
+    """Log-probs and entropies of all rows asked about; `kl` of the first `count`: KL(with the hint ‖ without it).
 
-    So no pair is longer than a micro-batch: a row that leaves no room for itself twice gets no hint.
+    Row i and its hinted form, row count + i, share a pass where i is in `pairs`; without a hint the KL is 0. So no
+    pair is longer than a micro-batch: a row that leaves no room for itself twice gets no hint.
     """
-    kl = [np.zeros(row.num_response_tokens, np.float32) for row in rows]
-    pairs = np.flatnonzero(hinted.has_hint).tolist()
+    twins = [count + i for i in pairs]
+    together = {*pairs, *twins}
+    alone = [i for i in range(len(asked)) if i not in together]
+    places = [*alone, *pairs, *twins]
+    single = actor.score([asked[i] for i in alone], step=step) if alone else {"logprobs": [], "entropy": []}
+    kl = [np.zeros(row.num_response_tokens, np.float32) for row in asked[:count]]
+    paired: dict[str, list[FloatArray]] = {"logprobs": [], "entropy": []}
     if pairs:
-        found = actor.score_pairs([rows[i] for i in pairs], [hinted.rows[i] for i in pairs], step=step)
-        for i, values in zip(pairs, found, strict=True):
+        paired = actor.score_pairs([asked[i] for i in pairs], [asked[i] for i in twins], step=step)
+        for i, values in zip(pairs, paired["kl"], strict=True):
             kl[i] = values
-    return kl
+    order = np.argsort(places)
+    joined = {name: [*single[name], *paired[name]] for name in ("logprobs", "entropy")}
+    return {**{name: [values[i] for i in order] for name, values in joined.items()}, "kl": kl}
 
 
 class HintWriter:

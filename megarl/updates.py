@@ -50,15 +50,17 @@ class RoleScorer:
         plan = self._plan([row.num_tokens for row in rows])
         return self._score(rows, plan, step=step)
 
-    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> list[FloatArray]:
-        """KL(policy on `others` ‖ policy on `rows`) over the vocabulary, per response token, in row order.
+    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+        """`score` of `rows` and then `others`, which are the same rows with other prompts, in one pass; and `kl`:
+        KL(policy on `others` ‖ policy on `rows`) over the vocabulary, per response token, of `rows`.
 
-        `others` are the same rows with other prompts. A pair shares a micro-batch.
+        A pair shares a micro-batch.
         """
         plan = self._plan([a.num_tokens + b.num_tokens for a, b in zip(rows, others, strict=True)])
         count = len(rows)
         both = [[[*indices, *(count + i for i in indices)] for indices in batches] for batches in plan]
-        return self._score([*rows, *others], both, step=step, paired=True)["kl"][:count]
+        found = self._score([*rows, *others], both, step=step, paired=True)
+        return {**found, "kl": found["kl"][:count]}
 
     def _score(
         self, rows: Sequence[Row], plan: list[list[list[int]]], *, step: int, paired: bool = False

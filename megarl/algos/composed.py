@@ -15,6 +15,7 @@ from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_
 from megarl.algos.masked import group_stats, masked_sum
 from megarl.algos.mixed_groups import mixed_metrics, weight_advantages, without_truncated
 from megarl.algos.off_policy import count_mixed
+from megarl.algos.policy_losses import ROW_RATIO_LOSSES
 from megarl.algos.rewards import reward_advantages, shape_rewards
 from megarl.algos.summary import summary
 from megarl.algos.token_losses import CORRECTION, TokenLosses, token_losses, trained_rows
@@ -70,6 +71,10 @@ class ComposedAlgorithm:
     @property
     def entropy_needs_grad(self) -> bool:
         return self.cfg.entropy_coef != 0
+
+    @property
+    def token_local(self) -> bool:
+        return self.cfg.policy_loss.name not in ROW_RATIO_LOSSES and not cpo.shapes_in_loss(self.cfg.cpo)
 
     @property
     def reads(self) -> frozenset[str]:

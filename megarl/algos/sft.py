@@ -18,6 +18,10 @@ class SftAlgorithm:
         return False
 
     @property
+    def token_local(self) -> bool:
+        return True
+
+    @property
     def reads(self) -> frozenset[str]:
         return frozenset()
 

@@ -24,6 +24,10 @@ class ValueLoss:
         return False
 
     @property
+    def token_local(self) -> bool:
+        return True
+
+    @property
     def reads(self) -> frozenset[str]:
         return frozenset({"returns", "values"})
 

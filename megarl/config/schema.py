@@ -97,6 +97,18 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """The log-prob head, where a micro-batch's logits would take most of the memory."""
+
+    # What it holds between forward and backward: nothing (recompute), the logits (keep), or their gradients already
+    # (in_chunk, for losses that are sums over tokens). auto: keep within memory_mib, else in_chunk where the loss
+    # allows it, else recompute.
+    regime: Literal["auto", "recompute", "keep", "in_chunk"] = "auto"
+    memory_mib: int = 1024  # Of logits that auto keeps on a rank.
+    chunk_tokens: int | None = None  # Rows of logits in work at a time; null: as many as fill 128 MiB.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
     """The trained policy on Megatron-Core. What other roles leave open is as here."""
 
@@ -106,8 +118,7 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     # Tokens (prompt + response) of one micro-batch on one data-parallel rank, for scoring and for updates.
     micro_batch_tokens: int = 16384
-    # Rows of logits that the log-prob head materialises at a time.
-    head_chunk_tokens: int = 1024
+    head: HeadConfig = field(default_factory=HeadConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
@@ -18,9 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.full_kl import paired_kl
+from megarl.parallel.head.differentiable import LossGradients
+from megarl.parallel.head.logprobs import TokenLogprobs
+from megarl.parallel.head.pairs import TokenPairs
+from megarl.parallel.head.policy import HeadRequest, PolicyHead
+from megarl.parallel.head.shard import vocab_shard
 from megarl.parallel.layout import Layout
-from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
 from megarl.parallel.messages import Head
 from megarl.parallel.packing import Pack
 from megarl.parallel.platform import platform
@@ -35,28 +37,6 @@ class TokenValues:
     """[N] float32 values of the kept labels."""
 
     values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenKl:
-    """[N] float32 KLs, in nats, of the kept labels of the first half of a pack's rows; 0 for the others."""
-
-    kl: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRequest:
-    """How the head scores: temperature, rows of logits at a time, and whether the entropy is differentiated.
-
-    `paired`: the second half of a pack's rows are the first half's with another prompt, and the answer is not
-    log-probs but KL(second ‖ first) over the vocabulary.
-    """
-
-    temperature: float
-    chunk_tokens: int
-    fp32_logits: bool = False
-    entropy_needs_grad: bool = False
-    paired: bool = False
 
 
 class PackedModel(GPTModel):
@@ -132,38 +112,20 @@ class PolicyModel(PackedModel):
         """This rank's rows of the output embedding, vocabulary padding included."""
         return self.shared_embedding_or_output_weight() if self.spec.dims.tied else self.output_layer.weight
 
-    def forward(self, pack: Pack, request: HeadRequest) -> TokenLogprobs | TokenKl | torch.Tensor:
-        """Log-probs (or KLs of paired rows) on the last pipeline stage, hidden states for the next on the others."""
+    def forward(
+        self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
+    ) -> TokenLogprobs | TokenPairs | torch.Tensor:
+        """Log-probs on the last pipeline stage, hidden states for the next on the others."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
             return hidden
-        group = self.layout.tp_group
-        if self.config.sequence_parallel:
-            kept = gather_from_sequence_parallel_region(hidden, group=group)[pack.positions, 0]
-        else:
-            kept = copy_to_tensor_model_parallel_region(hidden[pack.positions, 0], group=group)
-        if request.paired:
-            kl = paired_kl(
-                pack,
-                kept,
-                self.output_weight,
-                cp_group=self.layout.cp_group,
-                shard=self.vocab_shard,
-                temperature=request.temperature,
-                chunk_tokens=request.chunk_tokens,
-                fp32_logits=request.fp32_logits,
-            )
-            return TokenKl(kl=kl)
-        return vocab_parallel_logprobs(
-            kept,
-            self.output_weight,
-            pack.labels,
+        head = PolicyHead(
+            weight=self.output_weight,
             shard=self.vocab_shard,
-            temperature=request.temperature,
-            chunk_tokens=request.chunk_tokens,
-            entropy_needs_grad=request.entropy_needs_grad,
-            fp32_logits=request.fp32_logits,
+            cp_group=self.layout.cp_group,
+            sequence_parallel=self.config.sequence_parallel,
         )
+        return head(hidden, pack, request, loss_gradients)
 
 
 class ScalarHead(torch.nn.Module):
@@ -194,7 +156,9 @@ class ValueModel(PackedModel):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 
-    def forward(self, pack: Pack, request: HeadRequest) -> TokenValues | torch.Tensor:
+    def forward(
+        self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
+    ) -> TokenValues | torch.Tensor:
         """Values on the last pipeline stage, hidden states for the next stage on the others."""
         hidden = self.hidden_states(pack)
         if not self.post_process:

@@ -41,7 +41,8 @@ class Pack:
 
     cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
     rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]
-    batch of `rows` (in the order given).
+    batch of `rows` (in the order given). kept_per_rank: how many of `positions` lie in each
+    sequence-parallel rank's share of the part; (N,) without sequence parallelism.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -52,6 +53,7 @@ class Pack:
     labels: torch.Tensor
     row_index: torch.Tensor
     column_index: torch.Tensor
+    kept_per_rank: tuple[int, ...]
     batch_shape: tuple[int, int]
 
     @property
@@ -114,6 +116,7 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
     predicted_at = place[np.concatenate(positions)]
     mine = predicted_at >= 0
     position_ids = np.concatenate([np.arange(n) for n in lengths])[local]
+    shares = predicted_at[mine] // (len(local) // alignment.tp)
 
     def tensor(values: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
@@ -127,6 +130,7 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
         labels=tensor(np.concatenate(labels)[mine]),
         row_index=tensor(np.concatenate(row_index)[mine]),
         column_index=tensor(np.concatenate(column_index)[mine]),
+        kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
     )
 

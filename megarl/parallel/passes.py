@@ -1,5 +1,6 @@
 """Forward-only and forward-backward passes of a model over micro-batches, on Megatron's schedules."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -11,9 +12,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megarl.errors import NonFiniteError
-from megarl.parallel.logprobs import TokenLogprobs
+from megarl.parallel.head.differentiable import LossGradients
+from megarl.parallel.head.logprobs import TokenLogprobs
+from megarl.parallel.head.pairs import TokenPairs
+from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.messages import Role, RowScores, UpdateRequest, UpdateResult
-from megarl.parallel.model import HeadRequest, PackedModel, TokenKl, TokenValues
+from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.optimizer import set_learning_rate
 from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.platform import platform
@@ -28,7 +32,7 @@ from megarl.types import (
     row_batch,
 )
 
-TokenOutputs: TypeAlias = TokenLogprobs | TokenValues | TokenKl
+TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
 
 
@@ -40,6 +44,7 @@ def _run_schedule(
     on_output: Callable[[PackedModel, Pack, Sequence[int], TokenOutputs], Any],
     *,
     forward_only: bool,
+    loss_gradients: Callable[[Pack, Sequence[int]], LossGradients] | None = None,
 ) -> None:
     """Feed packs to a rank's model chunks in Megatron's schedule; on the last stage `on_output` ends each forward."""
     alignment = _alignment(_unwrap(chunks[0]))
@@ -48,7 +53,8 @@ def _run_schedule(
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
         pack = pack_rows([rows[i] for i in indices], alignment=alignment, device=device)
-        return chunk(pack, request), lambda out, **_: on_output(_unwrap(chunk), pack, indices, out)
+        gradients = None if loss_gradients is None else loss_gradients(pack, indices)
+        return chunk(pack, request, gradients), lambda out, **_: on_output(_unwrap(chunk), pack, indices, out)
 
     several = len(chunks) > 1
     get_forward_backward_func()(
@@ -157,9 +163,35 @@ def accumulate_gradients(
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
-    head = loaded.head_request(temperature=request.temperature, entropy_needs_grad=request.objective.entropy_needs_grad)
-    _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False)
+    def gradients_of(pack: Pack, indices: Sequence[int]) -> LossGradients:
+        # Made when a head asks for it: those of other stages and regimes do not.
+        batch = functools.cache(lambda: row_batch([rows[i] for i in indices], device=device))
+        return lambda logprobs, entropy: _loss_gradients(request, batch(), pack, logprobs, entropy)
+
+    objective = request.objective
+    head = loaded.head_request(
+        temperature=request.temperature,
+        entropy_needs_grad=objective.entropy_needs_grad,
+        token_local=objective.token_local,
+    )
+    in_chunk = gradients_of if objective.token_local else None
+    _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
     return UpdateResult(metrics=_reduce_sums(sums, dp_group, device), before=before)
+
+
+@torch.enable_grad()
+def _loss_gradients(
+    request: UpdateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of a token-local loss at the labels of this rank's pack, from its own [N] values alone: the labels
+    of other context-parallel ranks do not matter to them."""
+    differentiated = [values.detach().requires_grad_() for values in (logprobs, entropy)]
+    out = PolicyOutputs(logprobs=pack.scatter(differentiated[0]), entropy=pack.scatter(differentiated[1]))
+    loss = request.objective.loss(batch, out, request.state).total(request.denominators)
+    if not request.objective.entropy_needs_grad:
+        return torch.autograd.grad(loss, differentiated[0])[0], None
+    by_logprobs, by_entropy = torch.autograd.grad(loss, differentiated)
+    return by_logprobs, by_entropy
 
 
 def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:

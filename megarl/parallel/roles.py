@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.messages import Head, RoleSpec
-from megarl.parallel.model import HeadRequest, PackedModel, build_model
+from megarl.parallel.model import PackedModel, build_model
 from megarl.parallel.optimizer import build_optimizer, wrap_ddp
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 
@@ -27,14 +28,20 @@ class LoadedRole:
         return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR)
 
     def head_request(
-        self, *, temperature: float, entropy_needs_grad: bool = False, paired: bool = False
+        self,
+        *,
+        temperature: float,
+        entropy_needs_grad: bool = False,
+        token_local: bool = False,
+        paired: bool = False,
     ) -> HeadRequest:
         """How this role's head is to score."""
         return HeadRequest(
             temperature=temperature,
-            chunk_tokens=self.spec.settings.head_chunk_tokens,
+            settings=self.spec.settings.head,
             fp32_logits=self.spec.model.fp32_head,
             entropy_needs_grad=entropy_needs_grad,
+            token_local=token_local,
             paired=paired,
         )
 

@@ -14,9 +14,9 @@
                  f = e · the width of an expert, and 2·e·b·T·h more: what goes into and comes out of them
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
-    head         (b + 8)·c·V/tp + b·T·h, and with backward b·(V/tp)·h + b·T·h more
-                 c rows of logits in b and twice in float32, and the hidden states that are scored; the
-                 gradients of the output weight and of the hidden states
+    head         b·c·V/tp + b·T·h, and with backward b·T·h more
+                 c rows of logits (all T where the regime keeps them for backward), the hidden states that are
+                 scored, and their gradients; those of the output weight are summed where the others are
     KV cache     2·b·layers·k/tp per token
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
@@ -26,7 +26,8 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Not counted: the libraries' own work
 fragmentation, which take some GiB on a GPU. Megatron's unfused layers on the CPU keep more.
 """
 
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import HeadConfig, LayoutConfig
+from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
 from megarl.parallel.weights.families import Dims
 from megarl.plan.shards import num_stage_layers, padded_vocab
 
@@ -94,16 +95,22 @@ def head_bytes(
     layout: LayoutConfig,
     *,
     vocab_multiple: int,
-    chunk_tokens: int,
+    head: HeadConfig,
     num_tokens: int,
     dtype_bytes: int,
     backward: bool,
 ) -> int:
     """The output head of the last stage."""
     rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
-    logits = (dtype_bytes + 8) * min(chunk_tokens, num_tokens) * rows
+    kept = dtype_bytes * num_tokens * rows
+    chunk = head.chunk_tokens or automatic_chunk(num_tokens, rows, dtype_bytes)
+    logits = dtype_bytes * min(chunk, num_tokens) * rows
+    # Whether the loss is a sum over tokens decides between two regimes that take the same.
+    regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
     scored = dtype_bytes * num_tokens * dims.hidden
-    return logits + scored + (dtype_bytes * rows * dims.hidden + scored if backward else 0)
+    if not backward:
+        return logits + scored
+    return (kept if regime is Regime.KEEP else logits) + 2 * scored
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:

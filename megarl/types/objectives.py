@@ -96,6 +96,10 @@ class Objective(Protocol[OutputsT]):
         """Whether the loss differentiates the entropy."""
 
     @property
+    def token_local(self) -> bool:
+        """Whether the loss is a sum over tokens, each term a function of its own token's outputs alone."""
+
+    @property
     def reads(self) -> frozenset[str]:
         """Scores of rows that the loss reads where rows have them; the others stay with the driver."""
 

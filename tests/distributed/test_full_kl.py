@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
 from tests.helpers import rank_parts, ranks
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
@@ -128,6 +128,17 @@ def pairs_of_rows() -> list[Row]:
 
 
 @torch.no_grad()
+def dense_logprobs(path: Path, rows: Sequence[Row]) -> list[np.ndarray]:
+    """[R] log-probs of the responses in transformers, 0 outside the loss mask."""
+    model, found = load_hf(path), []
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids)
+        log_p = (model(ids[None]).logits[0, row.num_prompt_tokens - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
+        found.append(np.where(row.loss_mask, log_p.gather(1, ids[row.num_prompt_tokens :, None])[:, 0].numpy(), 0))
+    return found
+
+
+@torch.no_grad()
 def dense_pairs(path: Path, rows: Sequence[Row]) -> list[np.ndarray]:
     """[R] KL(twin ‖ row) of transformers' distributions, in float64 and 0 outside the loss mask."""
     model, half = load_hf(path), len(rows) // 2
@@ -149,11 +160,15 @@ def with_twins(plan: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]
 
 def assert_pairs(pool: RankPool, path: Path, layout: LayoutConfig, plan: Sequence[Sequence[Sequence[int]]]) -> None:
     rows = pairs_of_rows()
-    actor, model = ActorConfig(layout=layout, head_chunk_tokens=7), ModelConfig(path=str(path), dtype="float32")
+    actor = ActorConfig(layout=layout, head=HeadConfig(chunk_tokens=7))
+    model = ModelConfig(path=str(path), dtype="float32")
     results = pool.run(ranks.score_pairs, actor, model, rows, with_twins(plan), temperature=TEMPERATURE)
     reported = [result for result in results if result is not None]
     assert len(reported) == layout.dp
-    assert all(set(result.scores) == {"kl"} for result in reported)
+    assert all(set(result.scores) == {"logprobs", "entropy", "kl"} for result in reported)
+    logprobs = merge([result.scores["logprobs"] for result in reported], len(rows))
+    for values, dense in zip(logprobs, dense_logprobs(path, rows), strict=True):
+        assert_within("log-probs", values, dense, atol=TOLERANCE)
     got, expected = merge([result.scores["kl"] for result in reported], len(rows)), dense_pairs(path, rows)
     for kl, dense in zip(got, expected, strict=False):
         assert_within("KL", kl, dense, atol=TOLERANCE)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
 from tests.helpers import ranks
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
@@ -73,7 +73,7 @@ def test_logprobs_and_entropy(rank_pool: GetPool, checkpoint: GetCheckpoint, lay
     path = checkpoint(tied=False)
     # A row whose response is not trained on has no kept label; alone in a micro-batch it leaves the head no rows.
     rows = [*random_rows(LENGTHS), masked_out(random_rows([(2, 3)], seed=1)[0])]
-    actor = ActorConfig(layout=layout, head_chunk_tokens=7)
+    actor = ActorConfig(layout=layout, head=HeadConfig(chunk_tokens=7))
     model = ModelConfig(path=str(path), dtype="float32")
     micro_batches = [[0, 3, 1], [6], [5, 2, 4]]
     scores = rank_pool(layout.world_size).run(ranks.score, actor, model, rows, micro_batches, temperature=TEMPERATURE)

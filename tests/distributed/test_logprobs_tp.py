@@ -14,16 +14,17 @@ GetPool = Callable[[int], RankPool]
 
 
 def run_head(pool: RankPool, problem: HeadProblem, rows_per_rank: int, chunk_tokens: int) -> HeadResult:
-    """Both ranks' results in one: equal values, partial gradients of hidden summed, shards of weight joined."""
+    """Both ranks' results in one: equal values and gradients of hidden, shards of weight joined."""
     first, second = pool.run(rank_parts.head, problem, rows_per_rank, chunk_tokens)
     assert torch.equal(first.logprobs, second.logprobs)
     assert torch.equal(first.entropy, second.entropy)
+    assert torch.equal(first.grad_hidden, second.grad_hidden)
     grad_weight = torch.cat([first.grad_weight, second.grad_weight])
     assert not grad_weight[problem.vocab_size :].any()
     return HeadResult(
         logprobs=first.logprobs,
         entropy=first.entropy,
-        grad_hidden=first.grad_hidden + second.grad_hidden,
+        grad_hidden=first.grad_hidden,
         grad_weight=grad_weight[: problem.vocab_size],
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megarl.parallel.logprobs import VocabShard
+    from megarl.parallel.head.shard import VocabShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ def dense_head(problem: HeadProblem) -> HeadResult:
 def differentiate_head(
     problem: HeadProblem, weight: torch.Tensor, shard: "VocabShard", *, chunk_tokens: int
 ) -> HeadResult:
-    """The log-prob head on a rank's rows of the padded weight; this rank's part of the gradients."""
+    """The log-prob head on a rank's rows of the padded weight; the gradients of the hidden states and of these rows."""
     # Imported late: a rank prepares its platform first.
-    from megarl.parallel.logprobs import vocab_parallel_logprobs
+    from megarl.parallel.head.logprobs import vocab_parallel_logprobs
 
     hidden, weight = problem.hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     out = vocab_parallel_logprobs(
@@ -106,3 +106,30 @@ def differentiate_head(
     return HeadResult(
         logprobs=out.logprobs.detach(), entropy=out.entropy.detach(), grad_hidden=grad_hidden, grad_weight=grad_weight
     )
+
+
+def pair_kl(
+    hidden: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    shard: "VocabShard",
+    *,
+    temperature: float,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """[N] KL(hidden ‖ other) as the head computes it of rows and their twins."""
+    from megarl.parallel.head.logprobs import head_inputs
+    from megarl.parallel.head.pairs import pair_statistics
+
+    count = len(hidden)
+    x = head_inputs(
+        torch.cat([other, hidden]),
+        weight,
+        torch.zeros(2 * count, dtype=torch.int64),
+        shard=shard,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+    pairs = pair_statistics(x, torch.arange(count), torch.arange(count, 2 * count))
+    assert not pairs.kl[count:].any()
+    return pairs.kl[:count]

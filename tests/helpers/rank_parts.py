@@ -9,14 +9,14 @@ import torch
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
-from tests.helpers.head import HeadProblem, HeadResult, differentiate_head
+from tests.helpers.head import HeadProblem, HeadResult, differentiate_head, pair_kl
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
 
 def head(context: RankContext, problem: HeadProblem, rows_per_rank: int, chunk_tokens: int) -> HeadResult:
-    """The log-prob head on this rank's rows of the padded weight; its part of the gradients."""
-    from megarl.parallel.logprobs import vocab_shard
+    """The log-prob head on this rank's rows of the padded weight."""
+    from megarl.parallel.head.shard import vocab_shard
 
     group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
     weight = problem.padded_weight(rows_per_rank * context.world_size).chunk(context.world_size)[context.rank]
@@ -84,13 +84,12 @@ def full_kl(
     chunk_tokens: int,
 ) -> torch.Tensor:
     """KL(hidden ‖ other) over a vocabulary of which every rank holds as many rows of the padded weight."""
-    from megarl.parallel.full_kl import vocab_parallel_kl
-    from megarl.parallel.logprobs import vocab_shard
+    from megarl.parallel.head.shard import vocab_shard
 
     group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
     weight = padded_weight.chunk(context.world_size)[context.rank]
     shard = vocab_shard(group, len(weight), vocab_size)
-    return vocab_parallel_kl(hidden, other, weight, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens)
+    return pair_kl(hidden, other, weight, shard, temperature=temperature, chunk_tokens=chunk_tokens)
 
 
 def packed_attention(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.export import weight_specs
 from megarl.parallel.messages import UpdateRequest, UpdateResult
@@ -202,7 +202,7 @@ class Case:
         return ActorConfig(
             layout=self.layout,
             recompute=self.recompute,
-            head_chunk_tokens=16,
+            head=HeadConfig(chunk_tokens=16),
             optimizer=OptimizerConfig(
                 betas=ADAM.betas,
                 eps=ADAM.eps,

@@ -47,7 +47,7 @@ def pins(environment: dict[str, str]) -> dict[str, str]:
     return {canonicalize_name(one.name): str(one.specifier).removeprefix("==") for one in kept}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "conformance.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "conformance.txt", "kernels.txt"])
 def test_every_line_of_a_lock_pins_one_version_of_another_package(name: str) -> None:
     lock = read_requirements(name)
     assert all(len(one.specifier) == 1 and str(one.specifier).startswith("==") for one in lock)
@@ -193,6 +193,63 @@ def test_a_folder_that_is_no_environment_is_not_cleared(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is no virtual environment"):
         install.create(tmp_path)
     assert kept.read_text() == "years of work"
+
+
+@pytest.fixture
+def pip_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What pip was asked for; it puts one package into its target."""
+    asked = []
+
+    def pip_install(*args: str) -> bool:
+        asked.append(args)
+        target = Path(args[args.index("--target") + 1])
+        assert not target.exists(), "pip leaves what it finds in its target"
+        (target / "triton").mkdir(parents=True)
+        return True
+
+    monkeypatch.setattr(install, "pip_install", pip_install)
+    return asked
+
+
+def test_kernels_are_made_once_and_anew_for_other_requirements(
+    tmp_path: Path, pip_of_a_folder: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = install.kernels_folder(tmp_path)
+    cut_off = tmp_path / "kernels.partial/half"
+    cut_off.mkdir(parents=True)
+    install.install_kernels(tmp_path)
+    install.install_kernels(tmp_path)
+    assert len(pip_of_a_folder) == 1
+    assert {"--only-binary", str(install.KERNELS)} <= set(pip_of_a_folder[0])
+    assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "triton"]
+    assert not cut_off.parent.exists()
+
+    (folder / "older.py").touch()
+    monkeypatch.setattr(install, "KERNELS", tmp_path / "kernels.txt")
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    install.KERNELS.write_text("triton==9\n")
+    install.install_kernels(tmp_path)
+    assert len(pip_of_a_folder) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "triton"]
+
+
+def test_kernels_that_pip_cannot_install_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "pip_install", lambda *args: False)
+    with pytest.raises(SystemExit, match=r"pip could not install requirements/kernels\.txt"):
+        install.install_kernels(tmp_path)
+    assert not install.kernels_folder(tmp_path).exists()
+
+
+def test_the_kernels_lie_apart_and_are_what_is_pinned() -> None:
+    folder = install.kernels_folder(Path(sys.prefix))
+    found = {
+        f"{canonicalize_name(one.metadata['Name'])}=={one.version}"
+        for one in metadata.distributions(path=[str(folder)])
+    }
+    assert found == {str(one) for one in read_requirements("kernels.txt")}
+    assert str(folder) not in sys.path
+    assert install.KERNELS in install.INPUTS
+    assert not set(pins(HERE)) & {canonicalize_name(one.name) for one in read_requirements("kernels.txt")}
 
 
 def test_a_complete_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_an_algorithm_gets_the_roles_whose_scores_it_reads() -> None:
 
 
 def test_what_is_left_open_is_the_actors() -> None:
-    tree = {"actor": {"layout": {"tp": 2}, "micro_batch_tokens": 500, "head_chunk_tokens": 7, "recompute": "full"}}
+    tree = {"actor": {"layout": {"tp": 2}, "micro_batch_tokens": 500, "head": {"chunk_tokens": 7}, "recompute": "full"}}
     found = roles(tree, Score.VALUES, Score.REF_LOGPROBS)
     actor, reference, critic = (found[role] for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
     assert reference == RoleSpec(role=Role.REFERENCE, model=actor.model, settings=actor.settings, trainable=False)

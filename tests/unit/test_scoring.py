@@ -43,11 +43,17 @@ class FakeScorer(RoleScorer):
             name: [self.said(i, row, offset) for i, row in enumerate(rows)] for offset, name in enumerate(self.names)
         }
 
-    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> list[FloatArray]:
+    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+        """Divergences 0.5 + i of the i-th pair; log-probs and entropies 100 + i of row i, 200 + i of its twin."""
         self.log.append(f"{self.role} compares {len(rows)} pairs")
         self.pairs.append((list(rows), list(others)))
         self.steps.append(step)
-        return [np.full(row.num_response_tokens, 0.5 + i, np.float32) for i, row in enumerate(rows)]
+        first, twins = (
+            [np.full(row.num_response_tokens, offset + i, np.float32) for i, row in enumerate(rows)]
+            for offset in (100, 200)
+        )
+        kl = [np.full(row.num_response_tokens, 0.5 + i, np.float32) for i, row in enumerate(rows)]
+        return {"logprobs": [*first, *twins], "entropy": [*first, *twins], "kl": kl}
 
     def said(self, place: int, row: Row, offset: int = 0) -> FloatArray:
         return np.full(row.num_response_tokens, 10 * offset + len(self.rows) + place / 100, np.float32)
@@ -268,13 +274,18 @@ def test_divergences_are_of_rows_and_their_hinted_twins(
 ) -> None:
     bench = Bench(writer(tokenizer, mi_estimator="full_kl"))
     got, _ = bench.run(rows, prompts, HINTED | {Score.HINT_KL})
-    # Where there is no hint nothing diverges, and nothing is asked.
-    assert bench.log == ["phase score actor", "actor scores 10 rows", "actor compares 4 pairs"]
+    # Where there is no hint nothing diverges; what a pair's pass says of its two is not asked again.
+    assert bench.log == ["phase score actor", "actor scores 2 rows", "actor compares 4 pairs"]
     actor, with_hint = bench.scorers[Role.ACTOR], [0, 1, 3, 4]
     ((plain, hinted),) = actor.pairs
     assert [row.token_ids.tolist() for row in plain] == [rows[i].token_ids.tolist() for i in with_hint]
-    assert [row.token_ids.tolist() for row in hinted] == [actor.rows[0][5 + i].token_ids.tolist() for i in with_hint]
+    written = bench.hints.write(rows, bench.hints.encode(prompts)).rows
+    assert [row.token_ids.tolist() for row in hinted] == [written[i].token_ids.tolist() for i in with_hint]
+    assert [row.token_ids.tolist() for row in actor.rows[0]] == [rows[2].token_ids.tolist()] * 2
     assert [constant(row.scores["hint_kl"]) for row in got] == [0.5, 1.5, 0.0, 2.5, 3.5]
+    # 1.00 is the first row of the first call.
+    assert [constant(row.scores["old_logprobs"]) for row in got] == [100, 101, 1.00, 102, 103]
+    assert [constant(row.scores["hint_logprobs"]) for row in got] == [200, 201, 1.00, 202, 203]
 
 
 def test_a_row_that_does_not_fit_twice_is_no_pair(

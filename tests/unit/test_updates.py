@@ -40,7 +40,7 @@ class FakeWorkers:
     ) -> dict[str, list[FloatArray]]:
         call = ScoreCall(role=role, rows=rows, plan=plan, temperature=temperature, step=step, paired=paired)
         self.scored.append(call)
-        return {"kl" if paired else "logprobs": [said_of(row) for row in rows]}
+        return {name: [said_of(row) for row in rows] for name in (["logprobs", "kl"] if paired else ["logprobs"])}
 
     def update(self, rows: Sequence[Row], plan: Plan, request: UpdateRequest) -> UpdateResult:
         number = len(self.updated)
@@ -116,14 +116,15 @@ def test_pairs_share_a_micro_batch() -> None:
     rows = [make_row("a", 1, 4), make_row("b", 2, 3), make_row("c", 3, 3)]
     hinted = [make_row("a", 11, 8), make_row("b", 12, 5), make_row("c", 13, 3)]
     role = role_of(micro_batch_tokens=14)
-    kl = RoleScorer(workers, role).score_pairs(rows, hinted, step=5)
+    found = RoleScorer(workers, role).score_pairs(rows, hinted, step=5)
     (call,) = workers.scored
     assert call.paired
     assert [row.token_ids[0] for row in call.rows] == [1, 2, 3, 11, 12, 13]
     # Pairs have 12, 8 and 6 tokens, of which 14 fit: the last two together, the first alone.
     assert call.plan == [[[1, 2, 4, 5], [0, 3]]]
-    # The answer is that of the first halves.
-    assert [values.tolist() for values in kl] == [[1.0] * 3, [2.0] * 2, [3.0] * 2]
+    # The divergences are those of the first halves.
+    assert [values.tolist() for values in found["kl"]] == [[1.0] * 3, [2.0] * 2, [3.0] * 2]
+    assert [values[0] for values in found["logprobs"]] == [1, 2, 3, 11, 12, 13]
 
 
 # --- updates

@@ -69,7 +69,7 @@ AT_LEAST_1 = [
     "actor.layout.tp",
     "actor.layout.dp",
     "actor.micro_batch_tokens",
-    "actor.head_chunk_tokens",
+    "actor.head.chunk_tokens",
     "reference.layout.tp",
     "reference.micro_batch_tokens",
     "critic.layout.first_stage_layers",

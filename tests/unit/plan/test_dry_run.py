@@ -24,7 +24,7 @@ def small_config(directory: Path) -> Config:
         "model": {"path": "elsewhere", "config_path": str(write_config(directory)), "vocab_multiple": 4},
         "data": {"train": ["train.parquet"], "max_prompt_tokens": 4},
         "algo": {"kl": {"where": "loss"}},
-        "actor": {"layout": {"tp": 2, "dp": 2, "pp": 2}, "micro_batch_tokens": 24, "head_chunk_tokens": 6},
+        "actor": {"layout": {"tp": 2, "dp": 2, "pp": 2}, "micro_batch_tokens": 24, "head": {"chunk_tokens": 6}},
         "rollout": {"num_samples": 4, "max_response_tokens": 8, "engine": {"num_engines": 2, "tp": 2}},
         "placement": {"trainer": {"num_nodes": 2}},
         "trainer": {"total_steps": 10, "prompts_per_step": 8, "mini_batch_prompts": 4, "num_epochs": 3},
@@ -67,7 +67,8 @@ def test_a_small_plan_by_hand(tmp_path: Path) -> None:
     # Two layers, two micro-batches in flight, 24 tokens of 68 elements (tp 2 without sequence parallelism).
     assert first.activations == 2 * 2 * 2 * 24 * 68
     assert last.activations == 2 * 2 * 24 * 68
-    assert (first.head, last.head) == (0, 10 * 6 * 8 + 2 * 2 * 24 * 8 + 2 * 8 * 8)
+    # The logits of 24 tokens, which fit the budget; their hidden states, and the gradients of these.
+    assert (first.head, last.head) == (0, 2 * 24 * 8 + 2 * 2 * 24 * 8)
     engine = plan.engine
     assert (engine.weights, engine.kv_cache) == (num_parameters, 60_000 - num_parameters)
     assert [alike.devices for alike in plan.devices] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -94,7 +95,7 @@ def test_ranks_of_several_layouts_add_up_on_their_devices(tmp_path: Path) -> Non
     assert (first.devices, second.devices) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert (first.resident, second.resident) == (12 * actor + 2 * count, 12 * (actor + 8))
     # 12 tokens of one layer, and the head: logits of 6 rows, hidden states.
-    scoring = 2 * 12 * 68 + 10 * 6 * 8 + 2 * 12 * 8
+    scoring = 2 * 12 * 68 + 2 * 6 * 8 + 2 * 12 * 8
     assert first.phases["score reference"].total == first.resident + scoring + 60_000
     assert second.phases["score reference"].total == second.resident + 60_000
     assert "layout     reference: 4 ranks = tp 2 × cp 1 × dp 2 × pp 1, on devices 0-3\n" in to_text(plan)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import HeadConfig, LayoutConfig
 from megarl.parallel.weights.families import ModelSpec
 from megarl.plan.memory import (
     activation_bytes,
@@ -62,10 +62,19 @@ def test_activations_with_and_without_recompute(small: ModelSpec) -> None:
 def test_output_head(small: ModelSpec) -> None:
     # 12 padded rows over tp 2: 6 on this rank; 3 of 10 positions at a time.
     layout = LayoutConfig(tp=2)
-    each = {"vocab_multiple": 2, "chunk_tokens": 3, "num_tokens": 10, "dtype_bytes": 2}
-    logits, hidden, weight_gradient = (2 + 8) * 3 * 6, 2 * 10 * 8, 2 * 6 * 8
-    assert head_bytes(small.dims, layout, **each, backward=False) == logits + hidden
-    assert head_bytes(small.dims, layout, **each, backward=True) == logits + 2 * hidden + weight_gradient
+    each = {"vocab_multiple": 2, "num_tokens": 10, "dtype_bytes": 2}
+    chunk, kept, hidden = 2 * 3 * 6, 2 * 10 * 6, 2 * 10 * 8
+    for regime, memory_mib, logits in [
+        ("recompute", 9, chunk),
+        ("keep", 0, kept),
+        ("auto", 1, kept),
+        ("auto", 0, chunk),
+    ]:
+        head = HeadConfig(regime=regime, memory_mib=memory_mib, chunk_tokens=3)
+        assert head_bytes(small.dims, layout, **each, head=head, backward=False) == chunk + hidden
+        assert head_bytes(small.dims, layout, **each, head=head, backward=True) == logits + 2 * hidden
+    # Without a number of rows, those that fill 128 MiB: here all.
+    assert head_bytes(small.dims, layout, **each, head=HeadConfig(), backward=False) == kept + hidden
 
 
 def test_kv_cache(small: ModelSpec) -> None:

@@ -1,0 +1,68 @@
+"""Which kernels a kind of device uses: the first of its own that pass the self-test, PyTorch's otherwise."""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from megarl.parallel.head.kernels import ChunkKernels
+from megarl.parallel.head.self_test import self_test
+from megarl.parallel.head.torch_kernels import TorchKernels
+
+TESTED_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Kernels that may be unusable here; `errors` are what their first use raises then."""
+
+    name: str
+    kernels: ChunkKernels
+    errors: tuple[type[Exception], ...]
+
+
+def triton_candidate() -> Candidate | None:
+    """None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from megarl.parallel.head.triton_kernels import LAUNCH_ERRORS, TritonKernels
+
+    return Candidate(name="Triton", kernels=TritonKernels(), errors=LAUNCH_ERRORS)
+
+
+CANDIDATES: Mapping[str, tuple[Callable[[], Candidate | None], ...]] = MappingProxyType({"cuda": (triton_candidate,)})
+
+
+def choose_kernels(device: torch.device) -> ChunkKernels:
+    """The kernels for chunks of logits on this kind of device, tested once per process."""
+    return _kernels_of(device.type)
+
+
+@cache
+def _kernels_of(device_type: str) -> ChunkKernels:
+    made = (make() for make in CANDIDATES.get(device_type, ()))
+    return first_that_passes([candidate for candidate in made if candidate is not None], torch.device(device_type))
+
+
+def first_that_passes(candidates: list[Candidate], device: torch.device) -> ChunkKernels:
+    """The first candidate without a fault; warns of the faults of those before it."""
+    for candidate in candidates:
+        if (fault := find_fault(candidate, device)) is None:
+            return candidate.kernels
+        warnings.warn(
+            f"the {candidate.name} kernels for log-probs failed their self-test, so PyTorch's are used: {fault}",
+            stacklevel=2,
+        )
+    return TorchKernels()
+
+
+def find_fault(candidate: Candidate, device: torch.device) -> str | None:
+    """What is wrong with a candidate on this device, in one line."""
+    try:
+        return next(filter(None, (self_test(candidate.kernels, device, dtype) for dtype in TESTED_DTYPES)), None)
+    except candidate.errors as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,177 @@
+"""What lies between forward and backward of the head, and what backward must compute again.
+
+recompute   nothing but statistics: backward computes the logits again, chunk by chunk        8·N·H·V FLOP
+keep        the raw logits [N, V/tp], which their gradient overwrites                         6·N·H·V FLOP
+in_chunk    the gradients of the inputs, computed while a chunk's logits are at hand          6·N·H·V FLOP
+
+The first two exchange statistics once, the third once per chunk; its loss must be a sum over tokens of functions of
+that token's log-prob and entropy. FLOPs are over all ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from megarl.parallel.head.gradients import HiddenGradient, WeightGradient
+from megarl.parallel.head.rows import RowOwners
+from megarl.parallel.head.statistics import (
+    HeadInputs,
+    RowStatistics,
+    combine,
+    gather_parts,
+    row_statistics,
+    write_chunk_statistics,
+)
+
+# ([N] log-probs, [N] entropies) → the loss's gradients with respect to both; None: it does not depend on entropies.
+LossGradients: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+# Two computations of one gradient in float32 differ by less, relative to its largest element.
+SAME_GRADIENT = 1e-4
+
+
+def overwrite_by_gradient(
+    x: HeadInputs,
+    rows: slice,
+    logits: torch.Tensor,
+    statistics: RowStatistics,
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+) -> None:
+    """Raw logits of some rows → their gradient. `statistics` and gradients are those of the same rows."""
+    if not x.shard.size:
+        return
+    x.kernels.write_gradient(
+        logits,
+        x.inverse_temperature[rows],
+        x.labels[rows],
+        lse=statistics.lse,
+        grad_logprobs=grad_logprobs,
+        a=grad_logprobs if grad_entropy is None else grad_logprobs + grad_entropy * statistics.entropy,
+        b=grad_entropy,
+    )
+
+
+class DeferredGradients(torch.autograd.Function):
+    """Regimes recompute and keep: (own hidden rows, weight) → (log p, H), differentiated in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        x: HeadInputs,
+        owners: RowOwners,
+        main_grad: torch.Tensor | None,
+        entropy_needs_grad: bool,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = x.buffer(len(x.hidden)) if keep else None
+        found = row_statistics(x, kept=kept)
+        ctx.save_for_backward(x.hidden, weight, x.labels, x.inverse_temperature, found.lse, found.entropy)
+        ctx.context = x.shard, x.chunk_tokens, x.kernels, owners, main_grad
+        ctx.kept = kept
+        if not entropy_needs_grad:
+            ctx.mark_non_differentiable(found.entropy)
+        ctx.set_materialize_grads(False)
+        return found.logprobs, found.entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
+        hidden, weight, labels, inverse_temperature, lse, entropy = ctx.saved_tensors
+        shard, chunk_tokens, kernels, owners, main_grad = ctx.context
+        x = HeadInputs(
+            hidden=hidden,
+            weight=weight[: shard.size],
+            labels=labels,
+            inverse_temperature=inverse_temperature,
+            shard=shard,
+            chunk_tokens=chunk_tokens,
+            kernels=kernels,
+        )
+        # Their gradient overwrites the logits: a second backward computes them again.
+        kept, ctx.kept = ctx.kept, None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        buffer = x.buffer(min(chunk_tokens, len(hidden))) if kept is None else None
+        grad_hidden = HiddenGradient(hidden, owners)
+        grad_weight = WeightGradient(weight, main_grad) if ctx.needs_input_grad[1] else None
+        for rows in x.chunks():
+            logits = kept[rows] if buffer is None else x.write_logits(rows, buffer)
+            there = RowStatistics(logprobs=lse[rows], entropy=entropy[rows], lse=lse[rows])
+            grad_h = None if grad_entropy is None else grad_entropy[rows]
+            overwrite_by_gradient(x, rows, logits, there, grad_logprobs[rows], grad_h)
+            grad_hidden.add(rows, logits, x.weight)
+            if grad_weight is not None and kept is None:
+                grad_weight.add(logits, hidden[rows])
+        if grad_weight is not None and kept is not None:
+            grad_weight.add(kept, hidden)
+        grad_w = None if grad_weight is None else grad_weight.finish()
+        return grad_hidden.finish(), grad_w, None, None, None, None, None
+
+
+class GradientsInChunk(torch.autograd.Function):
+    """Regime in_chunk: (own hidden rows, weight) → (log p, H), with the inputs' gradients computed on the way.
+
+    Backward hands these out after comparing the loss's gradients with those they were computed from.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        x: HeadInputs,
+        owners: RowOwners,
+        main_grad: torch.Tensor | None,
+        loss_gradients: LossGradients,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy, grad_logprobs, grad_entropy = torch.zeros(
+            4, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device
+        )
+        depends_on_entropy = False
+        buffer = x.buffer(min(x.chunk_tokens, len(x.hidden)))
+        grad_hidden = HiddenGradient(x.hidden, owners)
+        grad_weight = WeightGradient(weight, main_grad) if ctx.needs_input_grad[1] else None
+        for rows in x.chunks():
+            logits = x.write_logits(rows, buffer)
+            parts = torch.empty(3, len(logits), dtype=x.statistics_dtype, device=logits.device)
+            write_chunk_statistics(x, rows, logits, parts)
+            found = combine(gather_parts(parts, x.shard.group))
+            logprobs[rows], entropy[rows] = found.logprobs, found.entropy
+            grad_l, grad_h = loss_gradients(logprobs, entropy)
+            grad_logprobs[rows] = grad_l[rows]
+            if grad_h is not None:
+                depends_on_entropy, grad_entropy[rows] = True, grad_h[rows]
+                grad_h = grad_entropy[rows]
+            overwrite_by_gradient(x, rows, logits, found, grad_logprobs[rows], grad_h)
+            grad_hidden.add(rows, logits, x.weight)
+            if grad_weight is not None:
+                grad_weight.add(logits, x.hidden[rows])
+        ctx.gradients = grad_hidden.finish(), None if grad_weight is None else grad_weight.finish()
+        ctx.save_for_backward(grad_logprobs, grad_entropy)
+        if not depends_on_entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
+        used_logprobs, used_entropy = ctx.saved_tensors
+        _require_same("log-probs", used_logprobs, grad_logprobs)
+        _require_same("entropy", used_entropy, grad_entropy)
+        grad_hidden, grad_weight = ctx.gradients
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _require_same(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
+    """ValueError if a loss is not what it was in the chunks."""
+    difference = (used if actual is None else used - actual).abs()
+    if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():
+        row = int(difference.argmax())
+        raise ValueError(
+            f"log-prob head, regime in_chunk: the loss's gradient with respect to the {name} of kept row {row} is "
+            f"{0.0 if actual is None else float(actual[row])}, but was {float(used[row])} when that row's chunk was "
+            f"computed; the loss is no sum over tokens: use the regime recompute or keep"
+        )

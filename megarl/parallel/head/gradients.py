@@ -1,0 +1,58 @@
+"""Gradients of the head's inputs, from the gradients of chunks of logits."""
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.head.rows import RowOwners, wait_all
+
+
+class HiddenGradient:
+    """∂L/∂h [N, H]: each rank's vocabulary gives a partial sum, reduced while the next chunk is computed."""
+
+    def __init__(self, hidden: torch.Tensor, owners: RowOwners) -> None:
+        self._partial = torch.empty_like(hidden)
+        self._owners = owners
+        self._works: list[dist.Work] = []
+
+    def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
+        """dX = dz·W of some rows."""
+        part = self._partial[rows]
+        if len(weight):
+            torch.mm(grad_logits, weight, out=part)
+        else:
+            part.zero_()
+        self._works += self._owners.start_reduction(part, rows.start)
+
+    def finish(self) -> torch.Tensor:
+        """This rank's rows, complete."""
+        wait_all(self._works)
+        return self._owners.own(self._partial)
+
+
+class WeightGradient:
+    """∂L/∂W of a vocabulary shard, summed over chunks in float32: into Megatron's main gradient where there is one.
+
+    Sums in bfloat16 would depend on the size of a chunk.
+    """
+
+    def __init__(self, weight: torch.Tensor, main: torch.Tensor | None) -> None:
+        self._dtype, self._main = weight.dtype, main
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._sum = torch.zeros_like(weight, dtype=wide) if main is None else main
+
+    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """dW += dzᵀ·h of the rows of a chunk."""
+        if not grad_logits.shape[1]:
+            return
+        target = self._sum[: grad_logits.shape[1]]
+        if grad_logits.dtype == target.dtype:
+            target.addmm_(grad_logits.t(), hidden)
+        elif grad_logits.is_cuda:
+            # The GEMM of 16-bit inputs adds up in float32 as it is; this keeps what it has.
+            torch.addmm(target, grad_logits.t(), hidden, out_dtype=target.dtype, out=target)
+        else:
+            target.addmm_(grad_logits.t().to(target.dtype), hidden.to(target.dtype))
+
+    def finish(self) -> torch.Tensor | None:
+        """The gradient; None if it is already where the optimizer reads it."""
+        return self._sum.to(self._dtype) if self._main is None else None

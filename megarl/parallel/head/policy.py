@@ -1,0 +1,117 @@
+"""The log-prob head of a packed model: which rows, which regime, whose gradient buffer."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.schema import HeadConfig
+from megarl.parallel.head.differentiable import LossGradients
+from megarl.parallel.head.logprobs import TokenLogprobs, head_inputs, vocab_parallel_logprobs
+from megarl.parallel.head.pairs import TokenPairs, gather_uneven, pair_statistics, split_like
+from megarl.parallel.head.regime import Regime, choose_regime
+from megarl.parallel.head.rows import RowOwners
+from megarl.parallel.head.shard import VocabShard
+from megarl.parallel.packing import Pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest:
+    """How the head scores.
+
+    temperature: of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the loss
+    is a sum over tokens. paired: the second half of a pack's rows are the first half's with another prompt, and the
+    KLs between the two are asked for too.
+    """
+
+    temperature: float
+    settings: HeadConfig
+    fp32_logits: bool = False
+    entropy_needs_grad: bool = False
+    token_local: bool = False
+    paired: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyHead:
+    """A rank's rows of the output weight [V/tp, H], padding included, and the groups that share them."""
+
+    weight: torch.Tensor
+    shard: VocabShard
+    cp_group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        pack: Pack,
+        request: HeadRequest,
+        loss_gradients: LossGradients | None,
+    ) -> TokenLogprobs | TokenPairs:
+        """What is asked of the kept labels, from [T, 1, H] ([T/tp, 1, H] under sequence parallelism).
+
+        Positions outside the loss mask are dropped first: prompt tokens meet neither the head nor the gather.
+        """
+        own, counts = self._kept(hidden, pack)
+        if request.paired:
+            return self._pairs(own, counts, pack, request)
+        regime = self._regime(pack, request) if torch.is_grad_enabled() else Regime.RECOMPUTE
+        return vocab_parallel_logprobs(
+            own,
+            self.weight,
+            pack.labels,
+            shard=self.shard,
+            temperature=request.temperature,
+            regime=regime,
+            chunk_tokens=request.settings.chunk_tokens,
+            entropy_needs_grad=request.entropy_needs_grad,
+            fp32_logits=request.fp32_logits,
+            row_counts=counts,
+            main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,
+            loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
+        )
+
+    def _kept(self, hidden: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+        """This rank's kept rows, and how many each rank has; None if all have the same."""
+        if not self.sequence_parallel:
+            return hidden[pack.positions, 0], None
+        rank = self.shard.group.rank()
+        positions = pack.positions.split(pack.kept_per_rank)[rank] - rank * len(hidden)
+        return hidden[positions, 0], pack.kept_per_rank
+
+    def _regime(self, pack: Pack, request: HeadRequest) -> Regime:
+        itemsize = 4 if request.fp32_logits else self.weight.element_size()
+        return choose_regime(
+            request.settings.regime,
+            logits_bytes=len(pack.labels) * len(self.weight) * itemsize,
+            memory_bytes=request.settings.memory_mib << 20,
+            token_local=request.token_local,
+        )
+
+    def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
+        """The two of a pair may lie on different context-parallel ranks, so all of them compute all pairs."""
+        gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
+        parts = [
+            gather_uneven(values, self.cp_group)
+            for values in (gathered, pack.labels, pack.row_index, pack.column_index)
+        ]
+        states, labels, rows, columns = (torch.cat(values) for values in parts)
+        # Labels of the first half by row and column, then those of the second half in the same order.
+        first, second = torch.argsort(rows * pack.batch_shape[1] + columns).chunk(2)
+        weight = self.weight
+        if request.fp32_logits:
+            states, weight = states.float(), weight.float()
+        x = head_inputs(
+            states,
+            weight,
+            labels,
+            shard=self.shard,
+            temperature=request.temperature,
+            chunk_tokens=request.settings.chunk_tokens,
+        )
+        found, rank = pair_statistics(x, first, second), self.cp_group.rank()
+        return TokenPairs(
+            logprobs=split_like(found.logprobs, parts[0], rank),
+            entropy=split_like(found.entropy, parts[0], rank),
+            kl=split_like(found.kl, parts[0], rank),
+        )

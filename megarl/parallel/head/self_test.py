@@ -1,0 +1,155 @@
+"""Whether kernels agree with dense float64 log_softmax and its autograd, on small logits of awkward shapes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.head.kernels import ChunkKernels
+
+# Columns of the vocabulary that another rank holds, and of the buffer that no kernel may touch. With 16 of them some
+# rows are aligned as in a real vocabulary and some are not.
+_ELSEWHERE = 16
+_UNTOUCHED = 0.75
+_EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn; every third label is not owned."""
+
+    name: str
+    num_columns: int
+    offset: float = 0.0
+    deviation: float = 2.0
+    with_entropy: bool = True
+    num_rows: int = 6
+
+
+CASES = (
+    Case(name="one column", num_columns=1),
+    Case(name="seven columns, no entropy", num_columns=7, with_entropy=False),
+    Case(name="an odd number of columns", num_columns=4097),
+    Case(name="aligned rows, no entropy", num_columns=8192, with_entropy=False),
+    Case(name="very negative logits", num_columns=1000, offset=-2e4, deviation=200.0),
+    Case(name="dominant logits", num_columns=4097, deviation=50.0),
+)
+
+
+def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if every case agrees, else the first disagreement: its name, the largest difference and what is allowed."""
+    for case in CASES:
+        for comparison in _comparisons(case, kernels, device, dtype):
+            if disagreement := comparison.disagreement():
+                return f"{case.name} in {dtype}: {disagreement}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """|got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
+
+    name: str
+    got: Tensor
+    expected: Tensor
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    def disagreement(self) -> str:
+        """ "" if it holds; no number is a disagreement."""
+        difference = (self.got.double().cpu() - self.expected).abs().nan_to_num(nan=torch.inf).flatten()
+        allowed = (self.atol + self.rtol * self.expected.abs()).flatten()
+        worst = int((difference - allowed).argmax())
+        if difference[worst] <= allowed[worst]:
+            return ""
+        return f"{self.name} differs by {difference[worst].item():.3g}, allowed {allowed[worst].item():.3g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """A shard's logits as columns of a wider buffer, and what float64 makes of them; float64 on CPU throughout.
+
+    buffer: [n, V + 16], in the dtype of the logits. labels: [n], −1 where not owned. statistics: [3, n].
+    gradient: [n, V]. lse, entropy: [n], of the whole vocabulary.
+    """
+
+    buffer: Tensor
+    inverse_temperature: Tensor
+    labels: Tensor
+    grad_logprobs: Tensor
+    grad_entropy: Tensor
+    statistics: Tensor
+    gradient: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+def _make_problem(case: Case, dtype: torch.dtype) -> _Problem:
+    generator = torch.Generator().manual_seed(case.num_columns)
+    n, V = case.num_rows, case.num_columns
+    whole = torch.randn(n, V + _ELSEWHERE, generator=generator, dtype=torch.float64) * case.deviation + case.offset
+    whole = whole.to(dtype).double()
+    labels = torch.randint(V, (n,), generator=generator)
+    labels[::3] = V + 1
+    inverse_temperature = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)[torch.arange(n) % 3]
+    grad_logprobs = torch.randn(n, generator=generator, dtype=torch.float64)
+    grad_entropy = torch.randn(n, generator=generator, dtype=torch.float64) * case.with_entropy
+
+    logits = whole.clone().requires_grad_()
+    z = logits * inverse_temperature[:, None]
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    loss = grad_logprobs @ log_p.gather(1, labels[:, None])[:, 0] + grad_entropy @ entropy
+    (gradient,) = torch.autograd.grad(loss, logits)
+    here = z[:, :V].log_softmax(-1)
+    owned_logit = z.gather(1, labels[:, None])[:, 0].where(labels < V, 0.0)
+    statistics = torch.stack([z[:, :V].logsumexp(-1), -(here.exp() * here).sum(-1), owned_logit])
+    buffer = torch.full_like(whole, _UNTOUCHED)
+    buffer[:, :V] = whole[:, :V]
+    return _Problem(
+        buffer=buffer.to(dtype),
+        inverse_temperature=inverse_temperature,
+        labels=labels.where(labels < V, -1),
+        grad_logprobs=grad_logprobs,
+        grad_entropy=grad_entropy,
+        statistics=statistics.detach(),
+        gradient=gradient[:, :V],
+        lse=z.logsumexp(-1).detach(),
+        entropy=entropy.detach(),
+    )
+
+
+def _comparisons(case: Case, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> Iterator[_Comparison]:
+    """What the kernels make of one case, next to what float64 makes of it."""
+    problem = _make_problem(case, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    buffer = problem.buffer.to(device, copy=True)
+    logits, beyond = buffer[:, : case.num_columns], buffer[:, case.num_columns :]
+    inverse_temperature, labels = problem.inverse_temperature.to(device, wide), problem.labels.to(device)
+
+    out = torch.full((3, case.num_rows), torch.nan, dtype=wide, device=device)
+    kernels.statistics(logits, inverse_temperature, labels, out)
+    lse, entropy, label_logit = problem.statistics
+    yield _Comparison(name="lse", got=out[0], expected=lse, atol=1e-5, rtol=4 * _EPS)
+    # Sums of thousands of float32 numbers in whatever order, relative to their result.
+    yield _Comparison(name="entropy", got=out[1], expected=entropy, atol=1e-5, rtol=32 * _EPS)
+    yield _Comparison(name="label logit", got=out[2], expected=label_logit, rtol=4 * _EPS)
+    yield _Comparison(name="logits after the statistics", got=buffer, expected=problem.buffer.double())
+
+    kernels.write_gradient(
+        logits,
+        inverse_temperature,
+        labels,
+        lse=problem.lse.to(device, wide),
+        grad_logprobs=problem.grad_logprobs.to(device, wide),
+        a=(problem.grad_logprobs + problem.grad_entropy * problem.entropy).to(device, wide),
+        b=problem.grad_entropy.to(device, wide) if case.with_entropy else None,
+    )
+    # A probability is as wrong as its logarithm: by float32 steps of z and lse.
+    error = problem.gradient.abs().max().item() * (1e-5 + 8 * _EPS * problem.lse.abs().max().item())
+    rounding = torch.finfo(dtype).eps
+    yield _Comparison(name="gradient", got=logits, expected=problem.gradient, atol=error, rtol=rounding)
+    yield _Comparison(
+        name="what lies beyond the logits", got=beyond, expected=problem.buffer.double()[:, case.num_columns :]
+    )

@@ -1,0 +1,155 @@
+"""What the processes with Triton on their import path do: its interpreter on CPU, or its compiler without a GPU.
+
+Started as `python -m tests.helpers.triton_child FUNCTION PATH`; the results go to PATH.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.parallel.head.choose import first_that_passes, triton_candidate
+from megarl.parallel.head.self_test import self_test
+from megarl.parallel.head.triton_kernels import TritonKernels, _gradient_kernel, _statistics_kernel
+from tests.helpers.chunk_kernels import ChunkProblem, chunk_problem, run_chunk
+
+BLOCK = 256  # fewer than most problems' columns, so that maxima change between blocks
+CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def dominated(logits: Tensor) -> Tensor:
+    """One logit far above all others, in another block each row."""
+    logits[torch.arange(len(logits)), torch.arange(len(logits)) * 190] = 60
+    return logits
+
+
+def masked_ends(logits: Tensor) -> Tensor:
+    """−∞ in all of the first block and of the last, and in parts of others."""
+    logits[:, : BLOCK + 7] = -torch.inf
+    logits[:, 700:1000] = -torch.inf
+    return logits
+
+
+def very_negative(logits: Tensor) -> Tensor:
+    return logits - 2e4
+
+
+def growing(logits: Tensor) -> Tensor:
+    """A higher maximum in every block."""
+    return logits + torch.linspace(-100, 100, logits.shape[1])
+
+
+def falling(logits: Tensor) -> Tensor:
+    return growing(logits).flip(1)
+
+
+CHANGES = (dominated, masked_ends, very_negative, growing, falling)
+
+
+def problems() -> dict[str, ChunkProblem]:
+    """All problems for the interpreter, by name."""
+    made = {"float16": chunk_problem(dtype=torch.float16)}
+    for name, dtype in DTYPES.items():
+        for n in (0, 1, 5):
+            for V in (1, 7, 1000, 4097):
+                for entropy in (True, False):
+                    made[f"{name}-{n}x{V}-{'entropy' if entropy else 'no_entropy'}"] = chunk_problem(
+                        num_rows=n, num_columns=V, dtype=dtype, with_entropy=entropy
+                    )
+        for change in CHANGES:
+            made[f"{name}-{change.__name__}"] = chunk_problem(dtype=dtype, change=change)
+    return made
+
+
+def far_row() -> tuple[Tensor, Tensor]:
+    """Statistics and gradient of the row 2³¹ elements after the first; memory in between is never touched."""
+    V, stride = 300, 2**30
+    buffer = torch.empty(2 * stride + V, dtype=torch.bfloat16)
+    logits = buffer.as_strided((3, V), (stride, 1))
+    logits.copy_(torch.arange(V) / V)
+    out, ones, labels = torch.empty(3, 3), torch.ones(1).expand(3), torch.tensor([0, 1, 2])
+    TritonKernels(block=BLOCK).statistics(logits, ones, labels, out)
+    TritonKernels(block=BLOCK).write_gradient(logits, ones, labels, lse=out[0], grad_logprobs=ones, a=ones, b=None)
+    return out[:, 2], logits[2].clone()
+
+
+def refusal(logits: Tensor) -> str:
+    try:
+        TritonKernels().statistics(logits, torch.ones(2), torch.zeros(2, dtype=torch.int64), torch.empty(3, 2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def statistics_beside_nan() -> Tensor:
+    out = torch.empty(3, 2)
+    logits = torch.tensor([[0.0, torch.nan], [0.0, 0.0]])
+    TritonKernels().statistics(logits, torch.ones(2), torch.tensor([0, 0]), out)
+    return out
+
+
+def interpret() -> dict[str, Any]:
+    """With TRITON_INTERPRET=1: the kernels' logic on CPU."""
+    kernels = TritonKernels(block=BLOCK)
+    return {
+        "results": {name: (problem, run_chunk(kernels, problem)) for name, problem in problems().items()},
+        "self-tests": [self_test(TritonKernels(), CPU, dtype) for dtype in (*DTYPES.values(), torch.float16)],
+        "chosen": choose_on_cpu(),
+        "beside NaN": statistics_beside_nan(),
+        "far row": far_row(),
+        "refusals": [refusal(logits) for logits in (torch.zeros(2, 3).double(), torch.zeros(3, 2).t())],
+    }
+
+
+def choose_on_cpu() -> tuple[str, list[str]]:
+    """(name of the kernels, warnings) of the choice that a CUDA device would make, on CPU."""
+    candidate = triton_candidate()
+    assert candidate is not None
+    with warnings.catch_warnings(record=True, category=UserWarning) as caught:
+        chosen = first_that_passes([candidate], CPU)
+    return type(chosen).__name__, [str(one.message) for one in caught]
+
+
+def compile_for_hopper() -> dict[str, Any]:
+    """Without the interpreter: PTX for compute capability 9.0 of aligned logits, and the choice where there is no GPU.
+
+    Triton takes pointers and sizes that are multiples of 16 as such, and a stride of 1 as a constant.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    statistics = ["logits", "row_stride", "V", "inverse_temperature", "labels", "out", "statistic_stride", "out_stride"]
+    gradient = ["logits", "row_stride", "V", "inverse_temperature", "labels", "lse", "grad_logprobs", "a", "b"]
+    sources = {
+        "statistics": (_statistics_kernel, statistics, {"out_stride": 1}),
+        "gradient": (_gradient_kernel, gradient, {}),
+        "gradient without b": (_gradient_kernel, gradient, {"b": None}),
+    }
+    ptx = {}
+    for name, (kernel, arguments, constants) in sources.items():
+        for dtype in ("bf16", "fp16", "fp32"):
+            types = {
+                "logits": f"*{dtype}",
+                "labels": "*i64",
+                "row_stride": "i32",
+                "V": "i32",
+                "statistic_stride": "i32",
+            }
+            signature = {one: "constexpr" if one in constants else types.get(one, "*fp32") for one in arguments}
+            source = ASTSource(
+                fn=kernel,
+                signature={**signature, "BLOCK": "constexpr"},
+                constexprs={**constants, "BLOCK": TritonKernels().block},
+                attrs={(i,): [["tt.divisibility", 16]] for i, one in enumerate(arguments) if one not in constants},
+            )
+            options = {"num_warps": TritonKernels().num_warps}
+            ptx[f"{name} {dtype}"] = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return {"ptx": ptx, "chosen": choose_on_cpu()}
+
+
+if __name__ == "__main__":
+    function, path = sys.argv[1:]
+    torch.save({"interpret": interpret, "compile": compile_for_hopper}[function](), path)
