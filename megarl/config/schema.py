@@ -105,7 +105,7 @@ class HeadConfig:
     # allows it, else recompute.
     regime: Literal["auto", "recompute", "keep", "in_chunk"] = "auto"
     memory_mib: int = 1024  # Of logits that auto keeps on a rank.
-    chunk_tokens: int | None = None  # Rows of logits in work at a time; null: as many as fill 128 MiB.
+    chunk_tokens: int | None = None  # Rows of logits in work at a time; null: hidden size / 2.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

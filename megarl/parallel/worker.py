@@ -77,7 +77,7 @@ class PolicyWorker:
     ) -> RowScores | None:
         """Score this replica's rows; only the rank that reports for the replica returns them.
 
-        paired: the second half of each micro-batch is the first with other prompts; scored is the KL between them.
+        paired: the second half of each micro-batch is the first with other prompts; scored is the KL between them too.
         """
         from megarl.parallel.passes import score_rows
 

@@ -14,9 +14,9 @@
                  f = e · the width of an expert, and 2·e·b·T·h more: what goes into and comes out of them
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
-    head         b·c·V/tp + b·T·h, and with backward b·T·h more
-                 c rows of logits (all T where the regime keeps them for backward), the hidden states that are
-                 scored, and their gradients; those of the output weight are summed where the others are
+    head         b·c·V/tp + b·T·h
+                 c rows of logits (all T where the regime keeps them for backward), and the hidden states that are
+                 scored, which their gradients overwrite; those of the output weight are summed where the others are
     KV cache     2·b·layers·k/tp per token
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
@@ -103,14 +103,12 @@ def head_bytes(
     """The output head of the last stage."""
     rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
     kept = dtype_bytes * num_tokens * rows
-    chunk = head.chunk_tokens or automatic_chunk(num_tokens, rows, dtype_bytes)
+    chunk = head.chunk_tokens or automatic_chunk(num_tokens, hidden=dims.hidden, num_logits=rows, itemsize=dtype_bytes)
     logits = dtype_bytes * min(chunk, num_tokens) * rows
     # Whether the loss is a sum over tokens decides between two regimes that take the same.
     regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
     scored = dtype_bytes * num_tokens * dims.hidden
-    if not backward:
-        return logits + scored
-    return (kept if regime is Regime.KEEP else logits) + 2 * scored
+    return (kept if backward and regime is Regime.KEEP else logits) + scored
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:

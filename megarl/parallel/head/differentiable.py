@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from megarl.parallel.head.gradients import HiddenGradient, WeightGradient
-from megarl.parallel.head.rows import RowOwners
+from megarl.parallel.head.gradients import GradientSinks, HiddenGradient, WeightGradient
 from megarl.parallel.head.statistics import (
     HeadInputs,
     RowStatistics,
@@ -62,16 +61,15 @@ class DeferredGradients(torch.autograd.Function):
         own: torch.Tensor,
         weight: torch.Tensor,
         x: HeadInputs,
-        owners: RowOwners,
-        main_grad: torch.Tensor | None,
+        sinks: GradientSinks,
         entropy_needs_grad: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kept = x.buffer(len(x.hidden)) if keep else None
         found = row_statistics(x, kept=kept)
         ctx.save_for_backward(x.hidden, weight, x.labels, x.inverse_temperature, found.lse, found.entropy)
-        ctx.context = x.shard, x.chunk_tokens, x.kernels, owners, main_grad
-        ctx.kept = kept
+        ctx.context = x.shard, x.chunk_tokens, x.kernels, sinks
+        ctx.kept, ctx.spent = kept, False
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(found.entropy)
         ctx.set_materialize_grads(False)
@@ -80,7 +78,10 @@ class DeferredGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
         hidden, weight, labels, inverse_temperature, lse, entropy = ctx.saved_tensors
-        shard, chunk_tokens, kernels, owners, main_grad = ctx.context
+        shard, chunk_tokens, kernels, sinks = ctx.context
+        if ctx.spent:
+            raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
+        ctx.spent = sinks.overwrite_hidden
         x = HeadInputs(
             hidden=hidden,
             weight=weight[: shard.size],
@@ -95,20 +96,23 @@ class DeferredGradients(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         buffer = x.buffer(min(chunk_tokens, len(hidden))) if kept is None else None
-        grad_hidden = HiddenGradient(hidden, owners)
-        grad_weight = WeightGradient(weight, main_grad) if ctx.needs_input_grad[1] else None
+        grad_hidden = HiddenGradient(hidden, sinks)
+        grad_weight = WeightGradient(weight, sinks.main_grad) if ctx.needs_input_grad[1] else None
         for rows in x.chunks():
             logits = kept[rows] if buffer is None else x.write_logits(rows, buffer)
             there = RowStatistics(logprobs=lse[rows], entropy=entropy[rows], lse=lse[rows])
             grad_h = None if grad_entropy is None else grad_entropy[rows]
             overwrite_by_gradient(x, rows, logits, there, grad_logprobs[rows], grad_h)
-            grad_hidden.add(rows, logits, x.weight)
-            if grad_weight is not None and kept is None:
-                grad_weight.add(logits, hidden[rows])
-        if grad_weight is not None and kept is not None:
-            grad_weight.add(kept, hidden)
+            if kept is None:
+                _add(grad_weight, logits, hidden[rows])
+                grad_hidden.add(rows, logits, x.weight)
+        if kept is not None:
+            # In one product: sums are read and written once.
+            _add(grad_weight, kept, hidden)
+            for rows in x.chunks():
+                grad_hidden.add(rows, kept[rows], x.weight)
         grad_w = None if grad_weight is None else grad_weight.finish()
-        return grad_hidden.finish(), grad_w, None, None, None, None, None
+        return grad_hidden.finish(), grad_w, None, None, None, None
 
 
 class GradientsInChunk(torch.autograd.Function):
@@ -123,8 +127,7 @@ class GradientsInChunk(torch.autograd.Function):
         own: torch.Tensor,
         weight: torch.Tensor,
         x: HeadInputs,
-        owners: RowOwners,
-        main_grad: torch.Tensor | None,
+        sinks: GradientSinks,
         loss_gradients: LossGradients,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy, grad_logprobs, grad_entropy = torch.zeros(
@@ -132,8 +135,8 @@ class GradientsInChunk(torch.autograd.Function):
         )
         depends_on_entropy = False
         buffer = x.buffer(min(x.chunk_tokens, len(x.hidden)))
-        grad_hidden = HiddenGradient(x.hidden, owners)
-        grad_weight = WeightGradient(weight, main_grad) if ctx.needs_input_grad[1] else None
+        grad_hidden = HiddenGradient(x.hidden, sinks)
+        grad_weight = WeightGradient(weight, sinks.main_grad) if ctx.needs_input_grad[1] else None
         for rows in x.chunks():
             logits = x.write_logits(rows, buffer)
             parts = torch.empty(3, len(logits), dtype=x.statistics_dtype, device=logits.device)
@@ -146,9 +149,8 @@ class GradientsInChunk(torch.autograd.Function):
                 depends_on_entropy, grad_entropy[rows] = True, grad_h[rows]
                 grad_h = grad_entropy[rows]
             overwrite_by_gradient(x, rows, logits, found, grad_logprobs[rows], grad_h)
+            _add(grad_weight, logits, x.hidden[rows])
             grad_hidden.add(rows, logits, x.weight)
-            if grad_weight is not None:
-                grad_weight.add(logits, x.hidden[rows])
         ctx.gradients = grad_hidden.finish(), None if grad_weight is None else grad_weight.finish()
         ctx.save_for_backward(grad_logprobs, grad_entropy)
         if not depends_on_entropy:
@@ -162,7 +164,13 @@ class GradientsInChunk(torch.autograd.Function):
         _require_same("log-probs", used_logprobs, grad_logprobs)
         _require_same("entropy", used_entropy, grad_entropy)
         grad_hidden, grad_weight = ctx.gradients
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _add(grad_weight: WeightGradient | None, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Nothing for a frozen weight."""
+    if grad_weight is not None:
+        grad_weight.add(grad_logits, hidden)
 
 
 def _require_same(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:

@@ -1,21 +1,33 @@
 """Gradients of the head's inputs, from the gradients of chunks of logits."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 from megarl.parallel.head.rows import RowOwners, wait_all
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSinks:
+    """Where gradients go. owners: whose the hidden rows are; overwrite_hidden: their gradient takes their place;
+    main_grad: what the weight's is added to, None: a tensor of its own."""
+
+    owners: RowOwners
+    main_grad: torch.Tensor | None
+    overwrite_hidden: bool
+
+
 class HiddenGradient:
     """∂L/∂h [N, H]: each rank's vocabulary gives a partial sum, reduced while the next chunk is computed."""
 
-    def __init__(self, hidden: torch.Tensor, owners: RowOwners) -> None:
-        self._partial = torch.empty_like(hidden)
-        self._owners = owners
+    def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
+        self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
+        self._owners = sinks.owners
         self._works: list[dist.Work] = []
 
     def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
-        """dX = dz·W of some rows."""
+        """dX = dz·W of some rows, whose hidden states nobody reads from here on if they are overwritten."""
         part = self._partial[rows]
         if len(weight):
             torch.mm(grad_logits, weight, out=part)

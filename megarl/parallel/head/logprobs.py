@@ -18,6 +18,7 @@ import torch
 
 from megarl.parallel.head.choose import choose_kernels
 from megarl.parallel.head.differentiable import DeferredGradients, GradientsInChunk, LossGradients
+from megarl.parallel.head.gradients import GradientSinks
 from megarl.parallel.head.kernels import ChunkKernels
 from megarl.parallel.head.regime import Regime, automatic_chunk
 from megarl.parallel.head.rows import RowOwners
@@ -45,6 +46,7 @@ def vocab_parallel_logprobs(
     chunk_tokens: int | None = None,
     entropy_needs_grad: bool = False,
     fp32_logits: bool = False,
+    overwrite_hidden: bool = False,
     row_counts: Sequence[int] | None = None,
     main_grad: torch.Tensor | None = None,
     loss_gradients: LossGradients | None = None,
@@ -62,6 +64,8 @@ def vocab_parallel_logprobs(
         chunk_tokens: rows of logits at a time; None: as `automatic_chunk` says.
         entropy_needs_grad: whether `entropy` has a graph; in the regime in_chunk `loss_gradients` decides.
         fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
+        overwrite_hidden: write the gradient of `hidden` over it, for a tensor that nothing else reads, not even the
+            backward of what made it; then backward runs once.
         main_grad: [≥ shard.size, H] float32 to which the weight's gradient is added; the weight then gets none from
             autograd. None: it does.
         loss_gradients: what the regime in_chunk needs.
@@ -73,8 +77,9 @@ def vocab_parallel_logprobs(
     num_rows = len(hidden) if row_counts is None else sum(row_counts)
     if num_rows != len(labels):
         raise ValueError(f"hidden has {num_rows} rows, labels {len(labels)}; they must agree")
-    if row_counts is not None and len(hidden) != row_counts[shard.group.rank()]:
-        raise ValueError(f"hidden has {len(hidden)} rows, expected {row_counts[shard.group.rank()]} of {row_counts}")
+    rank, size = shard.group.rank(), shard.group.size()
+    if row_counts is not None and (len(row_counts) != size or len(hidden) != row_counts[rank]):
+        raise ValueError(f"hidden has {len(hidden)} rows on rank {rank} of {size}, expected those of {row_counts}")
     if (regime is Regime.IN_CHUNK) != (loss_gradients is not None) and torch.is_grad_enabled():
         raise ValueError(f"regime {regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
     if fp32_logits:
@@ -92,11 +97,14 @@ def vocab_parallel_logprobs(
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = row_statistics(x)
         return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy)
+    # What was gathered here is nobody else's.
+    overwrite = overwrite_hidden or x.hidden.data_ptr() != hidden.data_ptr()
+    sinks = GradientSinks(owners=owners, main_grad=main_grad, overwrite_hidden=overwrite)
     if loss_gradients is not None:
-        logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, owners, main_grad, loss_gradients)
+        logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, loss_gradients)
     else:
         keep = regime is Regime.KEEP
-        logprobs, entropy = DeferredGradients.apply(hidden, weight, x, owners, main_grad, entropy_needs_grad, keep)
+        logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, entropy_needs_grad, keep)
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
 
 
@@ -141,6 +149,7 @@ def head_inputs(
         inverse_temperature=inverse_temperature.expand(labels.shape).contiguous(),
         shard=shard,
         # From what all ranks know alike: they exchange chunk by chunk.
-        chunk_tokens=chunk_tokens or automatic_chunk(len(hidden), len(weight), hidden.element_size()),
+        chunk_tokens=chunk_tokens
+        or automatic_chunk(len(hidden), hidden=hidden.shape[1], num_logits=len(weight), itemsize=hidden.element_size()),
         kernels=kernels or choose_kernels(hidden.device),
     )

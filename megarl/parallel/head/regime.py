@@ -2,10 +2,10 @@
 
 from enum import StrEnum
 
-# Of logits in work at a time: enough rows for a GEMM at full speed, and little beside a model's other memory.
-CHUNK_BYTES = 128 << 20
 # Automatic chunks are multiples of it, as GEMMs like.
 CHUNK_MULTIPLE = 64
+# And their logits take no more than this, unless `CHUNK_MULTIPLE` rows do.
+MAX_CHUNK_BYTES = 512 << 20
 AUTO = "auto"
 
 
@@ -27,7 +27,11 @@ def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_l
     return Regime.IN_CHUNK if token_local else Regime.RECOMPUTE
 
 
-def automatic_chunk(num_rows: int, num_logits: int, itemsize: int) -> int:
-    """Rows whose `num_logits` logits each fill `CHUNK_BYTES`, no more than there are; `CHUNK_MULTIPLE` at least."""
-    fitting = CHUNK_BYTES // max(1, num_logits * itemsize) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
-    return max(1, min(num_rows, max(fitting, CHUNK_MULTIPLE)))
+def automatic_chunk(num_rows: int, *, hidden: int, num_logits: int, itemsize: int) -> int:
+    """Rows of `num_logits` logits each whose logits take half of what the weight shard [num_logits, hidden] takes.
+
+    So the memory is in proportion to the weights', and a chunk's GEMMs are large enough beside the reading of the
+    weight and the writing of its gradient. No more rows than there are; `MAX_CHUNK_BYTES` of logits at most.
+    """
+    fitting = min(hidden // 2, MAX_CHUNK_BYTES // max(1, num_logits * itemsize))
+    return max(1, min(num_rows, max(fitting // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE))

@@ -67,8 +67,8 @@ def test_a_small_plan_by_hand(tmp_path: Path) -> None:
     # Two layers, two micro-batches in flight, 24 tokens of 68 elements (tp 2 without sequence parallelism).
     assert first.activations == 2 * 2 * 2 * 24 * 68
     assert last.activations == 2 * 2 * 24 * 68
-    # The logits of 24 tokens, which fit the budget; their hidden states, and the gradients of these.
-    assert (first.head, last.head) == (0, 2 * 24 * 8 + 2 * 2 * 24 * 8)
+    # The logits of 24 tokens, which fit the budget; and their hidden states.
+    assert (first.head, last.head) == (0, 2 * 24 * 8 + 2 * 24 * 8)
     engine = plan.engine
     assert (engine.weights, engine.kv_cache) == (num_parameters, 60_000 - num_parameters)
     assert [alike.devices for alike in plan.devices] == [(0, 1, 2, 3), (4, 5, 6, 7)]
