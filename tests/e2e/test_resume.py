@@ -118,8 +118,9 @@ def test_a_supervised_run_continues_under_another_layout(inputs: Path) -> None:
 
 @pytest.mark.long
 def test_a_second_signal_ends_the_run_at_once(inputs: Path) -> None:
-    long_steps = ("trainer.total_steps=100", "trainer.prompts_per_step=32", "rollout.num_samples=16")
-    run = SmallRun(inputs=inputs, name="twice", settings=long_steps)
+    # The horizon of the KL controller grows with the rows of a step.
+    rows = ("trainer.prompts_per_step=32", "rollout.num_samples=16", "algo.kl.horizon=1000")
+    run = SmallRun(inputs=inputs, name="twice", settings=("trainer.total_steps=100", *rows))
     with started(run) as process:
         wait_until(lambda: run.last_step() >= 0, process)
         scope = scope_of(process)

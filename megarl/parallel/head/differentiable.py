@@ -77,11 +77,11 @@ class DeferredGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Any, grad_entropy: Any) -> tuple[Any, ...]:
-        hidden, weight, labels, inverse_temperature, lse, entropy = ctx.saved_tensors
         shard, chunk_tokens, kernels, sinks = ctx.context
         if ctx.spent:
             raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
         ctx.spent = sinks.overwrite_hidden
+        hidden, weight, labels, inverse_temperature, lse, entropy = ctx.saved_tensors
         x = HeadInputs(
             hidden=hidden,
             weight=weight[: shard.size],
