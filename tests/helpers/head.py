@@ -68,8 +68,8 @@ def head_problem(
 
 def dense_head(problem: HeadProblem) -> HeadResult:
     """log_softmax of dense float64 logits, differentiated by autograd."""
-    hidden = problem.hidden.double().requires_grad_()
-    weight = problem.weight.double().requires_grad_()
+    hidden = problem.hidden.detach().clone().double().requires_grad_()
+    weight = problem.weight.detach().clone().double().requires_grad_()
     log_p = (hidden @ weight.t() / problem.temperature.double()[:, None]).log_softmax(-1)
     logprobs = log_p.gather(1, problem.labels[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)

@@ -65,7 +65,8 @@ def vocab_parallel_logprobs(
         entropy_needs_grad: whether `entropy` has a graph; in the regime in_chunk `loss_gradients` decides.
         fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
         overwrite_hidden: write the gradient of `hidden` over it, for a tensor that nothing else reads, not even the
-            backward of what made it; then backward runs once.
+            backward of what made it; then backward runs once. So it does where `row_counts` had rows gathered, whose
+            copy is overwritten in any case.
         main_grad: [≥ shard.size, H] float32 to which the weight's gradient is added; the weight then gets none from
             autograd. None: it does.
         loss_gradients: what the regime in_chunk needs.
