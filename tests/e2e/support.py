@@ -37,7 +37,12 @@ SMALL = (
 
 # Which model, and so which cluster, a test wants. Tied comes first in both: pytest groups tests by this index.
 tied_head = pytest.mark.parametrize("model", [True], ids=["tied"], indirect=True)
-both_heads = pytest.mark.parametrize("model", [True, False], ids=["tied", "untied"], indirect=True)
+# A model of its own starts a cluster of its own.
+both_heads = pytest.mark.parametrize(
+    "model",
+    [pytest.param(True, id="tied"), pytest.param(False, id="untied", marks=pytest.mark.long)],
+    indirect=True,
+)
 
 
 def small_config(model: Path, *overrides: str) -> Config:
