@@ -100,8 +100,8 @@ def baseline(
     return get
 
 
-# Every layout with one algorithm, every algorithm with the basic layouts of two ranks; the other pairs are long, and so is the
-# want of rows where it meets further dimensions.
+# Every layout with one algorithm, every algorithm with the basic layouts of two ranks; the other pairs are long, and so
+# is the want of rows where it meets further dimensions.
 BASIC = ("tp1", "tp2", "dp2")
 
 
