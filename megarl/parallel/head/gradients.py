@@ -1,11 +1,17 @@
 """Gradients of the head's inputs, from the gradients of chunks of logits."""
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megarl.parallel.head.rows import RowOwners, wait_all
+
+
+# Of chunks, under way at once: the next one is computed meanwhile, and more would each hold a buffer of the backend's.
+MAX_REDUCTIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +30,7 @@ class HiddenGradient:
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
         self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
         self._owners = sinks.owners
-        self._works: list[dist.Work] = []
+        self._works: deque[Sequence[dist.Work]] = deque()
 
     def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
         """dX = dz·W of some rows, whose hidden states nobody reads from here on if they are overwritten."""
@@ -33,11 +39,14 @@ class HiddenGradient:
             torch.mm(grad_logits, weight, out=part)
         else:
             part.zero_()
-        self._works += self._owners.start_reduction(part, rows.start)
+        self._works.append(self._owners.start_reduction(part, rows.start))
+        if len(self._works) > MAX_REDUCTIONS:
+            wait_all(self._works.popleft())
 
     def finish(self) -> torch.Tensor:
         """This rank's rows, complete."""
-        wait_all(self._works)
+        for works in self._works:
+            wait_all(works)
         return self._owners.own(self._partial)
 
 

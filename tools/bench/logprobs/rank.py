@@ -1,0 +1,115 @@
+"""One process of a contender: it loads the contender, answers the small problem, and measures."""
+
+import datetime
+import gc
+import importlib.metadata
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.platform import platform
+from tools.bench.logprobs.contenders import CONTENDERS
+from tools.bench.logprobs.counting import count_collectives
+from tools.bench.logprobs.memory import PEAK_MEMORY
+from tools.bench.logprobs.problem import Answer, Problem, backward, make_problem, solve
+from tools.bench.logprobs.processes import RankSpec
+from tools.bench.logprobs.records import Size, Traffic
+
+# A rank that waits for one that failed; the largest pass takes minutes.
+_TIMEOUT = datetime.timedelta(minutes=15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Peak bytes over inputs, and the traffic of both passes."""
+
+    memory_bytes: int
+    forward: Traffic
+    backward: Traffic
+
+
+class BenchRank:
+    """A tensor-parallel rank that is asked method by method; all ranks are asked the same."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec, self.dtype = spec, getattr(torch, spec.dtype)
+
+    def load(self) -> None:
+        """Meet the other ranks and load the contender."""
+        spec = self.spec
+        torch.set_num_threads(1)
+        # About torch's new names for collectives.
+        warnings.simplefilter("ignore", FutureWarning)
+        self.device = platform().device()
+        if spec.device == "cuda":
+            torch.cuda.set_device(self.device)
+        meeting = f"file://{spec.directory}/meeting"
+        dist.init_process_group(
+            platform().backend, init_method=meeting, rank=spec.rank, world_size=spec.world_size, timeout=_TIMEOUT
+        )
+        assert dist.group.WORLD is not None
+        self.group: Any = dist.group.WORLD
+        # Last, so that only what is missing elsewhere is taken from it.
+        sys.path.append(spec.kernels)
+        self.head = CONTENDERS.get(spec.contender).load(self.group)
+
+    def answer(self, size: Size) -> Answer:
+        """The answer to a small problem, equal on every device; first use of the code is then behind us."""
+        return solve(self.head, self._make(size, device="cpu").to(self.device))
+
+    def available_bytes(self) -> int:
+        return PEAK_MEMORY[self.spec.device]().available_bytes(self.spec.world_size)
+
+    def footprint(self, size: Size) -> Footprint:
+        """Memory and collectives of one forward and backward pass."""
+        problem, memory = self._make(size), PEAK_MEMORY[self.spec.device]()
+        dist.barrier(self.group)
+        memory.begin()
+        with count_collectives() as forward:
+            outputs = self.head(problem)
+        with count_collectives() as behind:
+            backward(problem, outputs)
+        self._synchronize()
+        return Footprint(memory_bytes=memory.peak_bytes(), forward=forward.traffic(), backward=behind.traffic())
+
+    def times(self, size: Size) -> tuple[float, float]:
+        """Seconds of forward, and of forward and backward. Memory is given back, since others take turns."""
+        problem = self._make(size)
+        self._synchronize()
+        dist.barrier(self.group)
+        began = time.perf_counter()
+        outputs = self.head(problem)
+        self._synchronize()
+        forward_s = time.perf_counter() - began
+        backward(problem, outputs)
+        self._synchronize()
+        total_s = time.perf_counter() - began
+        del problem, outputs
+        gc.collect()
+        platform().release_cached_memory()
+        return forward_s, total_s
+
+    def versions(self, packages: Sequence[str]) -> dict[str, str]:
+        """The installed ones of some packages."""
+        found = {each.name.replace("_", "-"): each.version for each in importlib.metadata.distributions()}
+        return {package: found[package] for package in packages if package in found}
+
+    def _make(self, size: Size, device: torch.device | str | None = None) -> Problem:
+        return make_problem(
+            size,
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            dtype=self.dtype,
+            device=self.device if device is None else device,
+            with_main_grad=self.spec.main_grad,
+        )
+
+    def _synchronize(self) -> None:
+        if self.spec.device == "cuda":
+            torch.cuda.synchronize()
