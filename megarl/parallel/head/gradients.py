@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megarl.parallel.head.rows import RowOwners, wait_all
 
-
 # Of chunks, under way at once: the next one is computed meanwhile, and more would each hold a buffer of the backend's.
 MAX_REDUCTIONS = 2
 
