@@ -51,9 +51,11 @@ class Record:
 
 
 def make_model(step: Step, directory: Path) -> None:
-    """A Qwen3 model directory with random weights."""
+    """A Qwen3 model directory with random weights, the same every time."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    torch.manual_seed(0)
     heads = step.hidden // 64
     config = Qwen3Config(
         vocab_size=step.vocab,
