@@ -46,7 +46,8 @@ class HiddenGradient:
         """This rank's rows, complete."""
         for works in self._works:
             wait_all(works)
-        return self._owners.own(self._partial)
+        # Of its own for autograd, which copies what others hold.
+        return self._owners.own(self._partial).detach()
 
 
 class WeightGradient:
