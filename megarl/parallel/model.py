@@ -22,6 +22,7 @@ from megarl.parallel.full_kl import paired_kl
 from megarl.parallel.layout import Layout
 from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
 from megarl.parallel.messages import Head
+from megarl.parallel.moe.setup import expert_options
 from megarl.parallel.packing import Pack
 from megarl.parallel.platform import platform
 from megarl.parallel.weights.families import ModelSpec
@@ -212,8 +213,9 @@ HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: Value
 
 def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
     """This rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
-    spec, position = chunks[0].spec, chunks[0].layout.shard_position
-    return shard_slices(itertools.chain.from_iterable(c.named_shards() for c in chunks), spec, position)
+    spec, layout = chunks[0].spec, chunks[0].layout
+    shards = itertools.chain.from_iterable(c.named_shards() for c in chunks)
+    return shard_slices(shards, spec, layout.shard_position, layout.expert_position)
 
 
 def build_model(
@@ -271,6 +273,7 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=parallel.overlap_p2p,
         batch_p2p_comm=not parallel.overlap_p2p,
+        **expert_options(dims, parallel),
         **_RECOMPUTE[actor.recompute],
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,

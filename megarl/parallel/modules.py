@@ -12,9 +12,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.packing import zigzag_indices
 
 
@@ -114,8 +117,23 @@ class PackedAttention(torch.nn.Module):
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norm and attention, for the layers of this pipeline stage."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    """Megatron's local layers with our norm, attention and router, for the layers of this pipeline stage."""
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    with_experts = [0] * config.num_layers if config.num_moe_experts is None else config.moe_layer_freq
+    kinds = {
+        kind: _local_layer_spec(config, config.num_moe_experts if kind else None)
+        for kind in with_experts[first : first + num_layers]
+    }
+    with_pack_routers(kinds.values())
+    layers = [kinds[kind] for kind in with_experts[first : first + num_layers]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
@@ -123,5 +141,4 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     if config.qk_layernorm:
         assert attention.q_layernorm is not IdentityOp
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    return spec

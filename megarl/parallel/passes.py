@@ -14,6 +14,7 @@ from megarl.errors import NonFiniteError
 from megarl.parallel.logprobs import TokenLogprobs
 from megarl.parallel.messages import Role, RowScores, UpdateRequest, UpdateResult
 from megarl.parallel.model import HeadRequest, PackedModel, TokenKl, TokenValues
+from megarl.parallel.moe.mini_batch import MiniBatchLoad
 from megarl.parallel.optimizer import set_learning_rate
 from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.platform import platform
@@ -48,7 +49,10 @@ def _run_schedule(
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
         pack = pack_rows([rows[i] for i in indices], alignment=alignment, device=device)
-        return chunk(pack, request), lambda out, **_: on_output(_unwrap(chunk), pack, indices, out)
+        answer = chunk(pack, request)
+        # Of a model with experts Megatron asks what it gets for its device, so it gets a tensor.
+        passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
+        return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
 
     several = len(chunks) > 1
     get_forward_backward_func()(
@@ -157,9 +161,10 @@ def accumulate_gradients(
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
+    load = MiniBatchLoad(loaded, rows, micro_batches, dp_group)
     head = loaded.head_request(temperature=request.temperature, entropy_needs_grad=request.objective.entropy_needs_grad)
     _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False)
-    return UpdateResult(metrics=_reduce_sums(sums, dp_group, device), before=before)
+    return UpdateResult(metrics={**_reduce_sums(sums, dp_group, device), **load.metrics()}, before=before)
 
 
 def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:

@@ -8,6 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megarl.parallel.layout import Layout
 from megarl.parallel.messages import Head, RoleSpec
 from megarl.parallel.model import HeadRequest, PackedModel, build_model
+from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizer import build_optimizer, wrap_ddp
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 
@@ -47,6 +48,7 @@ def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
         for chunk in chunks:
             chunk.requires_grad_(False)
         return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=[], optimizer=None)
+    prepare_experts(chunks, spec.settings.moe)
     ddp = wrap_ddp(chunks, spec.settings.optimizer)
     optimizer = build_optimizer(ddp, spec.settings.optimizer)
     return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer)

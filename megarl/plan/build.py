@@ -13,7 +13,6 @@ from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.parallel.weights.tables import EXPERT
 from megarl.placement import plan_placement
 from megarl.plan import memory as bytes_of
 from megarl.plan.devices import plan_devices, plan_shards
@@ -68,10 +67,14 @@ def planned_model(model: ModelConfig, key: str) -> ModelSpec:
     return read_model_spec(instead if use_instead and instead is not None else model.path, key)
 
 
-def _model_parameters(spec: ModelSpec, head: Head, *, part: str = "") -> int:
-    """Elements of all tensors that have `part` in their name."""
+def _model_parameters(spec: ModelSpec, head: Head) -> int:
     shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
-    return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _expert_parameters(spec: ModelSpec) -> int:
+    tensors = (tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors)
+    return sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors)
 
 
 def _layout(layout: LayoutConfig, roles: Sequence[RoleSpec]) -> LayoutPlan:
@@ -111,8 +114,7 @@ def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
         family=spec.family.name,
         trainable=role.trainable,
         num_parameters=_model_parameters(spec, role.head),
-        num_expert_parameters=_model_parameters(spec, role.head, part=EXPERT),
-        untrainable=spec.family.untrainable,
+        num_expert_parameters=_expert_parameters(spec),
     )
 
 

@@ -4,14 +4,15 @@
     gradients    4·P                    (Megatron accumulates them in float32)
     optimizer    (12 if b = 2 else 8)·P / D
                  AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with
-                 the distributed optimizer, else 1
+                 the distributed optimizer (of experts tp·dp·cp/(ep·etp)), else 1
 
     activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
                  b·T·(4h/s + 3(q + k + f)/tp)
                  h: hidden size, q, k: sizes of all query and all key heads, f: width of the MLP;
                  s = tp under sequence parallelism, else 1
-    where every layer has experts of which a token sees e
-                 f = e · the width of an expert, and 2·e·b·T·h more: what goes into and comes out of them
+    where layers have experts of which a token sees e
+                 f = e · the width of an expert, and 2·e·b·T·h·etp/tp more: what goes into and comes out of them, if
+                 all experts are used alike
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
     head         (b + 8)·c·V/tp + b·T·h, and with backward b·(V/tp)·h + b·T·h more
@@ -58,7 +59,8 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
     experts = dims.experts
     ffn, routed = (dims.ffn, 0) if experts is None else (experts.per_token * experts.ffn, experts.per_token)
     wide = 3 * (dims.dim("q") + dims.dim("kv") + ffn)
-    return dtype_bytes * num_tokens * (4 * dims.hidden // split + 2 * routed * dims.hidden + wide // layout.tp)
+    dispatched = 2 * routed * dims.hidden * layout.etp // layout.tp
+    return dtype_bytes * num_tokens * (4 * dims.hidden // split + dispatched + wide // layout.tp)
 
 
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:

@@ -64,8 +64,6 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
         use = "trained" if role.trainable else "frozen"
         experts = f" ({role.num_expert_parameters:,} in experts)" if role.num_expert_parameters else ""
         yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters{experts}, {use}, {role.model_path}"
-    for reason in dict.fromkeys(role.untrainable for role in plan.roles if role.untrainable):
-        yield f"NOT YET    megarl can plan this run but not do it: {reason}"
     for path in dict.fromkeys(role.model_config for role in plan.roles):
         yield f"sizes      from {path}"
 
@@ -87,6 +85,7 @@ def _layout_line(layout: LayoutPlan, *, is_first: bool) -> str:
         for text, holds in (
             ("sequence parallel", settings["sequence_parallel"]),
             (f"{settings['virtual_pp']} model chunks per stage", settings["virtual_pp"] != 1),
+            (f"experts over ep {settings['ep']} × etp {settings['etp']}", settings["ep"] != 1 or settings["etp"] != 1),
             (f"on devices {ranges(range(layout.num_ranks))}", not is_first),
         )
         if holds
@@ -153,9 +152,12 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _shard_lines(shard: ShardPlan) -> Iterator[str]:
+    experts = ""
+    if shard.num_experts:
+        experts = f" ({shard.num_expert_parameters:,} in {shard.num_experts} experts per layer)"
     yield (
         f"{shard.role:<10} stage {shard.stage}, ranks {ranges(shard.ranks)}: {shard.num_layers} layers, "
-        f"{shard.num_parameters:,} parameters per rank"
+        f"{shard.num_parameters:,} parameters per rank{experts}"
     )
     sizes = {**shard.resident, "activations": shard.activations, "output head": shard.head}
     yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())

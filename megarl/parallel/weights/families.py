@@ -8,16 +8,21 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.parallel.rope import RopeScaling, read_rope_scaling
-from megarl.parallel.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, WeightRule
+from megarl.parallel.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts that every layer has in place of one MLP: how many, how many see a token, and their width."""
+    """The experts that `layers` have in place of one MLP: how many, how many see a token, and their width.
+
+    normalized: the weights of a token's experts add up to 1 (else they are probabilities among all experts).
+    """
 
     num: int
     per_token: int
     ffn: int
+    normalized: bool
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class Dims:
     experts: Experts | None = None
 
     def dim(self, symbol: str) -> int:
-        experts = self.experts or Experts(num=0, per_token=0, ffn=0)
+        experts = self.experts
         return {
             "one": 1,
             "hidden": self.hidden,
@@ -44,9 +49,26 @@ class Dims:
             "head_dim": self.head_dim,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
-            "experts": experts.num,
-            "expert_ffn": experts.ffn,
+            "experts": experts.num if experts else 0,
+            "expert_ffn": experts.ffn if experts else 0,
         }[symbol]
+
+    def kind_of(self, layer: int) -> Layers:
+        """Whether a layer has one MLP or experts."""
+        return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRule:
+    """A rule of the table for one layer and one expert of it; None where the rule has neither."""
+
+    rule: WeightRule
+    layer: int | None = None
+    expert: int | None = None
+
+    def name(self, pattern: str) -> str:
+        """A name of the rule with its numbers in it."""
+        return pattern.format(layer=self.layer, expert=self.expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +91,16 @@ class ModelSpec:
         """
         absent = OUTPUT_HEAD if scalar_head else VALUE_HEAD
         return {
-            tensor.name.format(layer=layer): tuple(self.dims.dim(s) for s in tensor.shape)
-            for layer, rule in self.rules()
-            if not self.is_copy(rule)
-            for tensor in rule.tensors
+            placed.name(tensor.name): tuple(self.dims.dim(s) for s in tensor.shape)
+            for placed in self.rules()
+            if not self.is_copy(placed.rule)
+            for tensor in placed.rule.tensors
             if tensor.name != absent
         }
 
     def ignored_tensors(self) -> tuple[str, ...]:
         """Tensors that a checkpoint of this model may carry though nothing reads them."""
-        copies = [tensor.name for _, rule in self.rules() if self.is_copy(rule) for tensor in rule.tensors]
+        copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
         return (*copies, *names)
 
@@ -86,16 +108,28 @@ class ModelSpec:
         """Whether a rule's parameter is a copy of another tensor in this model."""
         return self.dims.tied and rule.tied_to is not None
 
-    def rules(self) -> Iterator[tuple[int | None, WeightRule]]:
-        """(global layer or None, rule) for every parameter of the model."""
+    def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
+        """The rule of every parameter of the model, or of a part of it with these experts of each layer."""
         table = self.family.weights
-        yield from ((None, rule) for rule in table if "{layer}" not in rule.names[0])
+        yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
+        experts = range(self.dims.dim("experts")) if experts is None else experts
         for layer in range(self.dims.num_layers):
-            yield from ((layer, rule) for rule in table if "{layer}" in rule.names[0])
+            kinds = (Layers.ALL, self.dims.kind_of(layer))
+            for rule in (rule for rule in table if "{layer}" in rule.names[0] and rule.layers in kinds):
+                numbers = experts if "{expert}" in rule.names[0] else (None,)
+                yield from (PlacedRule(rule=rule, layer=layer, expert=expert) for expert in numbers)
 
-    def parameter_rules(self) -> dict[str, tuple[int | None, WeightRule]]:
-        """Megatron parameter name (global layer numbers) → its layer and rule."""
-        return {name.format(layer=layer): (layer, rule) for layer, rule in self.rules() for name in rule.names}
+    def parameter_rules(self, experts: range | None = None) -> dict[str, PlacedRule]:
+        """Megatron parameter name → its rule. Layers have their numbers in the whole model.
+
+        experts: those that a rank holds of each layer; in its parameters' names they count from 0. None: all.
+        """
+        first = experts.start if experts else 0
+        return {
+            name.format(layer=placed.layer, expert=None if placed.expert is None else placed.expert - first): placed
+            for placed in self.rules(experts)
+            for name in placed.rule.names
+        }
 
 
 def find_family(architectures: object) -> Family:
@@ -109,15 +143,6 @@ def find_family(architectures: object) -> Family:
         f"model architecture {list(names)} is not supported; known: {known} "
         f"(a family is a table in megarl/parallel/weights/tables.py)"
     )
-
-
-def require_trainable(spec: ModelSpec, key: str) -> None:
-    """Refuse a model, the value of `key`, that can only be planned."""
-    if spec.family.untrainable:
-        raise ConfigError(
-            f"{key}: {spec.path} is a {spec.family.name} model, which can be planned (megarl train --dry-run) but not "
-            f"trained: {spec.family.untrainable}; choose a dense model, such as Qwen3-8B"
-        )
 
 
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
@@ -144,7 +169,7 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
         return ModelSpec(
             path=directory,
             family=family,
-            dims=_read_dims(config),
+            dims=_read_dims(family, config),
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
             rope_scaling=read_rope_scaling(rope, str(file)),
             norm_eps=float(config["rms_norm_eps"]),
@@ -176,7 +201,7 @@ def _require_described(file: Path, family: Family, config: Mapping[str, Any]) ->
         )
 
 
-def _read_dims(config: Mapping[str, Any]) -> Dims:
+def _read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
     heads = config["num_attention_heads"]
     return Dims(
         num_layers=config["num_hidden_layers"],
@@ -187,11 +212,26 @@ def _read_dims(config: Mapping[str, Any]) -> Dims:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_read_experts(config) if "num_experts_per_tok" in config else None,
+        experts=_read_experts(family, config),
     )
 
 
-def _read_experts(config: Mapping[str, Any]) -> Experts:
+def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
+    if family.expert_ffn_key is None:
+        return None
     # Transformers 5 writes the second name.
     key = "num_experts" if "num_experts" in config else "num_local_experts"
-    return Experts(num=config[key], per_token=config["num_experts_per_tok"], ffn=config["moe_intermediate_size"])
+    normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
+    return Experts(
+        num=config[key],
+        per_token=config["num_experts_per_tok"],
+        ffn=config[family.expert_ffn_key],
+        normalized=normalized,
+        layers=tuple(layer for layer in range(config["num_hidden_layers"]) if _has_experts(layer, config)),
+    )
+
+
+def _has_experts(layer: int, config: Mapping[str, Any]) -> bool:
+    """Qwen3-MoE may have every n-th layer with experts, and exceptions."""
+    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    return layer not in without and (layer + 1) % every == 0

@@ -21,11 +21,19 @@ class Partition(StrEnum):
     QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
 
 
+class Layers(StrEnum):
+    """Which layers have a parameter."""
+
+    ALL = "all"
+    DENSE = "dense"  # those with one MLP
+    EXPERTS = "experts"  # those with experts in its place
+
+
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A tensor of the checkpoint: its name (`{layer}` is the global layer) and its symbolic shape.
+    """A tensor of the checkpoint: its name and its symbolic shape.
 
-    `EXPERT` in the name stands for every expert; the shape is that of all of them, stacked.
+    In the name `{layer}` is the number of the layer, `{expert}` that of the expert in it.
     """
 
     name: str
@@ -36,12 +44,14 @@ class HFTensor:
 class WeightRule:
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
-    `names`: the parameter's names, by the local spec and by Transformer Engine's where they differ.
+    `names`: the parameter's names, by the local spec and by Transformer Engine's where they differ. A rule with
+    `{expert}` in its names holds for every expert of a layer.
     """
 
     names: tuple[str, ...]
     partition: Partition
     tensors: tuple[HFTensor, ...]
+    layers: Layers = Layers.ALL
     # The tensor this parameter is a copy of when embeddings are tied; such copies are loaded, never written.
     tied_to: str | None = None
 
@@ -53,7 +63,8 @@ class Family:
     `defaults`: what transformers takes for keys that a config.json leaves out, where that is not the common rule.
     `required`: values of keys whose other values change the model in ways that this table does not describe.
     `ignored`: tensors that a checkpoint may carry though nothing reads them.
-    `untrainable`: why a run can be planned but not done; empty where it can.
+    `expert_ffn_key`: the key of a config.json that holds the width of an expert, for families with experts.
+    `normalizes_experts`: whether the weights of a token's experts add up to 1; None: `norm_topk_prob` says.
     """
 
     name: str
@@ -64,7 +75,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    untrainable: str = ""
+    expert_ffn_key: str | None = None
+    normalizes_experts: bool | None = None
 
     @property
     def value_architectures(self) -> tuple[str, ...]:
@@ -72,11 +84,18 @@ class Family:
         return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in self.architectures)
 
 
-def _rule(partition: Partition, names: str, *tensors: tuple[str, str], tied_to: str | None = None) -> WeightRule:
+def _rule(
+    partition: Partition,
+    names: str,
+    *tensors: tuple[str, str],
+    layers: Layers = Layers.ALL,
+    tied_to: str | None = None,
+) -> WeightRule:
     return WeightRule(
         names=tuple(names.split(" | ")),
         partition=partition,
         tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
+        layers=layers,
         tied_to=tied_to,
     )
 
@@ -87,8 +106,6 @@ _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 VALUE_HEAD = "score.weight"
 # What a scalar head takes the place of.
 OUTPUT_HEAD = "lm_head.weight"
-# Stands for every expert in the names of a layer's expert tensors.
-EXPERT = "*"
 
 _DECODER = (
     _rule(Partition.VOCAB, "embedding.word_embeddings.weight", ("model.embed_tokens.weight", "vocab hidden")),
@@ -125,24 +142,42 @@ _DENSE_MLP = (
         f"{_L}mlp.linear_fc1.weight",
         (f"{_HF}mlp.gate_proj.weight", "ffn hidden"),
         (f"{_HF}mlp.up_proj.weight", "ffn hidden"),
-    ),
-    _rule(Partition.COLUMNS, f"{_L}mlp.linear_fc2.weight", (f"{_HF}mlp.down_proj.weight", "hidden ffn")),
-)
-
-_EXPERT_MLPS = (
-    _rule(Partition.REPLICATED, f"{_L}mlp.router.weight", (f"{_HF}mlp.gate.weight", "experts hidden")),
-    _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.experts.local_experts.{EXPERT}.linear_fc1.weight | {_L}mlp.experts.linear_fc1.weight{EXPERT}",
-        (f"{_HF}mlp.experts.{EXPERT}.gate_proj.weight", "experts expert_ffn hidden"),
-        (f"{_HF}mlp.experts.{EXPERT}.up_proj.weight", "experts expert_ffn hidden"),
+        layers=Layers.DENSE,
     ),
     _rule(
         Partition.COLUMNS,
-        f"{_L}mlp.experts.local_experts.{EXPERT}.linear_fc2.weight | {_L}mlp.experts.linear_fc2.weight{EXPERT}",
-        (f"{_HF}mlp.experts.{EXPERT}.down_proj.weight", "experts hidden expert_ffn"),
+        f"{_L}mlp.linear_fc2.weight",
+        (f"{_HF}mlp.down_proj.weight", "hidden ffn"),
+        layers=Layers.DENSE,
     ),
 )
+
+
+def _expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    """Router and experts; `block`, `gate`, `up` and `down` are what a checkpoint calls them."""
+    local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
+    return (
+        _rule(
+            Partition.REPLICATED,
+            f"{_L}mlp.router.weight",
+            (f"{_HF}{block}.gate.weight", "experts hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.GATE_UP,
+            f"{local}linear_fc1.weight | {grouped}linear_fc1.weight{{expert}}",
+            (f"{_HF}{block}.experts.{{expert}}.{gate}.weight", "expert_ffn hidden"),
+            (f"{_HF}{block}.experts.{{expert}}.{up}.weight", "expert_ffn hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.COLUMNS,
+            f"{local}linear_fc2.weight | {grouped}linear_fc2.weight{{expert}}",
+            (f"{_HF}{block}.experts.{{expert}}.{down}.weight", "hidden expert_ffn"),
+            layers=Layers.EXPERTS,
+        ),
+    )
+
 
 _QK_NORM = (
     _rule(
@@ -206,10 +241,26 @@ FAMILIES = (
     Family(
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
-        weights=_DECODER + _EXPERT_MLPS + _QK_NORM,
+        weights=_DECODER + _DENSE_MLP + _expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM,
         qk_layernorm=True,
-        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False},
-        required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        untrainable="mixture-of-experts models need expert parallelism, which megarl does not have yet",
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+        },
+        required={"hidden_act": "silu", "attention_bias": False},
+        expert_ffn_key="moe_intermediate_size",
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        weights=_DECODER + _expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
+        defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
+        required={"hidden_act": "silu", "router_jitter_noise": 0.0},
+        expert_ffn_key="intermediate_size",
+        normalizes_experts=True,
     ),
 )

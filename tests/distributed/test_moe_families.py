@@ -1,0 +1,84 @@
+"""Families with experts equal transformers in logits, log-probs and gradients, in every layout of their experts."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from megarl.config.schema import LayoutConfig
+from tests.helpers.family_parity import (
+    Model,
+    Reference,
+    assert_equals_transformers,
+    make_checkpoint,
+    run_transformers,
+)
+from tests.helpers.rank_pool import RankPool
+
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+MODELS = {
+    "qwen3-moe": Model(
+        config=Qwen3MoeConfig,
+        keys={"head_dim": 24, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": True, **EXPERTS},
+    ),
+    # Probabilities among all experts; dense layers 0 and 2, and 3 by its exception.
+    "qwen3-moe-mixed": Model(
+        config=Qwen3MoeConfig,
+        keys={
+            "head_dim": 24,
+            "num_experts": 6,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [4],
+            **EXPERTS,
+        },
+    ),
+    "mixtral": Model(config=MixtralConfig, keys={"num_local_experts": 6, **EXPERTS}),
+}
+LAYOUTS = {
+    "tp1": LayoutConfig(),
+    "ep2": LayoutConfig(dp=2, ep=2),
+    "dp2": LayoutConfig(dp=2),
+    "tp2-sp ep2": LayoutConfig(tp=2, sequence_parallel=True, ep=2),
+    "tp2-sp etp2": LayoutConfig(tp=2, sequence_parallel=True, etp=2),
+    # Experts have two replicas though there is one replica of everything else.
+    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
+    "pp2": LayoutConfig(pp=2, first_stage_layers=3),
+    "tp2-sp pp2": LayoutConfig(tp=2, sequence_parallel=True, pp=2, first_stage_layers=3),
+    "pp2 ep2": LayoutConfig(pp=2, first_stage_layers=3, dp=2, ep=2),
+    "tp2-sp dp2 ep2 etp2": LayoutConfig(tp=2, sequence_parallel=True, dp=2, ep=2, etp=2),
+    "tp2-sp pp2 ep2": LayoutConfig(tp=2, sequence_parallel=True, pp=2, first_stage_layers=3, ep=2),
+}
+
+GetPool = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    @functools.cache
+    def get(name: str) -> Reference:
+        return run_transformers(make_checkpoint(tmp_path_factory.mktemp(name), MODELS[name], tied=name == "mixtral"))
+
+    return get
+
+
+def is_short(name: str, layout: str) -> bool:
+    return LAYOUTS[layout].world_size <= 2 and (name == "qwen3-moe" or layout in ("tp1", "tp2-sp ep2", "pp2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if is_short(name, layout) else pytest.mark.long)
+        for name in MODELS
+        for layout in LAYOUTS
+    ],
+)
+def test_family_equals_transformers(
+    rank_pool: GetPool, reference: Callable[[str], Reference], tmp_path: Path, name: str, layout: str
+) -> None:
+    expected = reference(name)
+    assert_equals_transformers(rank_pool(LAYOUTS[layout].world_size), expected, LAYOUTS[layout], tmp_path)
