@@ -31,7 +31,7 @@ from megarl.rollout.source import RolloutSource, SamplingPlan, batch_seed
 from megarl.rollout.vllm_source import VllmSource
 from megarl.scoring import ScoringPasses, with_scores
 from megarl.signals import stop_on_signals
-from megarl.training_rows import training_rows
+from megarl.training_rows import require_routed_experts, training_rows
 from megarl.types import Advantages, FinishReason, Prompt, RolloutBatch, Row, Score, scored_batch
 from megarl.updates import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
 from megarl.validation import validate
@@ -223,6 +223,8 @@ class Trainer:
     def learn(self, collected: Collected, step: int) -> tuple[list[Row], dict[str, float]]:
         """Score the samples and update every trained role on them; the rows that trained, and metrics."""
         training = training_rows(collected, self.config.algo)
+        if self.config.actor.moe.replay_routing:
+            require_routed_experts(training.rows, self.inputs.spec.dims)
         if not training.rows:
             return [], {"filter/skipped_updates": 1.0}
         seed = batch_seed(self.config.run.seed, step)

@@ -90,7 +90,7 @@ class PackedModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
-        self.spec, self.layout = spec, layout
+        self.spec, self.layout, self.replays_routing = spec, layout, False
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:

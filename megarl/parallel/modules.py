@@ -120,13 +120,11 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     """Megatron's local layers with our norm, attention and router, for the layers of this pipeline stage."""
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    with_experts = [0] * config.num_layers if config.num_moe_experts is None else config.moe_layer_freq
-    kinds = {
-        kind: _local_layer_spec(config, config.num_moe_experts if kind else None)
-        for kind in with_experts[first : first + num_layers]
-    }
+    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+    with_experts = [config.num_moe_experts is not None and kind == 1 for kind in pattern[first : first + num_layers]]
+    kinds = {kind: _local_layer_spec(config, config.num_moe_experts if kind else None) for kind in with_experts}
     with_pack_routers(kinds.values())
-    layers = [kinds[kind] for kind in with_experts[first : first + num_layers]]
+    layers = [kinds[kind] for kind in with_experts]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

@@ -43,12 +43,14 @@ def _run_schedule(
     forward_only: bool,
 ) -> None:
     """Feed packs to a rank's model chunks in Megatron's schedule; on the last stage `on_output` ends each forward."""
-    alignment = _alignment(_unwrap(chunks[0]))
-    device = platform().device()
+    model = _unwrap(chunks[0])
+    alignment, device = _alignment(model), platform().device()
 
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
-        pack = pack_rows([rows[i] for i in indices], alignment=alignment, device=device)
+        pack = pack_rows(
+            [rows[i] for i in indices], alignment=alignment, device=device, replay_routing=model.replays_routing
+        )
         answer = chunk(pack, request)
         # Of a model with experts Megatron asks what it gets for its device, so it gets a tensor.
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)

@@ -44,6 +44,8 @@ def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
     """Build a role's model chunks, read their weights, and wrap them for training unless frozen."""
     model_spec = read_model_spec(spec.model.path)
     chunks = build_model(model_spec, spec.model, spec.settings, layout, spec.head)
+    for chunk in chunks:
+        chunk.replays_routing = spec.replays_routing
     if not spec.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)

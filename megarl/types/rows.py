@@ -75,9 +75,13 @@ class Row:
         """The row with these scores besides, or in place of, its own."""
         return replace(self, scores={**self.scores, **scores})
 
-    def only(self, names: Collection[str]) -> "Row":
-        """The row with those of its scores that are named."""
-        return replace(self, scores={name: score for name, score in self.scores.items() if name in names})
+    def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
+        """The row with those of its scores that are named, and with its experts only if asked for."""
+        return replace(
+            self,
+            scores={name: score for name, score in self.scores.items() if name in names},
+            routed_experts=self.routed_experts if routed_experts else None,
+        )
 
 
 # Rows by their index in a batch: all of them, or those that one process needs.

@@ -4,10 +4,10 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.export import weight_specs
 from megarl.parallel.messages import StoreResult
 from megarl.parallel.weights.families import read_model_spec
@@ -24,6 +24,7 @@ from megarl.safetensors_map import create_model_files
 from megarl.types import FloatArray, Row
 from tests.helpers.measure import MeasureCase, Measured, measure
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.routers import Routers
 
 # 517 is prime: no layout divides it. Six query heads share two key/value heads; five layers are 3 + 2.
 VOCAB_SIZE = 517
@@ -80,7 +81,7 @@ def make_rows() -> list[Row]:
 
 def make_checkpoint(path: Path, model: Model, *, tied: bool) -> Path:
     """Random weights on which nothing is trivially 0 or 1: biases of deviation 1, norms in [0.5, 2]."""
-    hf = AutoModelForCausalLM.from_config(model.config(**SIZES, **model.keys, tie_word_embeddings=tied))
+    hf = AutoModelForCausalLM.from_config(model.config(**{**SIZES, **model.keys}, tie_word_embeddings=tied))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
@@ -98,18 +99,30 @@ def make_checkpoint(path: Path, model: Model, *, tied: bool) -> Path:
     return path
 
 
-def run_transformers(path: Path) -> Reference:
-    """Row by row, without packing or padding, reading the same config.json."""
-    rows = make_rows()
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+def load_transformers(path: Path) -> PreTrainedModel:
+    """The model as transformers reads it, with its plain attention."""
+    hf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return hf.eval()
+
+
+def run_transformers(path: Path, routers: Routers | None = None) -> Reference:
+    """Row by row, without packing or padding, reading the same config.json; with experts, `routers` watches these."""
+    rows, hf = make_rows(), load_transformers(path)
+    if routers is not None:
+        routers.attach(hf)
     num_tokens = sum(row.num_loss_tokens for row in rows)
     logits, logprobs = [], []
-    for row in rows:
+    for i, row in enumerate(rows):
         tokens = torch.from_numpy(row.token_ids)
+        if routers is not None:
+            routers.begin(i)
         out = hf(tokens[None]).logits[0]
         log_p = out.log_softmax(-1)[row.num_prompt_tokens - 1 : -1]
         masked = log_p.gather(1, tokens[row.num_prompt_tokens :, None])[:, 0] * torch.from_numpy(row.loss_mask)
-        (-masked.sum() / num_tokens).backward()
+        loss = -masked.sum() / num_tokens
+        if routers is not None:
+            loss = loss + routers.balance_share(sum(each.num_tokens for each in rows))
+        loss.backward()
         logits.append(out.detach().numpy())
         logprobs.append(masked.detach().numpy())
     return Reference(path=path, logits=logits, logprobs=logprobs, gradients=_gradients(hf))
@@ -129,13 +142,25 @@ def split_rows(num_rows: int, dp: int) -> list[list[list[int]]]:
     return [[list(range(2 * r + half, num_rows, 2 * dp)) for half in range(2)] for r in range(dp)]
 
 
-def run_ranks(pool: RankPool, path: Path, layout: LayoutConfig, target: Path) -> list[Measured]:
+def run_ranks(
+    pool: RankPool,
+    path: Path,
+    layout: LayoutConfig,
+    target: Path,
+    rows: Sequence[Row],
+    moe: MoeConfig,
+    recompute: Literal["none", "selective", "full"],
+) -> list[Measured]:
     specs = weight_specs(read_model_spec(path), "float32")
     weights, gradients = (create_model_files(target / name, specs) for name in ("weights", "gradients"))
-    rows = make_rows()
     case = MeasureCase(
         model=ModelConfig(path=str(path), dtype="float32", vocab_multiple=4),
-        actor=ActorConfig(layout=layout, optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9)),
+        actor=ActorConfig(
+            layout=layout,
+            optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9),
+            moe=moe,
+            recompute=recompute,
+        ),
         rows=rows,
         micro_batches=split_rows(len(rows), layout.dp),
         weight_files=[str(file) for file in weights],
@@ -172,12 +197,22 @@ def assert_gradients(written: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def assert_equals_transformers(
-    pool: RankPool, expected: Reference, layout: LayoutConfig, target: Path
+    pool: RankPool,
+    expected: Reference,
+    layout: LayoutConfig,
+    target: Path,
+    *,
+    rows: Sequence[Row] | None = None,
+    moe: MoeConfig | None = None,
+    recompute: Literal["none", "selective", "full"] = "none",
 ) -> list[Measured]:
-    """Logits, log-probs and gradients are transformers', and weights are written as they were read."""
+    """Logits, log-probs and gradients are transformers', and weights are written as they were read.
+
+    rows: those of `make_rows`, with more to say.
+    """
     # Far from uniform, so that equality means something.
     assert np.concatenate(expected.logits).std() > 0.5
-    measured = run_ranks(pool, expected.path, layout, target)
+    measured = run_ranks(pool, expected.path, layout, target, rows or make_rows(), moe or MoeConfig(), recompute)
     assert_rows("logits", [m.logits for m in measured], expected.logits)
     assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
     assert_same_bits(target / "weights/model.safetensors", expected.path / "model.safetensors")

@@ -15,11 +15,13 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
     experts = dims.experts
     if experts is None:
         return {}
+    with_experts = [int(layer in experts.layers) for layer in range(dims.num_layers)]
     return {
         "num_moe_experts": experts.num,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn,
-        "moe_layer_freq": [int(layer in experts.layers) for layer in range(dims.num_layers)],
+        # In checkpoints Megatron stacks layers unless a list says which have experts.
+        "moe_layer_freq": 1 if dims.has_equal_layers else with_experts,
         # Softmax over all experts; otherwise over the chosen ones, which is the same as normalising their share.
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_dtype": "fp32",

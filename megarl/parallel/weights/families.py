@@ -53,6 +53,11 @@ class Dims:
             "expert_ffn": experts.ffn if experts else 0,
         }[symbol]
 
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers are of one kind; Megatron then stacks them in checkpoints."""
+        return len({self.kind_of(layer) for layer in range(self.num_layers)}) == 1
+
     def kind_of(self, layer: int) -> Layers:
         """Whether a layer has one MLP or experts."""
         return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
