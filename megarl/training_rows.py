@@ -29,14 +29,14 @@ def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
         experts = row.routed_experts
         if experts is None:
             raise DataError(
-                f"row {row.label}: its rollout recorded no experts to replay; record it again with "
-                f"actor.moe.replay_routing=true, or set that to false"
+                f"row {row.label}: its rollout recorded no experts to replay; replay a record that has them, or set "
+                f"actor.moe.replay_routing=false"
             )
         if experts.shape[1:] != expected or experts.max(initial=-1) >= num_experts:
             raise DataError(
                 f"row {row.label}: its rollout recorded experts of another model: got (layers, experts per token) = "
                 f"{experts.shape[1:]} and expert {experts.max(initial=-1)}, expected {expected} and at most "
-                f"{num_experts - 1}; record it again with this model"
+                f"{num_experts - 1}; replay a record of this model"
             )
 
 

@@ -17,7 +17,7 @@ from megarl.config.check_batches import (
     max_row_terms,
     max_row_tokens,
 )
-from megarl.config.check_experts import check_experts, check_moe_settings
+from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
 from megarl.config.ranges import require_ranges
@@ -170,6 +170,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_whole_mini_batches,
     check_dp_divides_rows,
     _require_replay_dir,
+    check_replayed_routing,
     check_train_outlasts_warmup,
     check_engines,
     check_transport,

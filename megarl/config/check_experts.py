@@ -37,6 +37,15 @@ def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
         raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
 
 
+def check_replayed_routing(config: Config) -> None:
+    """Experts to replay come from a record: vLLM returns none on CPUs, and engines are not asked for them."""
+    if config.actor.moe.replay_routing and config.rollout.source != "replay":
+        raise ConfigError(
+            f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "
+            f"say to which experts its tokens went; set rollout.source=replay, or actor.moe.replay_routing=false"
+        )
+
+
 def _first(names: tuple[str, ...], hf_config: Mapping[str, object]) -> str | None:
     return next((name for name in names if hf_config.get(name) is not None), None)
 

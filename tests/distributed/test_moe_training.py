@@ -46,7 +46,7 @@ LAYOUTS = {
     "tp2-sp ep2": LayoutConfig(tp=2, sequence_parallel=True, ep=2),
     "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
     "pp2": LayoutConfig(pp=2, first_stage_layers=3),
-    "tp2-sp pp2 dp2 ep4": LayoutConfig(tp=2, sequence_parallel=True, pp=2, first_stage_layers=3, dp=2, ep=2),
+    "tp2-sp pp2 dp2 ep2": LayoutConfig(tp=2, sequence_parallel=True, pp=2, first_stage_layers=3, dp=2, ep=2),
 }
 
 GetPool = Callable[[int], RankPool]
@@ -110,7 +110,7 @@ def assert_metrics(measured: Sequence[Measured], routers: Routers) -> None:
         ("normalized", "tp2-sp", "none"),
         ("normalized", "pp2", "none"),
         ("mixed", "tp2-sp ep2", "none"),
-        pytest.param("mixed", "tp2-sp pp2 dp2 ep4", "full", marks=pytest.mark.long),
+        pytest.param("mixed", "tp2-sp pp2 dp2 ep2", "full", marks=pytest.mark.long),
     ],
 )
 def test_balance_loss_and_metrics(

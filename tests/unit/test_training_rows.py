@@ -135,7 +135,7 @@ def test_replayed_routing_needs_experts_of_this_model() -> None:
 
     require_routed_experts(with_experts(3, 2), dims)
     require_routed_experts(with_experts(3, 2, highest=-1), dims)
-    with pytest.raises(DataError, match=r"row a/0: its rollout recorded no experts to replay; record it again"):
+    with pytest.raises(DataError, match=r"row a/0: its rollout recorded no experts to replay; replay a record"):
         require_routed_experts([row], dims)
     for rows in (with_experts(2, 2), with_experts(3, 1), with_experts(3, 2, highest=4)):
         with pytest.raises(DataError, match=r"row a/0: its rollout recorded experts of another model: got .* \(3, 2\)"):

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from megarl.config.check_experts import check_experts, check_moe_settings
+from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout
-from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig, RolloutConfig
 from megarl.errors import ConfigError
 
 QWEN = {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 80}
@@ -85,3 +85,11 @@ def test_settings_for_experts_need_some() -> None:
         check_moe_settings(config, DENSE)
     check_moe_settings(config, QWEN)
     check_moe_settings(Config(), DENSE)
+
+
+def test_routing_is_replayed_from_records() -> None:
+    actor = ActorConfig(moe=MoeConfig(replay_routing=True))
+    with pytest.raises(ConfigError, match=r"^actor\.moe\.replay_routing: got true with rollout\.source=vllm, but only"):
+        check_replayed_routing(Config(actor=actor))
+    check_replayed_routing(Config(actor=actor, rollout=RolloutConfig(source="replay", replay_dir="records")))
+    check_replayed_routing(Config())
