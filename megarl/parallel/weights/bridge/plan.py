@@ -8,6 +8,7 @@ bytes over the wire and no more: D_i is what it needs, S_i what the sources hold
 D_i it copies from these. Where several sources hold a piece, the one that has least to send so far sends it.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,9 +34,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What a source sends to a sink in one bucket, end to end. `local`: between neighbours, not over the wire."""
+    """What a source sends to a sink in one bucket, end to end; the `turn`-th message of the pair.
+
+    local: between neighbours, not over the wire.
+    """
 
     bucket: int
+    turn: int
     source: int
     sink: int
     local: bool
@@ -69,7 +74,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A piece with its way; two messages of a pair never mix neighbours and wire."""
+    """A piece with its way."""
 
     source: int
     sink: int
@@ -96,7 +101,8 @@ def build_plan(
     """
     transfers = _assign(specs, held, needed, neighbours or {})
     split = (part for transfer in transfers for part in _split(transfer, specs[transfer.tensor], bucket_bytes))
-    return Plan(specs=specs, needs=needed, messages=tuple(_pack(split, bucket_bytes)))
+    messages = _pack(split, specs, bucket_bytes)
+    return Plan(specs=specs, needs=needed, messages=tuple(messages))
 
 
 def _assign(
@@ -144,24 +150,36 @@ def _split(transfer: _Transfer, spec: TensorSpec, max_bytes: int) -> list[_Trans
     ]
 
 
-def _pack(transfers: Iterator[_Transfer], bucket_bytes: int) -> Iterator[Message]:
+def _pack(transfers: Iterator[_Transfer], specs: Mapping[str, TensorSpec], bucket_bytes: int) -> Iterator[Message]:
     """Transfers in messages: one per pair and bucket. A bucket ends where a process would stage too much in it."""
-    bucket, filled, pairs = 0, dict[tuple[str, int], int](), dict[tuple[int, int, bool], list[_Transfer]]()
+    filled, turns = dict[tuple[str, int], int](), Counter[tuple[int, int]]()
+    bucket, pairs = 0, dict[tuple[int, int], list[_Transfer]]()
     for transfer in transfers:
         ends = (("source", transfer.source), ("sink", transfer.sink))
         if any(0 < filled.get(end, 0) > bucket_bytes - transfer.num_bytes for end in ends):
-            yield from _messages(bucket, pairs)
+            yield from (_message(bucket, turns[pair], pairs[pair], specs) for pair in pairs)
+            turns.update(pairs.keys())
             bucket, filled, pairs = bucket + 1, {}, {}
         for end in ends:
             filled[end] = filled.get(end, 0) + transfer.num_bytes
-        pairs.setdefault((transfer.source, transfer.sink, transfer.local), []).append(transfer)
-    yield from _messages(bucket, pairs)
+        pairs.setdefault((transfer.source, transfer.sink), []).append(transfer)
+    yield from (_message(bucket, turns[pair], pairs[pair], specs) for pair in pairs)
 
 
-def _messages(bucket: int, pairs: Mapping[tuple[int, int, bool], Sequence[_Transfer]]) -> Iterator[Message]:
-    for (source, sink, local), transfers in pairs.items():
-        parts, offset = [], 0
-        for transfer in transfers:
-            parts.append(Part(transfer.tensor, transfer.box, offset))
-            offset += transfer.num_bytes
-        yield Message(bucket=bucket, source=source, sink=sink, local=local, parts=tuple(parts), num_bytes=offset)
+def _message(bucket: int, turn: int, transfers: Sequence[_Transfer], specs: Mapping[str, TensorSpec]) -> Message:
+    """A pair's transfers in one bucket."""
+    parts, offset = [], 0
+    # Widest items first: all are aligned without gaps.
+    for transfer in sorted(transfers, key=lambda each: -specs[each.tensor].dtype.itemsize):
+        parts.append(Part(transfer.tensor, transfer.box, offset))
+        offset += transfer.num_bytes
+    first = transfers[0]
+    return Message(
+        bucket=bucket,
+        turn=turn,
+        source=first.source,
+        sink=first.sink,
+        local=first.local,
+        parts=tuple(parts),
+        num_bytes=offset,
+    )
