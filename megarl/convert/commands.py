@@ -98,7 +98,10 @@ def _run(
         print("\n".join(plan_table(source, plan, settings)))
         return None
     start = time.monotonic()
-    outcome = carry_out(plan, source.reader, source.state, settings, finish, description)
+    try:
+        outcome = carry_out(plan, source.reader, source.state, settings, finish, description)
+    except OSError as error:
+        raise DataError(f"writing {settings.out} failed: {error}; free space, and run the command again") from error
     print(outcome_line(outcome, plan, settings, seconds=time.monotonic() - start))
     return outcome
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint import STATE_FILE, read_checkpoint
-from megarl.config.roles import role_settings
 from megarl.convert.dist_format import StoredTensor, is_dist_checkpoint, read_index
 from megarl.convert.mapping import Parameter, has_stacked_layers, model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
@@ -63,11 +62,11 @@ def _model_of(path: Path) -> Path:
         return path
     if not (path.parent / STATE_FILE).is_file():
         raise ConfigError(f"{path}: has no config.json; name the directory of the model with --model")
-    config, roles = read_checkpoint(path.parent).state.config, [role.value for role in Role]
-    if path.name not in roles:
-        raise ConfigError(f"{path}: not the directory of a role, one of {roles}; name the model with --model")
-    own = getattr(role_settings(config)[Role(path.name)], "model_path", None)
-    return Path(own or config.model.path)
+    config = read_checkpoint(path.parent).state.config
+    by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path}
+    if path.name not in by_role:
+        raise ConfigError(f"{path}: expected the directory of a role, one of {list(by_role)}; or name it with --model")
+    return Path(by_role[Role(path.name)] or config.model.path)
 
 
 def _open_hf(path: Path) -> OpenModel:

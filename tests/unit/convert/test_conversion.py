@@ -14,6 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.checkpoint import RunState
+from megarl.config import Config
+from megarl.config.schema import ModelConfig
 from megarl.convert import engine
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
@@ -21,6 +24,7 @@ from megarl.convert.engine import Outcome, Settings, partial_dir
 from megarl.convert.files import preallocate
 from megarl.convert.journal import Journal
 from megarl.errors import ConfigError, DataError
+from megarl.types import AlgoState
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model, read_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -130,6 +134,33 @@ def test_a_critic_keeps_its_head(tmp_path: Path) -> None:
     mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
     assert_same_tensors(tmp_path / "back", source)
     assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_a_run_knows_its_model(tmp_path: Path, qwen2: Path) -> None:
+    step = tmp_path / "checkpoints" / "step_000010"
+    hf_to_mcore(qwen2, settings(tmp_path / "dist"))
+    state = RunState(
+        command="train",
+        step=10,
+        num_optimizer_steps=10,
+        sampler={},
+        algo=AlgoState(kl_coef=0.0),
+        source={},
+        score=None,
+        config=Config(model=ModelConfig(path=str(qwen2))),
+    )
+    step.mkdir(parents=True)
+    (step / "actor").mkdir()
+    for file in [*(tmp_path / "dist").glob("*.distcp"), tmp_path / "dist" / ".metadata"]:
+        shutil.copy(file, step / "actor")
+    with pytest.raises(ConfigError, match=r"actor: has no config.json; name the directory of the model with --model"):
+        mcore_to_hf(step / "actor", settings(tmp_path / "back"))
+    (step / "state.json").write_text(state.to_json())
+    with pytest.raises(DataError, match="has no COMPLETE file"):
+        mcore_to_hf(step / "actor", settings(tmp_path / "back"))
+    (step / "COMPLETE").touch()
+    mcore_to_hf(step / "actor", settings(tmp_path / "back"))
+    assert_same_tensors(tmp_path / "back", qwen2)
 
 
 def edit_config(model: Path, **changes: object) -> None:
