@@ -99,6 +99,7 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
         )
     ]
     found = {key: tensor.spec for key, tensor in weights.items()}
+    _check_sizes(path, weights)
     compare_specs(path, found, {p.key: p.global_shape for p in parameters})
     return OpenModel(
         path=path,
@@ -108,6 +109,20 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
         weight_map=read_weight_map(model),
         state=_state([*sorted(path.glob("*.distcp")), path / ".metadata", model / "config.json"]),
     )
+
+
+def _check_sizes(path: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise DataError unless every chunk lies within its file."""
+    ends: dict[str, int] = {}
+    for chunk in (chunk for tensor in stored.values() for chunk in tensor.chunks):
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file():
+            raise DataError(f"{file}: does not exist; copy the checkpoint again")
+        if file.stat().st_size < end:
+            size = file.stat().st_size
+            raise DataError(f"{file}: expected at least {end} bytes, got {size}; copy the checkpoint again")
 
 
 def _as_stored(parameter: Parameter, stored: Mapping[str, StoredTensor]) -> Parameter:

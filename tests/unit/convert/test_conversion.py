@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint import RunState
 from megarl.config import Config
 from megarl.config.schema import ModelConfig
-from megarl.convert import engine
+from megarl.convert import commands, engine
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
+from megarl.convert.dist_format import read_index, write_index
 from megarl.convert.engine import Outcome, Settings, partial_dir
 from megarl.convert.files import preallocate
 from megarl.convert.journal import Journal
@@ -233,10 +234,50 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, qwen2: Path, m
     message = r"linear_qkv.layer_norm_weight: expected shape \(6, 48\), got \(5, 48\); give the config.json"
     with pytest.raises(DataError, match=message):
         mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"), model=model)
-    (tmp_path / "dist" / "__0_0.distcp").unlink()
+    file = tmp_path / "dist" / "__0_0.distcp"
+    os.truncate(file, 1000)
+    with pytest.raises(
+        DataError, match=r"__0_0.distcp: expected at least \d+ bytes, got 1000; copy the checkpoint again"
+    ):
+        mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
+    file.unlink()
     with pytest.raises(DataError, match=r"__0_0.distcp: does not exist; copy the checkpoint again"):
         mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
-    assert not (tmp_path / "back").exists()
+    assert not list(tmp_path.glob("back*"))
+
+
+def rename_keys(dist: Path, names: Mapping[str, str]) -> None:
+    """Give global tensors other keys, as another kind of layers would have written them."""
+    tensors, _ = read_index(dist)
+    write_index(dist, {names.get(key, key): tensor for key, tensor in tensors.items()}, {})
+
+
+def test_keys_of_other_layers_are_read(tmp_path: Path, qwen2: Path) -> None:
+    hf_to_mcore(qwen2, settings(tmp_path / "dist"))
+    layers = "decoder.layers."
+    names = {
+        f"{layers}self_attention.linear_qkv.layer_norm_weight": f"{layers}input_layernorm.weight",
+        f"{layers}mlp.linear_fc1.layer_norm_weight": f"{layers}pre_mlp_layernorm.weight",
+    }
+    rename_keys(tmp_path / "dist", names)
+    mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
+    assert_same_tensors(tmp_path / "back", qwen2)
+    rename_keys(tmp_path / "dist", {"output_layer.weight": "head.weight"})
+    message = r"missing: output_layer.weight; got but not expected: head.weight; "
+    with pytest.raises(DataError, match=message):
+        mcore_to_hf(tmp_path / "dist", settings(tmp_path / "other"))
+
+
+def test_stacked_layers_with_experts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron writes them where one number, not a list, says which layers have experts."""
+    source = make_model(tmp_path / "hf", "qwen3_moe", tied=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "stacks_layers", lambda spec: True)
+        hf_to_mcore(source, settings(tmp_path / "dist"))
+    stored = read_index(tmp_path / "dist")[0]["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert stored.spec.shape == (5, 6, 40, 48)
+    mcore_to_hf(tmp_path / "dist", settings(tmp_path / "back"))
+    assert_same_tensors(tmp_path / "back", source)
 
 
 def test_metadata_that_could_run_code_is_refused(tmp_path: Path, qwen2: Path) -> None:
