@@ -133,9 +133,9 @@ class Trainer:
             self.memory.enter(memory.exporting(role.role))
             export_model(self.cluster.workers, role, paths[role.role])
 
-    def _push(self, version: int) -> None:
+    def _push(self, version: int) -> dict[str, float]:
         self.memory.enter(memory.SYNC)
-        self.sync.push(version, verify=self.config.sync.verify)
+        return self.sync.push(version, verify=self.config.sync.verify)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         """Continue where a checkpoint was taken; returns its step."""
@@ -172,7 +172,7 @@ class Trainer:
             collected = self.collector.collect(step)
             rows, metrics = self.learn(collected, step)
             with self.timers("sync"):
-                self._push(step)
+                metrics |= self._push(step)
         times = self.timers.pop()
         metrics |= {**collected.metrics, **times, **self.memory.metrics()}
         if rows:

@@ -231,10 +231,11 @@ class SyncConfig:
     """Weight sync from trainer to engine. `verify` compares a checksum of every tensor on both sides."""
 
     verify: bool = False  # Slow; for tests and suspicions.
-    # Through a file in the hosts' shared memory, or (split placement only) over a process group of the trainer's ranks
-    # and the engines' workers: NCCL on CUDA, gloo on CPU.
-    transport: Literal["file", "collective"] = "file"
-    # What files of several hosts are made equal over: the network by gloo, or the devices' own connections (NCCL).
+    # Through a file in the hosts' shared memory; or (split placement only) over a process group of the trainer's ranks
+    # and the engines' workers: NCCL on CUDA, gloo on CPU; or by a bridge, which sends every worker only the slices that
+    # it needs and shares no memory with: through shared memory within a host, by host_group between hosts.
+    transport: Literal["file", "collective", "bridge"] = "file"
+    # What connects several hosts: the network by gloo, or the devices' own connections (NCCL).
     host_group: Literal["gloo", "device"] = "gloo"
 
 

@@ -56,6 +56,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         devices=tuple(devices),
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
+        sync_transport=config.sync.transport,
         device_bytes=device_bytes,
     )
 

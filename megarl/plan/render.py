@@ -124,6 +124,13 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
 
 
+_SYNC_WAYS = {
+    "file": "in /dev/shm of every node; each engine reads them",
+    "collective": "to every engine worker",
+    "bridge": "of which every engine worker gets what it needs and shares no memory with",
+}
+
+
 def _engine_lines(plan: RunPlan) -> Iterator[str]:
     engine = plan.engine
     where = "on the trainer's devices" if engine.shares_devices else "on devices of their own"
@@ -137,10 +144,8 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
             f"KV cache   {_gib(engine.kv_cache)} GiB per device at {per_token}: {tokens:,} tokens per engine, "
             f"{tokens // plan.steps.max_row_tokens} rows of full length"
         )
-    yield (
-        f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, in /dev/shm of every node; "
-        f"each engine reads them"
-    )
+    way = _SYNC_WAYS[plan.sync_transport]
+    yield f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, {way}"
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:

@@ -127,4 +127,5 @@ class RunPlan:
     devices: tuple[DevicePlan, ...]
     engine: EnginePlan
     sync_bytes: int
+    sync_transport: str
     device_bytes: int | None

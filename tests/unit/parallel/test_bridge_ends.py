@@ -15,6 +15,7 @@ from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, ho
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
 from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender
+from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting, open_store
@@ -29,6 +30,7 @@ NUM_RANKS = TP * DP
 ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.int32).view(torch.float32)
 WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
     "shared memory": (SharedMemorySender, SharedMemoryReceiver),
+    "both": (RoutedSender, RoutedReceiver),
     "process group": (lambda share: PointToPointSender(share, CPU), lambda share: PointToPointReceiver(share, CPU)),
 }
 wires = pytest.mark.parametrize("wire", WIRES)
@@ -76,6 +78,8 @@ def open_ends(plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0) -> 
             needs=plan.needs.get(process, {}),
             segments=str(path / "segment"),
             meeting=meeting,
+            # Ranks 0 to 3 and the first worker on one host, the others on another.
+            hosts=tuple("near" if i < TP or i == NUM_RANKS else "far" for i in range(size)),
         )
 
     def sender(i: int) -> BridgeSender:

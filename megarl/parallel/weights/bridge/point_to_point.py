@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.platform import platform
+from megarl.parallel.platform import gloo_group, platform
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.wires import DEPTH, Share
 
@@ -21,7 +21,8 @@ class _Member:
     def __init__(self, share: Share, device: torch.device) -> None:
         meeting, timeout = share.meeting, timedelta(seconds=share.meeting.timeout_s)
         store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
-        self.group = platform().new_group(store, meeting.rank, meeting.size, timeout)
+        new_group = platform().new_group if share.over_devices else gloo_group
+        self.group = new_group(store, meeting.rank, meeting.size, timeout)
         self._device = device
         self._sizes = dict[tuple[int, int, int], int]()
         for message in share.messages:

@@ -87,6 +87,11 @@ class SharedMemorySender:
         for message in list(self._under_way):
             self._wait_taken(message)
 
+    def close(self) -> None:
+        """Unlink the segments."""
+        for path in self._segments.sizes:
+            path.unlink(missing_ok=True)
+
     def _wait_taken(self, message: Message) -> None:
         self._segments.wait("taken", message)
         self._under_way.remove(message)

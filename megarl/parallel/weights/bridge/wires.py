@@ -21,7 +21,9 @@ DEPTH = 2
 class Share:
     """What one process needs of a plan: its messages, the full tensors, and for a sink what it needs of them.
 
-    segments: the path that names of shared memory begin with; meeting: where the processes of the plan meet.
+    segments: the path that names of shared memory begin with; meeting: where the processes of the plan meet, in which
+    each has its number in the plan; hosts: of every process; over_devices: whether messages between hosts use the
+    devices' own connections, or else the network.
     """
 
     messages: tuple[Message, ...]
@@ -29,6 +31,12 @@ class Share:
     needs: Holding
     segments: str
     meeting: Meeting
+    hosts: tuple[str, ...]
+    over_devices: bool = False
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
 
 
 class SendingEnd(Protocol):
