@@ -89,11 +89,9 @@ def carry_out(
     source: names the state of the source's files; a conversion of others is not continued.
     """
     partial = partial_dir(settings.out)
-    if settings.overwrite and partial.exists() and Journal(partial).name() != fingerprint(plan, source):
-        shutil.rmtree(partial)
     (partial / STATE).mkdir(parents=True, exist_ok=True)
     with exclusive(partial / STATE / "lock"):
-        journal = _prepare(partial, plan, fingerprint(plan, source))
+        journal = _prepare(partial, plan, fingerprint(plan, source), overwrite=settings.overwrite)
         outcome = _convert(partial, plan, reader, journal, settings.num_workers, description)
         finish(partial)
         for path in [*(path for path in partial.rglob("*") if STATE not in path.parts), partial]:
@@ -106,15 +104,19 @@ def carry_out(
     return outcome
 
 
-def _prepare(partial: Path, plan: Plan, name: str) -> Journal:
+def _prepare(partial: Path, plan: Plan, name: str, *, overwrite: bool) -> Journal:
     """Preallocate all files, unless an earlier run of the same conversion has."""
     journal = Journal(partial)
-    if journal.name() not in (None, name):
+    if journal.name() not in (None, name) and not overwrite:
         raise ConfigError(
             f"{partial}: holds part of another conversion (other options, or the source has changed since); remove it, "
             f"or start again with --overwrite"
         )
-    if journal.name() is None:
+    if journal.name() != name:
+        journal.clear()
+        for path in partial.iterdir():
+            if path.name != STATE:
+                path.unlink()
         for file in plan.files:
             _create(partial, file)
         journal.begin(name)

@@ -32,6 +32,11 @@ class Journal:
         """The conversion whose files are preallocated here."""
         return self._plan.read_text() if self._plan.is_file() else None
 
+    def clear(self) -> None:
+        """Nothing is done, and no conversion has begun."""
+        self._plan.unlink(missing_ok=True)
+        self._done.unlink(missing_ok=True)
+
     def begin(self, name: str) -> None:
         """All files are there; pieces follow."""
         partial = self._plan.with_suffix(".partial")

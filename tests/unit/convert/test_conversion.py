@@ -361,6 +361,8 @@ def test_another_conversion_is_not_continued(tmp_path: Path, model: Path) -> Non
     os.utime(first_file(model), (1, 1))
     with pytest.raises(ConfigError, match="another conversion"):
         hf_to_mcore(model, settings(out))
+    (partial_dir(out) / "left").touch()
     outcome = hf_to_mcore(model, settings(out, overwrite=True))
     assert outcome is not None
     assert outcome.num_kept == 0
+    assert not (out / "left").exists()
