@@ -20,8 +20,11 @@ _WEIGHT_FILES = ("*.index.json",)
 
 def weight_specs(spec: ModelSpec, dtype: str, head: Head = Head.LM) -> dict[str, TensorSpec]:
     """Names, shapes and types of a model's Hugging Face tensors."""
-    shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
-    return {name: TensorSpec(shape=shape, dtype=dtype_of(dtype)) for name, shape in shapes.items()}
+    shapes, wide = spec.expected_tensors(scalar_head=head is Head.SCALAR), spec.float32_tensors()
+    return {
+        name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
+        for name, shape in shapes.items()
+    }
 
 
 class RoleWriters(Protocol):

@@ -7,7 +7,7 @@ from megarl.config.schema import Config, LayoutConfig, MoeConfig
 from megarl.errors import ConfigError
 
 # What config.json files call the number of experts, and the width of one; the first that is there holds.
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 

@@ -14,11 +14,12 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.full_kl import paired_kl
+from megarl.parallel.latent import latent_options, scale_rotary_embedding
 from megarl.parallel.layout import Layout
 from megarl.parallel.logprobs import TokenLogprobs, vocab_parallel_logprobs, vocab_shard
 from megarl.parallel.messages import Head
@@ -89,7 +90,7 @@ class PackedModel(GPTModel):
             rotary_base=spec.rope_theta,
             vp_stage=vp_stage,
         )
-        self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
+        scale_rotary_embedding(self, spec)
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
@@ -116,9 +117,10 @@ class PackedModel(GPTModel):
         return reduce_from_tensor_model_parallel_region(rows, group=group) if group.size() > 1 else rows
 
     def named_shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This chunk's parameters under names with global layer numbers."""
+        """This chunk's parameters, and biases of routers, under names with global layer numbers."""
         layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(self.decoder.layers)}
-        for name, parameter in self.named_parameters():
+        biases = (named for named in self.named_buffers() if named[0].endswith(".router.expert_bias"))
+        for name, parameter in itertools.chain(self.named_parameters(), biases):
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = layers[parts[2]]
@@ -246,7 +248,7 @@ def _zero_vocabulary_padding(chunk: PackedModel) -> None:
 def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout) -> TransformerConfig:
     """Megatron's configuration of a model under a layout."""
     dims, family, parallel = spec.dims, spec.family, layout.config
-    return TransformerConfig(
+    return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,
         ffn_hidden_size=dims.ffn,
@@ -274,6 +276,7 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         overlap_p2p_comm=parallel.overlap_p2p,
         batch_p2p_comm=not parallel.overlap_p2p,
         **expert_options(dims, parallel),
+        **latent_options(spec),
         **_RECOMPUTE[actor.recompute],
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,

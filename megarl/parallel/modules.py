@@ -14,9 +14,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.packing import zigzag_indices
 
@@ -129,14 +130,21 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
 
 
 def _local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    latent = isinstance(config, MLATransformerConfig)
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
+        normalization=config.normalization,
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         assert attention.q_layernorm is not IdentityOp
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -18,7 +18,7 @@
     head         (b + 8)·c·V/tp + b·T·h, and with backward b·(V/tp)·h + b·T·h more
                  c rows of logits in b and twice in float32, and the hidden states that are scored; the
                  gradients of the output weight and of the hidden states
-    KV cache     2·b·layers·k/tp per token
+    KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part)
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
 (4h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's gate,
@@ -109,6 +109,8 @@ def head_bytes(
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers on one of an engine's `tp` devices; a head is never split."""
+    """Keys and values of one token in all layers on one of an engine's `tp` devices; no head or latent is split."""
+    if dims.latent is not None:
+        return dtype_bytes * dims.num_layers * (dims.latent.kv_latent + dims.latent.rope)
     num_heads = max(1, dims.num_kv_heads // tp)
     return 2 * dtype_bytes * dims.num_layers * num_heads * dims.head_dim

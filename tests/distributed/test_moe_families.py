@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
 from megarl.config.schema import LayoutConfig
 from tests.helpers.family_parity import (
@@ -18,6 +18,33 @@ from tests.helpers.family_parity import (
 from tests.helpers.rank_pool import RankPool
 
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+DEEPSEEK = {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 6,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
 MODELS = {
     "qwen3-moe": Model(
         config=Qwen3MoeConfig,
@@ -36,6 +63,12 @@ MODELS = {
             **EXPERTS,
         },
     ),
+    # Attention through latents, a dense layer first, biased routing in groups, shared experts.
+    "deepseek-v3": Model(
+        config=DeepseekV3Config,
+        keys={**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "deepseek-v3-yarn": Model(config=DeepseekV3Config, keys={**DEEPSEEK, "rope_parameters": YARN}),
     "mixtral": Model(config=MixtralConfig, keys={"num_local_experts": 6, **EXPERTS}),
 }
 LAYOUTS = {

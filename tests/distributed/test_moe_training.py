@@ -26,6 +26,8 @@ from tests.helpers.routers import Routers
 
 NUM_LAYERS, NUM_EXPERTS, PER_TOKEN = 5, 6, 2
 COEF = 0.7
+# Of the last, the first pipeline stage has no experts at all.
+DENSE_LAYERS = {"mixed": [1], "dense-stage": [0, 1, 2]}
 MODELS = {
     name: Model(
         config=Qwen3MoeConfig,
@@ -34,11 +36,11 @@ MODELS = {
             "num_experts": NUM_EXPERTS,
             "num_experts_per_tok": PER_TOKEN,
             "moe_intermediate_size": 40,
-            "norm_topk_prob": name == "normalized",
-            "mlp_only_layers": [1] if name == "mixed" else [],
+            "norm_topk_prob": name != "mixed",
+            "mlp_only_layers": DENSE_LAYERS.get(name, []),
         },
     )
-    for name in ("normalized", "mixed")
+    for name in ("normalized", "mixed", "dense-stage")
 }
 LAYOUTS = {
     "tp1": LayoutConfig(),
@@ -109,6 +111,7 @@ def assert_metrics(measured: Sequence[Measured], routers: Routers) -> None:
         ("normalized", "tp2-sp ep2", "full"),
         ("normalized", "tp2-sp", "none"),
         ("normalized", "pp2", "none"),
+        ("dense-stage", "pp2", "none"),
         ("mixed", "tp2-sp ep2", "none"),
         pytest.param("mixed", "tp2-sp pp2 dp2 ep2", "full", marks=pytest.mark.long),
     ],

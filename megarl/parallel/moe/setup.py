@@ -7,7 +7,7 @@ import torch
 
 from megarl.config.schema import LayoutConfig, MoeConfig
 from megarl.parallel.moe.router import moe_layers
-from megarl.parallel.weights.families import Dims
+from megarl.parallel.weights.dims import BiasedRouting, Dims
 
 
 def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
@@ -30,6 +30,23 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        **_routing_options(experts.routing),
+    }
+
+
+def _routing_options(routing: BiasedRouting | None) -> dict[str, Any]:
+    if routing is None:
+        return {}
+    grouped = routing.num_groups > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        # Pre-training moves the bias towards balance; here it stays as it was read.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": routing.scale,
+        "moe_router_num_groups": routing.num_groups if grouped else None,
+        "moe_router_group_topk": routing.groups_per_token if grouped else None,
     }
 
 

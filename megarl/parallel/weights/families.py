@@ -2,65 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parallel.rope import RopeScaling, read_rope_scaling
+from megarl.parallel.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
+from megarl.parallel.weights.dims import Dims, Experts, read_dims
 from megarl.parallel.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The experts that `layers` have in place of one MLP: how many, how many see a token, and their width.
-
-    normalized: the weights of a token's experts add up to 1 (else they are probabilities among all experts).
-    """
-
-    num: int
-    per_token: int
-    ffn: int
-    normalized: bool
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dims:
-    """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the tables."""
-
-    num_layers: int
-    hidden: int
-    ffn: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    experts: Experts | None = None
-
-    def dim(self, symbol: str) -> int:
-        experts = self.experts
-        return {
-            "one": 1,
-            "hidden": self.hidden,
-            "ffn": self.ffn,
-            "vocab": self.vocab,
-            "head_dim": self.head_dim,
-            "q": self.num_heads * self.head_dim,
-            "kv": self.num_kv_heads * self.head_dim,
-            "experts": experts.num if experts else 0,
-            "expert_ffn": experts.ffn if experts else 0,
-        }[symbol]
-
-    @property
-    def has_equal_layers(self) -> bool:
-        """Whether all layers are of one kind; Megatron then stacks them in checkpoints."""
-        return len({self.kind_of(layer) for layer in range(self.num_layers)}) == 1
-
-    def kind_of(self, layer: int) -> Layers:
-        """Whether a layer has one MLP or experts."""
-        return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
+__all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +27,9 @@ class PlacedRule:
         return pattern.format(layer=self.layer, expert=self.expert)
 
 
+_EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model directory, read: its family, sizes and the settings Megatron needs besides."""
@@ -84,7 +38,7 @@ class ModelSpec:
     family: Family
     dims: Dims
     rope_theta: float
-    rope_scaling: RopeScaling
+    rope_scaling: RopeScaling | YarnRope
     norm_eps: float
     max_positions: int
     hf_config: Mapping[str, Any]
@@ -103,11 +57,26 @@ class ModelSpec:
             if tensor.name != absent
         }
 
+    def float32_tensors(self) -> frozenset[str]:
+        """Tensors that are in float32 whatever the model's type."""
+        rules = (placed for placed in self.rules() if placed.rule.is_float32)
+        return frozenset(placed.name(tensor.name) for placed in rules for tensor in placed.rule.tensors)
+
     def ignored_tensors(self) -> tuple[str, ...]:
         """Tensors that a checkpoint of this model may carry though nothing reads them."""
         copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
-        return (*copies, *names)
+        return (*copies, *names, *self._extra_prediction_tensors())
+
+    def _extra_prediction_tensors(self) -> Iterator[str]:
+        """Tensors of layers after the last one, which predict further tokens (`num_nextn_predict_layers`)."""
+        count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
+        for layer in range(num_layers, num_layers + count):
+            last = (placed for placed in self.rules() if placed.layer == num_layers - 1)
+            yield from (
+                replace(placed, layer=layer).name(tensor.name) for placed in last for tensor in placed.rule.tensors
+            )
+            yield from (f"model.layers.{layer}.{name}.weight" for name in _EXTRA_PREDICTION)
 
     def is_copy(self, rule: WeightRule) -> bool:
         """Whether a rule's parameter is a copy of another tensor in this model."""
@@ -171,12 +140,13 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
     try:
         _require_described(file, family, config)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        dims = read_dims(family, config)
         return ModelSpec(
             path=directory,
             family=family,
-            dims=_read_dims(family, config),
+            dims=dims,
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            rope_scaling=read_rope_scaling(rope, str(file)),
+            rope_scaling=read_rope_scaling(rope, str(file), LATENT_ROPE_TYPES if dims.latent else ROPE_TYPES),
             norm_eps=float(config["rms_norm_eps"]),
             max_positions=config["max_position_embeddings"],
             hf_config=config,
@@ -204,39 +174,3 @@ def _require_described(file: Path, family: Family, config: Mapping[str, Any]) ->
             f"{file}: sliding_window: got {window}, expected null or >= max_position_embeddings={positions}, since "
             f"attention here is full; set max_position_embeddings to {window} to train within the window"
         )
-
-
-def _read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
-    heads = config["num_attention_heads"]
-    return Dims(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_read_experts(family, config),
-    )
-
-
-def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
-    if family.expert_ffn_key is None:
-        return None
-    # Transformers 5 writes the second name.
-    key = "num_experts" if "num_experts" in config else "num_local_experts"
-    normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
-    return Experts(
-        num=config[key],
-        per_token=config["num_experts_per_tok"],
-        ffn=config[family.expert_ffn_key],
-        normalized=normalized,
-        layers=tuple(layer for layer in range(config["num_hidden_layers"]) if _has_experts(layer, config)),
-    )
-
-
-def _has_experts(layer: int, config: Mapping[str, Any]) -> bool:
-    """Qwen3-MoE may have every n-th layer with experts, and exceptions."""
-    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
-    return layer not in without and (layer + 1) % every == 0

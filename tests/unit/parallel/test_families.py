@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import ConfigError
-from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope
-from megarl.parallel.weights.families import Experts, find_family, read_model_spec
+from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from megarl.parallel.weights.dims import BiasedRouting, Experts
+from megarl.parallel.weights.families import find_family, read_model_spec
 from megarl.parallel.weights.tables import FAMILIES, Family
 from megarl.safetensors_map import check_tensors
 
@@ -130,6 +131,46 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 PUBLISHED = {
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
@@ -137,6 +178,7 @@ PUBLISHED = {
     "qwen3": QWEN3_0_6B,
     "qwen3_moe": QWEN3_30B_A3B,
     "mixtral": MIXTRAL_8X7B,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 # What no family can do without.
 ESSENTIAL = (
@@ -152,6 +194,17 @@ ESSENTIAL = (
 )
 EXPERT_KEYS = {
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "deepseek_v3": (
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "routed_scaling_factor",
+        "v_head_dim",
+    ),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
 }
 
@@ -176,6 +229,8 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (QWEN3_0_6B, 596_049_920),
         (QWEN3_30B_A3B, 30_532_122_624),
         (MIXTRAL_8X7B, 46_702_792_704),
+        # With 58 biases of 256 experts.
+        (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),
     ],
     ids=[
         "llama-3.1-8b",
@@ -185,6 +240,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "qwen3-0.6b",
         "qwen3-30b-a3b",
         "mixtral-8x7b",
+        "deepseek-v3",
     ],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
@@ -238,12 +294,13 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     config = {key: published[key] for key in essential} | {"num_attention_heads": 64, "max_position_embeddings": 4096}
     hf = AutoConfig.from_pretrained(write_config(tmp_path, config))
     spec = read_model_spec(tmp_path)
-    assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
+    if spec.dims.latent is None:
+        assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
     assert spec.dims.num_kv_heads == hf.num_key_value_heads
     assert spec.dims.tied == hf.tie_word_embeddings
     assert spec.rope_theta == hf.rope_parameters["rope_theta"]
     for key, value in (*family.defaults.items(), *family.required.items()):
-        assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key)) == value
+        assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None) == value
 
 
 SMALL_EXPERTS = {
@@ -255,6 +312,21 @@ SMALL_EXPERTS = {
     "vocab_size": 517,
     "num_experts_per_tok": 3,
 }
+DEEPSEEK_SMALL = {
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 12,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 6,
+    "num_mtp_layers": 0,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "topk_group": 1,
+    "v_head_dim": 6,
+}
 QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
 
 
@@ -265,23 +337,57 @@ QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
         # Every second layer, 1 and 3, but for layer 3.
         ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
         ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
+        ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
     ],
-    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral"],
+    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral", "deepseek_v3"],
 )
 def test_experts_are_what_transformers_writes(
     tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
     """Compared with the files: in memory transformers holds all experts of a layer in one tensor."""
     family = next(family for family in FAMILIES if family.name == model_type)
-    config = AutoConfig.for_model(model_type, **SMALL_EXPERTS, **keys, architectures=list(family.architectures))
+    config = AutoConfig.for_model(model_type, **{**SMALL_EXPERTS, **keys}, architectures=list(family.architectures))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     spec = read_model_spec(tmp_path)
     width = 24 if model_type == "mixtral" else 16
+    assert spec.expected_tensors() == expected
+    if model_type == "deepseek_v3":
+        routing = BiasedRouting(num_groups=1, groups_per_token=1, scale=2.5)
+        assert spec.dims.experts == Experts(
+            num=5, per_token=3, ffn=16, normalized=True, layers=layers, shared_ffn=32, routing=routing
+        )
+        return
     assert spec.dims.experts == Experts(
         num=5, per_token=3, ffn=width, normalized=model_type == "mixtral", layers=layers
     )
-    assert spec.expected_tensors() == expected
+
+
+def test_deepseek_v3_as_published(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, DEEPSEEK_V3))
+    assert spec.rope_scaling == YarnRope(
+        factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert spec.float32_tensors() == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(3, 61)}
+    # A layer that predicts one token further is in the files, and nothing reads it.
+    ignored = spec.ignored_tensors()
+    assert {
+        "model.layers.61.eh_proj.weight",
+        "model.layers.61.enorm.weight",
+        "model.layers.61.shared_head.head.weight",
+        "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.61.mlp.experts.255.down_proj.weight",
+        "model.layers.61.mlp.gate.e_score_correction_bias",
+    } <= set(ignored)
+    assert len(ignored) == len(set(ignored))
+    assert not set(ignored) & spec.expected_tensors().keys()
+    for change, message in (
+        ({"num_experts_per_tok": 6}, r"num_experts_per_tok: got 6, expected 2 × topk_group = 8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: got .*not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope type 'linear' is not supported; known: .*'yarn'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, DEEPSEEK_V3 | change))
 
 
 def test_a_rank_numbers_its_experts_from_0() -> None:
@@ -417,7 +523,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "Qwen3ForCausalLM"])
 def test_unknown_architecture(architectures: object) -> None:
-    message = r"is not supported; known: \['LlamaForCausalLM', 'MistralForCausalLM', 'MixtralForCausalLM', 'Qwen2"
+    message = r"is not supported; known: \['DeepseekV3ForCausalLM', 'LlamaForCausalLM', 'Mistral"
     with pytest.raises(ConfigError, match=message):
         find_family(architectures)
 
