@@ -5,9 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
-from megarl.config.schema import LayoutConfig
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.export import weight_specs
+from megarl.parallel.weights.families import read_model_spec
+from megarl.safetensors_map import create_model_files
+from tests.helpers import ranks
 from tests.helpers.family_parity import (
     Model,
     Reference,
@@ -115,3 +121,22 @@ def test_family_equals_transformers(
 ) -> None:
     expected = reference(name)
     assert_equals_transformers(rank_pool(LAYOUTS[layout].world_size), expected, LAYOUTS[layout], tmp_path)
+
+
+def test_bfloat16_weights_are_written_as_they_were_read(rank_pool: GetPool, tmp_path: Path) -> None:
+    """Biases of routers stay in float32, as transformers keeps them."""
+    wide = make_checkpoint(tmp_path / "wide", MODELS["deepseek-v3"], tied=False)
+    source, target = tmp_path / "source", tmp_path / "target"
+    AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16).save_pretrained(source)
+    files = create_model_files(target, weight_specs(read_model_spec(source), "bfloat16"))
+    model = ModelConfig(path=str(source), dtype="bfloat16", vocab_multiple=4)
+    actor = ActorConfig(layout=LAYOUTS["tp2-sp ep2"])
+    rank_pool(2).run(ranks.load_and_store, actor, model, [str(file) for file in files])
+    got, expected = (load_file(path / "model.safetensors") for path in (target, source))
+    assert got.keys() == expected.keys()
+    biases = [name for name, tensor in expected.items() if tensor.dtype is torch.float32]
+    assert biases == [name for name in expected if name.endswith("e_score_correction_bias")] != []
+    for name, tensor in expected.items():
+        assert got[name].dtype is tensor.dtype
+        bits = torch.int32 if name in biases else torch.int16
+        assert torch.equal(got[name].view(bits), tensor.view(bits)), name
