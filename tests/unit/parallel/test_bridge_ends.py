@@ -14,7 +14,7 @@ from megarl.parallel.weights.bridge.boxes import num_elements, slices_of
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
-from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender
+from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
 from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.parallel.weights.bridge.wires import Share
@@ -31,7 +31,10 @@ ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.
 WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
     "shared memory": (SharedMemorySender, SharedMemoryReceiver),
     "both": (RoutedSender, RoutedReceiver),
-    "process group": (lambda share: PointToPointSender(share, CPU), lambda share: PointToPointReceiver(share, CPU)),
+    "process group": (
+        lambda share: PointToPointSender(share, open_group(share)),
+        lambda share: PointToPointReceiver(share, open_group(share)),
+    ),
 }
 wires = pytest.mark.parametrize("wire", WIRES)
 

@@ -115,9 +115,9 @@ def test_one_bounded_message_per_pair_and_bucket(
     # A row is the least that is sent at a time.
     row = max(num_elements(((0, 1), *((0, n) for n in each.shape[1:]))) for each in specs.values()) * ITEM
     for end in ("source", "sink"):
-        staged = Counter[tuple[int, int]]()
+        staged = Counter[tuple[int, int, bool]]()
         for message in plan.messages:
-            staged[message.bucket, getattr(message, end)] += message.num_bytes
+            staged[message.bucket, getattr(message, end), message.local] += message.num_bytes
         assert max(staged.values(), default=0) <= max(bucket_bytes, row)
     for message in plan.messages:
         offset = 0

@@ -1,7 +1,7 @@
 """Both ends of a transfer: pack slices of local shards into messages, unpack messages into full-shape tensors."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -69,13 +69,11 @@ class BridgeReceiver:
         fill: what the rest holds; by default anything. Counts what came over the wire in `wire_bytes`.
         """
         self.wire_bytes = 0
-        missing = {name: num_elements(box) for name, box in self._share.needs.items()}
-        tensors: dict[str, torch.Tensor] = {}
+        missing, tensors = self._elements_to_come(), dict[str, torch.Tensor]()
         self._wire.start(transfer)
-        yield from ((name, self._allocate(name, fill)) for name, count in missing.items() if count == 0)
+        yield from ((name, self._allocate(name, fill)) for name in self._share.needs if name not in missing)
         for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
             self._wire.expect([*bucket, *following])
-            complete = list[str]()
             for message in bucket:
                 buffer = self._wire.receive(message)
                 self.wire_bytes += 0 if message.local else buffer.nbytes
@@ -86,15 +84,21 @@ class BridgeReceiver:
                     tensors[part.tensor][slices_of(part.box)].copy_(source)
                     missing[part.tensor] -= num_elements(part.box)
                     if missing[part.tensor] == 0:
-                        complete.append(part.tensor)
+                        yield part.tensor, tensors.pop(part.tensor)
                 self._wire.release(message)
-            yield from ((name, tensors.pop(name)) for name in complete)
         assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
 
     def checksum(self, name: str, tensor: torch.Tensor) -> int:
         """Of the part of a received tensor that this worker needs, comparable with the sums of those who sent it."""
         index = slices_of(self._share.needs[name])
         return checksum(tensor[index], index, self._share.specs[name].shape)
+
+    def _elements_to_come(self) -> Counter[str]:
+        """How many of each tensor are sent."""
+        count = Counter[str]()
+        for part in (part for message in self._share.messages for part in message.parts):
+            count[part.tensor] += num_elements(part.box)
+        return count
 
     def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
         spec = self._share.specs[name]

@@ -94,7 +94,8 @@ def build_plan(
 ) -> Plan:
     """The plan for tensors in the order of `specs`, by which sinks complete them.
 
-    In one bucket a source sends and a sink receives at most `bucket_bytes`, unless one row of a tensor is more.
+    In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
+    unless one row of a tensor is more.
 
     Raises:
         WeightSyncError: a sink needs what no source holds.
@@ -152,10 +153,10 @@ def _split(transfer: _Transfer, spec: TensorSpec, max_bytes: int) -> list[_Trans
 
 def _pack(transfers: Iterator[_Transfer], specs: Mapping[str, TensorSpec], bucket_bytes: int) -> Iterator[Message]:
     """Transfers in messages: one per pair and bucket. A bucket ends where a process would stage too much in it."""
-    filled, turns = dict[tuple[str, int], int](), Counter[tuple[int, int]]()
+    filled, turns = dict[tuple[str, int, bool], int](), Counter[tuple[int, int]]()
     bucket, pairs = 0, dict[tuple[int, int], list[_Transfer]]()
     for transfer in transfers:
-        ends = (("source", transfer.source), ("sink", transfer.sink))
+        ends = (("source", transfer.source, transfer.local), ("sink", transfer.sink, transfer.local))
         if any(0 < filled.get(end, 0) > bucket_bytes - transfer.num_bytes for end in ends):
             yield from (_message(bucket, turns[pair], pairs[pair], specs) for pair in pairs)
             turns.update(pairs.keys())

@@ -12,18 +12,21 @@ from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.wires import DEPTH, Share
 
 
+def open_group(share: Share) -> dist.ProcessGroup:
+    """The group of all processes of the plan, in which each has its number in the plan; all at once."""
+    meeting, timeout = share.meeting, timedelta(seconds=share.meeting.timeout_s)
+    store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
+    new_group = platform().new_group if share.over_devices else gloo_group
+    return new_group(store, meeting.rank, meeting.size, timeout)
+
+
 class _Member:
-    """A process of the group, with a staging buffer per pair and turn and what is under way in it.
+    """A process of the group, with a staging buffer per pair and turn and what is under way in it."""
 
-    All processes of the plan are members; `Meeting.rank` of each is its number in the plan.
-    """
-
-    def __init__(self, share: Share, device: torch.device) -> None:
-        meeting, timeout = share.meeting, timedelta(seconds=share.meeting.timeout_s)
-        store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
-        new_group = platform().new_group if share.over_devices else gloo_group
-        self.group = new_group(store, meeting.rank, meeting.size, timeout)
-        self._device = device
+    def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
+        self.group = group
+        # Messages are staged on the devices that the group connects.
+        self._device = platform().device() if share.over_devices else torch.device("cpu")
         self._sizes = dict[tuple[int, int, int], int]()
         for message in share.messages:
             slot = _slot(message)
@@ -63,8 +66,8 @@ class _Member:
 class PointToPointSender:
     """`SendingEnd` over a process group."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        self._member = _Member(share, device)
+    def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
+        self._member = _Member(share, group)
 
     def start(self, transfer: int) -> None:
         self._member.start(transfer)
@@ -84,8 +87,8 @@ class PointToPointSender:
 class PointToPointReceiver:
     """`ReceivingEnd` over a process group."""
 
-    def __init__(self, share: Share, device: torch.device) -> None:
-        self._member = _Member(share, device)
+    def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
+        self._member = _Member(share, group)
         self._held = set[tuple[int, int, int]]()
 
     def start(self, transfer: int) -> None:

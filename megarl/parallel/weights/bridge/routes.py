@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from megarl.parallel.platform import platform
 from megarl.parallel.weights.bridge.plan import Message
-from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender
+from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 
@@ -20,7 +19,7 @@ class RoutedSender:
         self._near = SharedMemorySender(near)
         self._hosts = share.hosts
         # All processes join the group at once, whatever they have to send.
-        self._far = PointToPointSender(far, _device(share)) if share.num_hosts > 1 else None
+        self._far = PointToPointSender(far, open_group(far)) if share.num_hosts > 1 else None
 
     def start(self, transfer: int) -> None:
         for end in self._ends():
@@ -56,7 +55,7 @@ class RoutedReceiver:
         near, far = _split(share)
         self._near = SharedMemoryReceiver(near)
         self._hosts = share.hosts
-        self._far = PointToPointReceiver(far, _device(share)) if share.num_hosts > 1 else None
+        self._far = PointToPointReceiver(far, open_group(far)) if share.num_hosts > 1 else None
 
     def start(self, transfer: int) -> None:
         self._near.start(transfer)
@@ -87,8 +86,3 @@ def _split(share: Share) -> tuple[Share, Share]:
     near = tuple(message for message in share.messages if _is_near(share.hosts, message))
     far = tuple(message for message in share.messages if not _is_near(share.hosts, message))
     return replace(share, messages=near), replace(share, messages=far)
-
-
-def _device(share: Share) -> torch.device:
-    """Where messages between hosts are staged."""
-    return platform().device() if share.over_devices else torch.device("cpu")
