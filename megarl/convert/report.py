@@ -24,7 +24,7 @@ def plan_table(source: OpenModel, plan: Plan, settings: Settings) -> list[str]:
         "",
         f"reads    {source.path}: {_mib(source_bytes)} MiB, family {source.spec.family.name}",
         f"writes   {settings.out}: {_mib(plan.num_bytes)} MiB in {files} and {len(plan.pieces)} pieces, "
-        f"{free / 2**30:.0f} GiB free",
+        f"{free / 2**30:.0f} GiB free{', too little' if free < plan.num_bytes else ''}",
         f"memory   at most {_mib(plan.peak_bytes)} MiB of tensors in each of {settings.num_workers} processes",
         "Nothing was written (--dry-run).",
     ]

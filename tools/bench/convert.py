@@ -163,7 +163,7 @@ def run(contender: Contender, source: Path, model: Path, out: Path, mbridge: Pat
     kind, option = contender.arguments
     arguments = [kind, option, contender.direction, str(source), str(model), str(out)]
     command = [sys.executable, "-m", "tools.bench.convert_contenders", *arguments]
-    log = out.with_suffix(".log")
+    log = out.with_name(out.name + ".log")
     with log.open("w") as errors:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
