@@ -11,8 +11,8 @@
                  h: hidden size, q, k: sizes of all query and all key heads, f: width of the MLP;
                  s = tp under sequence parallelism, else 1
     where layers have experts of which a token sees e
-                 f = e · the width of an expert, and 2·e·b·T·h·etp/tp more: what goes into and comes out of them, if
-                 all experts are used alike
+                 f = e · the width of an expert + that of shared ones, and 2·e·b·T·h·etp/tp more: what goes into
+                 and comes out of experts, if all are used alike
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
     head         (b + 8)·c·V/tp + b·T·h, and with backward b·(V/tp)·h + b·T·h more
@@ -57,7 +57,9 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
     """What one layer keeps for backward of a micro-batch with `num_tokens` tokens on this rank."""
     split = layout.tp if layout.sequence_parallel else 1
     experts = dims.experts
-    ffn, routed = (dims.ffn, 0) if experts is None else (experts.per_token * experts.ffn, experts.per_token)
+    ffn, routed = dims.ffn, 0
+    if experts is not None:
+        ffn, routed = experts.per_token * experts.ffn + experts.shared_ffn, experts.per_token
     wide = 3 * (dims.dim("q") + dims.dim("kv") + ffn)
     dispatched = 2 * routed * dims.hidden * layout.etp // layout.tp
     return dtype_bytes * num_tokens * (4 * dims.hidden // split + dispatched + wide // layout.tp)
