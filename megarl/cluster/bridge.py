@@ -6,15 +6,13 @@ from typing import Any
 
 from megarl.cluster.processes import Process, wait_all
 from megarl.parallel.weights.bridge.boxes import num_elements
-from megarl.parallel.weights.bridge.plan import Holding, Message, Plan, build_plan
+from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Message, Plan, build_plan
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting
 from megarl.rollout.engine import Received
 from megarl.rollout.weight_sync import WIRE_BYTES, compare_checksums
 from megarl.safetensors_map import TensorSpec
 
-# The most that a process sends or receives at a time; it stages `DEPTH` times as much.
-BUCKET_BYTES = 64 << 20
 _DOING = "syncing weights"
 
 

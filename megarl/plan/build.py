@@ -12,6 +12,8 @@ from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.messages import Head, Role, RoleSpec
+from megarl.parallel.weights.bridge.statistics import plan_statistics
+from megarl.parallel.weights.bridge.wires import DEPTH
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.placement import plan_placement
 from megarl.plan import memory as bytes_of
@@ -19,6 +21,7 @@ from megarl.plan.devices import plan_devices, plan_shards
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
 from megarl.plan.shards import groups_of
+from megarl.plan.sync import bridge_plan
 from megarl.roles import by_layout, model_key, roles_of
 
 
@@ -46,6 +49,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         )
     ]
     devices = plan_devices(config, layouts, shards, engine)
+    by_bridge = config.sync.transport == "bridge"
+    bridge = plan_statistics(bridge_plan(config, actor), depth=DEPTH) if by_bridge else None
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(_role(role, specs[role.role]) for role in roles),
@@ -57,6 +62,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
         sync_transport=config.sync.transport,
+        bridge=bridge,
         device_bytes=device_bytes,
     )
 

@@ -127,7 +127,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
 _SYNC_WAYS = {
     "file": "in /dev/shm of every node; each engine reads them",
     "collective": "to every engine worker",
-    "bridge": "of which every engine worker gets what it needs and shares no memory with",
+    "bridge": "of which engine workers get what they need",
 }
 
 
@@ -146,6 +146,12 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
         )
     way = _SYNC_WAYS[plan.sync_transport]
     yield f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, {way}"
+    if (bridge := plan.bridge) is not None:
+        yield (
+            f"bridge     {bridge.wire_bytes:,} bytes over the wire, {_gib(bridge.max_received_bytes)} GiB to a worker "
+            f"and {_gib(bridge.max_sent_bytes)} GiB from a rank at most, in {bridge.num_messages:,} messages; "
+            f"{bridge.local_bytes:,} bytes stay on their devices"
+        )
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megarl.parallel.weights.bridge.statistics import PlanStatistics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
@@ -128,4 +130,5 @@ class RunPlan:
     engine: EnginePlan
     sync_bytes: int
     sync_transport: str
+    bridge: PlanStatistics | None
     device_bytes: int | None

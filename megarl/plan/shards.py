@@ -73,14 +73,14 @@ def num_stage_parameters(
     layer's experts a rank has its share by expert parallelism, each split by expert tensor parallelism.
     """
     counts = [0, 0]
-    kinds = _stage_kinds(spec, layout, stage)
+    kinds = [spec.dims.kind_of(layer) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
     for rule in spec.family.weights:
         names, of_expert = rule.names[0], "{expert}" in rule.names[0]
         size = _num_local(rule, spec, layout, vocab_multiple)
         if "{layer}" in names:
             num_layers = len(kinds) if rule.layers is Layers.ALL else kinds.count(rule.layers)
             counts[of_expert] += size * num_layers
-        elif _is_on_stage(rule, spec, layout, stage, scalar_head):
+        elif is_on_stage(rule, spec, layout, stage, scalar_head):
             counts[of_expert] += size
     return NumParameters(others=counts[0], experts=counts[1])
 
@@ -90,15 +90,15 @@ def num_local_experts(spec: ModelSpec, layout: LayoutConfig) -> int:
     return spec.dims.dim("experts") // layout.ep
 
 
-def _stage_kinds(spec: ModelSpec, layout: LayoutConfig, stage: int) -> list[Layers]:
-    """The kinds of a stage's layers. Model chunks take turns: chunk c of stage s is block c·pp + s of layers."""
-    counts = num_stage_layers(layout, spec.dims.num_layers)
+def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]:
+    """A stage's layers. Model chunks take turns: chunk c of stage s is block c·pp + s of layers."""
+    counts = num_stage_layers(layout, num_layers)
     if layout.virtual_pp == 1:
         first = sum(counts[:stage])
-        return [spec.dims.kind_of(layer) for layer in range(first, first + counts[stage])]
+        return list(range(first, first + counts[stage]))
     size = counts[stage] // layout.virtual_pp
     starts = [(chunk * layout.pp + stage) * size for chunk in range(layout.virtual_pp)]
-    return [spec.dims.kind_of(start + i) for start in starts for i in range(size)]
+    return [start + i for start in starts for i in range(size)]
 
 
 def _num_local(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, vocab_multiple: int) -> int:
@@ -109,7 +109,7 @@ def _num_local(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, vocab_mu
     return full if rule.partition is Partition.REPLICATED else full // layout.tp
 
 
-def _is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:
+def is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:
     name = rule.names[0]
     if name.startswith("embedding."):
         return stage == 0

@@ -1,10 +1,10 @@
 """Which box of each Hugging Face tensor a worker of a tensor-parallel vLLM engine needs: vLLM's layout, computed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from megarl.parallel.weights.bridge.boxes import Box, full_box
-from megarl.parallel.weights.families import Dims, ModelSpec
+from megarl.parallel.weights.bridge.boxes import Box
+from megarl.parallel.weights.bridge.splits import Split, split_box
+from megarl.parallel.weights.families import ModelSpec
 from megarl.parallel.weights.tables import Partition
 
 # vLLM pads the vocabulary to a multiple of this, then splits it (DEFAULT_VOCAB_PADDING_SIZE).
@@ -28,67 +28,21 @@ class EnginePosition:
         return start <= expert < start + count + (self.rank < more)
 
 
-# (shape of the tensor, its place in the rule, sizes, worker) → box
-_Sharder = Callable[[tuple[int, ...], int, Dims, EnginePosition], Box]
-
-
 def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
     """Tensor → box, for every tensor of which a worker needs anything.
 
     Norms and routers are whole, q, k, v, gate and up split by output features, o and down by input features, the
     vocabulary by rows after padding; key and value heads repeat where there are fewer than workers.
     """
-    expected = spec.expected_tensors()
+    expected, split = spec.expected_tensors(), Split(at.rank, at.size, VOCAB_PADDING)
     shards = {}
     for placed in spec.rules():
         if spec.is_copy(placed.rule) or not at.holds_expert(placed.expert, spec.dims.dim("experts")):
             continue
         whole = placed.expert is not None and at.expert_parallel
-        shard = _whole if whole else _SHARDERS[placed.rule.partition]
+        partition = Partition.REPLICATED if whole else placed.rule.partition
         for part, tensor in enumerate(placed.rule.tensors):
             name = placed.name(tensor.name)
             if name in expected:
-                shards[name] = shard(expected[name], part, spec.dims, at)
+                shards[name] = split_box(partition, expected[name], part, spec.dims, split)
     return shards
-
-
-def _whole(shape: tuple[int, ...], part: int, dims: Dims, at: EnginePosition) -> Box:
-    return full_box(shape)
-
-
-def _vocab(shape: tuple[int, ...], part: int, dims: Dims, at: EnginePosition) -> Box:
-    rows, *others = shape
-    padded = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
-    start, end = (min(rows, padded * rank // at.size) for rank in (at.rank, at.rank + 1))
-    return ((start, end), *full_box(others))
-
-
-def _rows(shape: tuple[int, ...], part: int, dims: Dims, at: EnginePosition) -> Box:
-    rows, *others = shape
-    return (_block(at.rank, at.size, rows), *full_box(others))
-
-
-def _columns(shape: tuple[int, ...], part: int, dims: Dims, at: EnginePosition) -> Box:
-    return ((0, shape[0]), _block(at.rank, at.size, shape[1]))
-
-
-def _qkv(shape: tuple[int, ...], part: int, dims: Dims, at: EnginePosition) -> Box:
-    rows, *others = shape
-    # The first tensor of the rule has the query heads.
-    heads = dims.num_heads if part == 0 else dims.num_kv_heads
-    shards = min(heads, at.size)
-    return (_block(at.rank * shards // at.size, shards, rows), *full_box(others))
-
-
-def _block(rank: int, size: int, length: int) -> tuple[int, int]:
-    return length * rank // size, length * (rank + 1) // size
-
-
-_SHARDERS: dict[Partition, _Sharder] = {
-    Partition.REPLICATED: _whole,
-    Partition.VOCAB: _vocab,
-    Partition.ROWS: _rows,
-    Partition.COLUMNS: _columns,
-    Partition.GATE_UP: _rows,
-    Partition.QKV: _qkv,
-}

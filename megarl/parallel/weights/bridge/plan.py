@@ -17,6 +17,8 @@ from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.boxes import Box, num_elements, pieces, split_rows
 from megarl.safetensors_map import TensorSpec
 
+# The most that a process sends or receives at a time; it stages `wires.DEPTH` times as much.
+BUCKET_BYTES = 64 << 20
 # What a process holds or needs: of each tensor one box.
 Holding: TypeAlias = Mapping[str, Box]
 # Sink → sources that share its memory.
