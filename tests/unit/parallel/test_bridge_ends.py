@@ -1,5 +1,6 @@
 """Tensors reach engine workers bit for bit over every wire; processes are threads."""
 
+import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.parallel.weights.bridge import shared_memory
 from megarl.parallel.weights.bridge.boxes import num_elements, slices_of
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
 from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
 from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
-from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting, open_store
 from megarl.parallel.weights.slices import Slice
@@ -165,12 +167,26 @@ def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
 
 
+def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    with pytest.raises(
+        WeightSyncError, match=r"needs 2\.00 GiB in .* for segment: No space left on device"
+    ):
+        create_segment(tmp_path / "segment", 2 << 30)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_worker_that_is_gone_is_an_error_and_the_next_transfer_works(tmp_path: Path) -> None:
     """Ranks do not wait for ever for one that takes nothing."""
     ranks = make_slices()
     plan = make_plan(ranks, 200)
-    senders, receivers = open_ends(plan, "shared memory", tmp_path, timeout_s=1.0)
-    with pytest.raises(WeightSyncError, match=r"rank \d to engine worker \d+ was not taken within 1 s"):
+    senders, receivers = open_ends(plan, "shared memory", tmp_path, timeout_s=6.0)
+    with pytest.raises(WeightSyncError, match=r"rank \d to engine worker \d+ was not taken within 6 s"):
         at_once([lambda i=i: senders[i].send(ranks[i], 1, with_checksums=False) for i in range(NUM_RANKS)])  # type: ignore[misc]
     _, received = run(senders, receivers, ranks, 2)
     needs = plan.needs[NUM_RANKS]

@@ -125,6 +125,6 @@ def create_segment(path: Path, num_bytes: int) -> None:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise WeightSyncError(
-                f"weight sync cannot reserve {num_bytes / 2**30:.2f} GiB for {path}: {error.strerror}; enlarge "
-                f"{path.parent}, or remove what other runs left there"
+                f"weight sync needs {num_bytes / 2**30:.2f} GiB in {path.parent} for {path.name}: {error.strerror}; "
+                f"enlarge it, or remove what other runs left there"
             ) from error
