@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from tests.helpers.checkpoint_ranks import load_train, train_save_train
@@ -23,6 +23,26 @@ OTHERS = {
 MODELS = {
     # Layers that checkpoints stack, and layers of two kinds.
     "mixtral": Model(config=MixtralConfig, keys={"num_local_experts": 6, "num_hidden_layers": 4}),
+    "deepseek-v3": Model(
+        config=DeepseekV3Config,
+        keys={
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 28,
+            "moe_intermediate_size": 40,
+            "n_group": 1,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 6,
+            "num_mtp_layers": 0,
+            "q_lora_rank": 40,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "rms_norm_eps": 1e-6,
+            "topk_group": 1,
+            "v_head_dim": 16,
+        },
+    ),
     "mixed": Model(
         config=Qwen3MoeConfig,
         keys={
@@ -50,7 +70,11 @@ def history_of(results: Sequence[History]) -> History:
 
 @pytest.mark.parametrize(
     ("name", "freeze_router"),
-    [("mixtral", False), pytest.param("mixed", True, marks=pytest.mark.long)],
+    [
+        ("mixtral", False),
+        pytest.param("mixed", True, marks=pytest.mark.long),
+        pytest.param("deepseek-v3", False, marks=pytest.mark.long),
+    ],
 )
 def test_experts_continue_over_other_ranks(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str, freeze_router: bool
