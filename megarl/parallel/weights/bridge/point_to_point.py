@@ -1,5 +1,6 @@
 """The wire of a process group (gloo, NCCL): one send and one receive per message, posted ahead."""
 
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,8 @@ class _Member:
         # Messages are staged on the devices that the group connects.
         self._device = platform().device() if share.over_devices else torch.device("cpu")
         self._sizes = dict[tuple[int, int, int], int]()
+        self._num_turns = Counter((message.source, message.sink) for message in share.messages)
+        self._transfer = 0
         for message in share.messages:
             slot = _slot(message)
             self._sizes[slot] = max(self._sizes.get(slot, 0), message.num_bytes)
@@ -35,8 +38,12 @@ class _Member:
         self._under_way = dict[tuple[int, int, int], tuple[Message, Any]]()
 
     def start(self, transfer: int) -> None:
-        """Messages are told apart by their order."""
+        self._transfer = transfer
         self._under_way.clear()
+
+    def tag(self, message: Message) -> int:
+        """What a message is told apart by from those of other turns, and of transfers that failed."""
+        return self._transfer * self._num_turns[message.source, message.sink] + message.turn
 
     def bytes_of(self, message: Message) -> torch.Tensor:
         slot = _slot(message)
@@ -77,7 +84,7 @@ class PointToPointSender:
         return self._member.bytes_of(message)
 
     def send(self, message: Message) -> None:
-        work = self._member.group.send([self._member.bytes_of(message)], message.sink, message.turn)
+        work = self._member.group.send([self._member.bytes_of(message)], message.sink, self._member.tag(message))
         self._member.post(message, work)
 
     def flush(self) -> None:
@@ -112,7 +119,7 @@ class PointToPointReceiver:
         self._held.discard(_slot(message))
 
     def _post(self, message: Message) -> None:
-        work = self._member.group.recv([self._member.bytes_of(message)], message.source, message.turn)
+        work = self._member.group.recv([self._member.bytes_of(message)], message.source, self._member.tag(message))
         self._member.post(message, work)
 
 
