@@ -10,9 +10,9 @@ import torch
 
 from megarl.convert.dist_format import FORMAT_FILE, write_index
 from megarl.convert.engine import Outcome, Settings, carry_out, check_target
-from megarl.convert.mapping import model_parameters, stacks_layers
+from megarl.convert.mapping import model_parameters
 from megarl.convert.models import OpenModel, declared_dtype, open_model
-from megarl.convert.plan import Plan, plan_dist, plan_hf, target_dtype
+from megarl.convert.plan import Plan, plan_dist, plan_hf
 from megarl.convert.readers import DistReader, SafetensorsReader
 from megarl.convert.report import outcome_line, plan_table
 from megarl.errors import ConfigError, DataError
@@ -37,21 +37,21 @@ def hf_to_mcore(
     source = open_model(model)
     if not isinstance(source.reader, SafetensorsReader):
         raise ConfigError(f"{model}: is a torch_dist checkpoint already; use mcore-to-hf to convert it back")
-    cast = None if dtype is None else dtype_of(dtype)
+    target = _cast(source, dtype)
     parameters = model_parameters(
         source.spec,
         scalar_head=source.scalar_head,
         vocab_multiple=vocab_multiple,
-        stacked=stacks_layers(source.spec),
+        stacked=source.spec.dims.has_equal_layers,
     )
-    plan = plan_dist(parameters, source.reader.specs, dtype=cast)
+    plan = plan_dist(parameters, source.reader.specs, target)
 
     def finish(partial: Path) -> None:
         write_index(partial, plan.tensors, plan.objects)
-        _write_companions(source, partial, cast, skipped=())
+        _write_companions(source, partial, target, skipped=())
         written = open_model(partial).reader
         assert isinstance(written, DistReader)
-        _check_written(partial, written.specs, _cast(source, cast))
+        _check_written(partial, written.specs, target)
         written.check_records()
 
     return _run(source, plan, settings, finish, "hf-to-mcore", dry_run=dry_run)
@@ -69,8 +69,8 @@ def mcore_to_hf(
     source = open_model(checkpoint, model)
     if not isinstance(source.reader, DistReader):
         raise ConfigError(f"{checkpoint}: is a Hugging Face directory already; use hf-to-mcore to convert it")
-    cast = None if dtype is None else dtype_of(dtype)
-    plan = plan_hf(source.reader.specs, dtype=cast, weight_map=source.weight_map)
+    target = _cast(source, dtype)
+    plan = plan_hf(source.reader.specs, target, weight_map=source.weight_map)
 
     def finish(partial: Path) -> None:
         if len(plan.hf_files) > 1:
@@ -78,8 +78,8 @@ def mcore_to_hf(
         for file, group in plan.hf_files.items():
             if read_specs(partial / file) != dict(group):
                 raise DataError(f"{partial / file}: its tensors are not those that were planned; convert again")
-        _write_companions(source, partial, cast, skipped=("*.index.json", FORMAT_FILE))
-        _check_written(partial, open_model(partial).reader.specs, _cast(source, cast))
+        _write_companions(source, partial, target, skipped=("*.index.json", FORMAT_FILE))
+        _check_written(partial, open_model(partial).reader.specs, target)
 
     return _run(source, plan, settings, finish, "mcore-to-hf", dry_run=dry_run)
 
@@ -106,11 +106,16 @@ def _run(
     return outcome
 
 
-def _cast(source: OpenModel, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """The tensors that a conversion must have written."""
+def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
+    """The tensors to write. Those that are in float32 in every model of the family stay so."""
+    specs, wide = source.reader.specs, source.spec.float32_tensors()
+    if dtype is None:
+        return dict(specs)
     return {
-        name: dataclasses.replace(spec, dtype=target_dtype(spec.dtype, dtype))
-        for name, spec in source.reader.specs.items()
+        name: dataclasses.replace(spec, dtype=dtype_of("float32" if name in wide else dtype))
+        if spec.dtype.is_floating_point
+        else spec
+        for name, spec in specs.items()
     }
 
 
@@ -121,20 +126,22 @@ def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: M
         raise DataError(f"{partial}: {wrong[:3]} are not what was to be written; remove the directory, convert again")
 
 
-def _write_companions(source: OpenModel, partial: Path, dtype: torch.dtype | None, *, skipped: tuple[str, ...]) -> None:
+def _write_companions(
+    source: OpenModel, partial: Path, target: Mapping[str, TensorSpec], *, skipped: tuple[str, ...]
+) -> None:
     """Configuration, tokenizer and templates; config.json changes only where it would not fit the weights."""
     copy_companions(source.companions, partial, skipped=skipped)
     file = partial / "config.json"
     config = json.loads(file.read_text())
-    name = _config_dtype(source, dtype)
+    name = _config_dtype(target)
     changed = exported_config(config, source.spec.family, dtype=name, scalar_head=source.scalar_head)
     if name != declared_dtype(source.spec) or changed.get("architectures") != config.get("architectures"):
         write_config(file, changed)
 
 
-def _config_dtype(source: OpenModel, dtype: torch.dtype | None) -> str:
+def _config_dtype(target: Mapping[str, TensorSpec]) -> str:
     """The type that most of what is written has."""
     num_bytes: dict[torch.dtype, int] = {}
-    for spec in _cast(source, dtype).values():
+    for spec in target.values():
         num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
     return str(max(num_bytes, key=lambda each: num_bytes[each])).removeprefix("torch.")

@@ -19,6 +19,9 @@ from megarl.parallel.weights.tables import Partition
 _WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
 # What layers are called if each has keys of its own.
 _FIRST_LAYER = "decoder.layers.0."
+# Norms that Transformer Engine fuses with a linear layer; Megatron's own layers, but those of latent attention, write
+# them under its name as well.
+_UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Parameter:
     place: tuple[int, ...]
     stack: tuple[int, ...]
     shape: tuple[int, ...]
-    is_vocab: bool
+    partition: Partition
     blocks: tuple[RowBlock, ...]
 
     @property
@@ -52,13 +55,8 @@ class Parameter:
         return self.stack + self.shape
 
 
-def stacks_layers(spec: ModelSpec) -> bool:
-    """Whether Megatron stacks the layers of the model; it does not where a list says which of them have experts."""
-    return spec.dims.has_equal_layers
-
-
 def has_stacked_layers(keys: Sequence[str]) -> bool:
-    """The same, of a checkpoint with these keys."""
+    """Whether a checkpoint with these keys stacks layers. Megatron does, unless some have experts and others not."""
     return not any(key.startswith(_FIRST_LAYER) for key in keys)
 
 
@@ -73,16 +71,24 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
     blocks = _blocks_by_parameter(spec, kept, vocab_multiple)
     return [
         Parameter(
-            key=_dist_key(placed, placed.rule.names[-1], stacked=stacked),
-            other_key=_dist_key(placed, placed.rule.names[0], stacked=stacked),
+            key=_dist_key(placed, names[0], stacked=stacked),
+            other_key=_dist_key(placed, names[-1], stacked=stacked),
             place=tuple(number for number, _ in _axes(spec, placed, stacked=stacked)),
             stack=tuple(size for _, size in _axes(spec, placed, stacked=stacked)),
             shape=_whole_shape(spec, placed, vocab_multiple),
-            is_vocab=placed.rule.partition is Partition.VOCAB,
+            partition=placed.rule.partition,
             blocks=tuple(blocks[placed.name(placed.rule.names[-1])]),
         )
         for placed in kept
+        for names in [_names_of(spec, placed)]
     ]
+
+
+def _names_of(spec: ModelSpec, placed: PlacedRule) -> tuple[str, ...]:
+    """The parameter's names in checkpoints, first the one that Megatron's own layers write."""
+    names = placed.rule.names
+    renamed = spec.dims.latent is None and names[0].endswith(_UNDER_OTHER_NAME)
+    return names[::-1] if renamed else names
 
 
 def _axes(spec: ModelSpec, placed: PlacedRule, *, stacked: bool) -> Iterator[tuple[int, int]]:
@@ -101,12 +107,11 @@ def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
 
 
 def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
-    """Keys of the (empty) objects that Megatron's linear layers keep beside their weights and ask for on loading."""
+    """Keys of the (empty) objects that Megatron's parallel linear layers keep beside their weights, and ask for."""
     keys: dict[str, None] = {}
     for parameter in parameters:
         *module, kind = parameter.key.split(".")
-        # A norm before experts has the key of one that Transformer Engine fuses with a linear layer.
-        if module[-1].startswith("linear_") and kind == "weight":
+        if kind == "weight" and parameter.partition not in (Partition.REPLICATED, Partition.VOCAB):
             place, stack = parameter.place or (0,), parameter.stack or (1,)
             shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, stack))}"
             keys[f"{'.'.join(module)}._extra_state/{shard}"] = None

@@ -13,6 +13,7 @@ from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
 from megarl.parallel.messages import Role
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.parallel.weights.tables import Partition
 from megarl.safetensors_map import INDEX_NAME, TensorSpec, model_files
 
 # Only vocabulary padding depends on it, which a checkpoint brings with it.
@@ -131,7 +132,7 @@ def _as_stored(parameter: Parameter, stored: Mapping[str, StoredTensor]) -> Para
     if key not in stored:
         return parameter
     rows, num_stack = parameter.shape[0], len(parameter.stack)
-    if parameter.is_vocab and stored[key].spec.shape:
+    if parameter.partition is Partition.VOCAB and stored[key].spec.shape:
         rows = max(rows, stored[key].spec.shape[num_stack])
     return dataclasses.replace(parameter, key=key, shape=(rows, *parameter.shape[1:]))
 

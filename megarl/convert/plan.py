@@ -85,16 +85,13 @@ class Plan:
         return max(piece.peak_bytes for piece in self.pieces)
 
 
-def target_dtype(source: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Only floating-point tensors change type."""
-    return dtype if dtype is not None and source.is_floating_point else source
-
-
 def plan_hf(
-    source: Mapping[str, TensorSpec], *, dtype: torch.dtype | None, weight_map: Mapping[str, str] | None
+    source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec], *, weight_map: Mapping[str, str] | None
 ) -> Plan:
-    """A Hugging Face model: in the files of `weight_map` if it names the same tensors, else of at most 5 GiB."""
-    specs = {name: TensorSpec(shape=spec.shape, dtype=target_dtype(spec.dtype, dtype)) for name, spec in source.items()}
+    """A Hugging Face model: in the files of `weight_map` if it names the same tensors, else of at most 5 GiB.
+
+    specs: what becomes of the tensors of the source, of which only the type may differ.
+    """
     groups = _grouped(specs, weight_map) if weight_map and weight_map.keys() == specs.keys() else plan_files(specs)
     files, pieces = [], []
     for file, group in groups.items():
@@ -125,15 +122,20 @@ def _grouped(specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str]) -> 
     return groups
 
 
-def plan_dist(parameters: Sequence[Parameter], source: Mapping[str, TensorSpec], *, dtype: torch.dtype | None) -> Plan:
-    """A torch_dist checkpoint, in files of at most 5 GiB; a chunk of a global tensor is a piece."""
+def plan_dist(
+    parameters: Sequence[Parameter], source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]
+) -> Plan:
+    """A torch_dist checkpoint, in files of at most 5 GiB; a chunk of a global tensor is a piece.
+
+    target: the Hugging Face tensors of the source in the types they are to have.
+    """
     packer = _Packer()
     pieces: list[Piece] = []
     chunks: dict[str, list[Chunk]] = {}
     specs: dict[str, TensorSpec] = {}
     for parameter in parameters:
         source_dtype = _common_dtype(parameter, source)
-        spec = TensorSpec(shape=parameter.global_shape, dtype=target_dtype(source_dtype, dtype))
+        spec = TensorSpec(shape=parameter.global_shape, dtype=_common_dtype(parameter, target))
         if specs.setdefault(parameter.key, spec) != spec:
             raise DataError(
                 f"{parameter.key}: expected {specs[parameter.key].dtype}, the type of other layers, got {spec.dtype} "

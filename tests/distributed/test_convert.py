@@ -79,6 +79,7 @@ def test_the_trainer_loads_a_converted_model(
         pytest.param("qwen2", True, "bfloat16", "tp2-pp2", marks=pytest.mark.long),
         pytest.param("llama", False, "float32", "tp1", marks=pytest.mark.long),
         pytest.param("qwen3_moe-mixed", False, "float32", "tp2-ep2", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", False, "bfloat16", "tp2-ep2", marks=pytest.mark.long),
     ],
 )
 def test_what_the_trainer_saves_converts_to_what_it_exports(

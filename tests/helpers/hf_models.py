@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -48,6 +49,27 @@ _EXPERTS = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok"
 WITH_EXPERTS = {
     "qwen3_moe": HFModel(config=Qwen3MoeConfig, keys={**_EXPERTS, "mlp_only_layers": []}),
     "qwen3_moe-mixed": HFModel(config=Qwen3MoeConfig, keys={**_EXPERTS, "mlp_only_layers": [0]}),
+    "deepseek_v3": HFModel(
+        config=DeepseekV3Config,
+        keys={
+            "num_key_value_heads": 6,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "mixtral": HFModel(
         config=MixtralConfig, keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
     ),
@@ -64,8 +86,10 @@ def make_model(
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        # Biases of routers are buffers; those of rotary embeddings are not saved.
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for tensor in [*model.parameters(), *biases]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(path, max_shard_size=max_shard_size)
     (path / "tokenizer.json").write_text("{}")
     return path

@@ -44,21 +44,21 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 @pytest.mark.parametrize("piece_bytes", [64, 100, 1 << 20])
 @pytest.mark.parametrize("max_file_bytes", [3000, 1 << 30])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_both_plans_tile_their_files(
     spec: ModelSpec,
     monkeypatch: pytest.MonkeyPatch,
     piece_bytes: int,
     max_file_bytes: int,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(plan_module, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(plan_module, "MAX_FILE_BYTES", max_file_bytes)
     monkeypatch.setattr(plan_module, "plan_files", functools.partial(plan_files, max_bytes=max_file_bytes))
     parameters = model_parameters(spec, scalar_head=False, vocab_multiple=8, stacked=True)
     for plan in (
-        plan_dist(parameters, specs_of(spec), dtype=dtype),
-        plan_hf(specs_of(spec), dtype=dtype, weight_map=None),
+        plan_dist(parameters, specs_of(spec), specs_of(spec, dtype)),
+        plan_hf(specs_of(spec), specs_of(spec, dtype), weight_map=None),
     ):
         assert_tiled(plan)
         assert len(plan.files) > 1 or max_file_bytes == 1 << 30
@@ -89,17 +89,17 @@ def test_parts_of_one_parameter_have_one_type(spec: ModelSpec) -> None:
     with pytest.raises(
         DataError, match=r"k_proj.weight: expected torch.float32, .*.*q_proj.*got torch.bfloat16; .*--dtype"
     ):
-        plan_dist(parameters, specs, dtype=None)
+        plan_dist(parameters, specs, specs)
     norm = "model.layers.1.input_layernorm.weight"
     specs = specs_of(spec) | {norm: TensorSpec(shape=(8,), dtype=torch.bfloat16)}
     with pytest.raises(DataError, match=r"layer_norm_weight: expected torch.float32, .* got torch.bfloat16 at \(1,\)"):
-        plan_dist(parameters, specs, dtype=None)
+        plan_dist(parameters, specs, specs)
 
 
 def test_a_weight_map_of_other_tensors_is_not_followed(spec: ModelSpec) -> None:
     specs = specs_of(spec)
     weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(specs)}
-    followed = plan_hf(specs, dtype=None, weight_map=weight_map).hf_files
+    followed = plan_hf(specs, specs, weight_map=weight_map).hf_files
     assert {name: file for file, group in followed.items() for name in group} == weight_map
     del weight_map["lm_head.weight"]
-    assert list(plan_hf(specs, dtype=None, weight_map=weight_map).hf_files) == ["model.safetensors"]
+    assert list(plan_hf(specs, specs, weight_map=weight_map).hf_files) == ["model.safetensors"]
