@@ -9,7 +9,7 @@ from megarl.data.tiny_model import make_byte_tokenizer
 from tests.helpers.checkpoints import VOCAB_SIZE
 
 
-def make_moe(path: Path, *, seed: int) -> Path:
+def make_moe(path: Path, *, seed: int, expert_size: int = 32) -> Path:
     """A small mixture of experts with two of four experts per token."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -20,7 +20,7 @@ def make_moe(path: Path, *, seed: int) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         intermediate_size=96,
-        moe_intermediate_size=32,
+        moe_intermediate_size=expert_size,
         num_experts=4,
         num_experts_per_tok=2,
         initializer_range=0.08,
