@@ -174,9 +174,7 @@ def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
-    with pytest.raises(
-        WeightSyncError, match=r"needs 2\.00 GiB in .* for segment: No space left on device"
-    ):
+    with pytest.raises(WeightSyncError, match=r"needs 2\.00 GiB in .* for segment: No space left on device"):
         create_segment(tmp_path / "segment", 2 << 30)
     assert not list(tmp_path.iterdir())
 
