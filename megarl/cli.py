@@ -1,9 +1,9 @@
-"""The `megarl` command: train, sft, eval, doctor, report, quickstart.
+"""The `megarl` command: train, sft, eval, convert, doctor, report, quickstart.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | the run failed; for doctor: a run cannot start here |
+| 1 | the run failed; for doctor: a run cannot start here; for convert verify: the checkpoints differ |
 | 2 | bad input; nothing was started |
 | 85 | SIGTERM or SIGUSR1 stopped the run during training, after a checkpoint of its last step; `--resume` continues |
 | 128 + n | ended at once by signal n: by SIGINT; by SIGTERM or SIGUSR1 before or after training, or when sent twice |
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megarl.convert.cli import add_convert
 from megarl.errors import (
     ConfigError,
     DataError,
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             _add_train_options(command)
     _add_eval(commands)
+    add_convert(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)

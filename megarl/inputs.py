@@ -17,7 +17,7 @@ from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import require_batch
 from megarl.errors import ConfigError, DataError
 from megarl.parallel.messages import Head, Role, RoleSpec
-from megarl.parallel.weights.families import ModelSpec, read_model_spec, require_trainable
+from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.parallel.weights.tables import OUTPUT_HEAD, VALUE_HEAD
 from megarl.rewards import SCORERS, score
 from megarl.roles import model_key, roles_of
@@ -73,7 +73,6 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
 def open_model(config: Config) -> ModelSpec:
     """Read config.json and the checkpoint's headers; refuse what does not fit the family or the layout."""
     spec = read_model_spec(config.model.path)
-    require_trainable(spec, "model.path")
     check_model(config, spec.hf_config)
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     return spec
@@ -86,7 +85,6 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
             continue
         key = model_key(config, role)
         spec = read_model_spec(role.model.path, key)
-        require_trainable(spec, f"{role.role}.model_path")
         check_model(config, spec.hf_config, role.role)
         ignored = spec.ignored_tensors()
         if role.head is Head.SCALAR:

@@ -16,16 +16,36 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_scored_tokens: int) -> int
     """FLOPs of one forward pass over a row of n tokens, of which r meet the output head.
 
     2·n·L·(2·h·q + 2·h·k + 3·h·f)      matrix products of L layers: query and output, key and value, MLP
-    + 2·L·q·n²                         causal attention: scores and weighted values, half of n² each
+    + L·(q + v)·n²                     causal attention: scores and weighted values, half of n² each
     + 2·r·V·h                          output head
-    h: hidden size; q, k: sizes of all query and all key heads; f: width of the MLP; V: vocabulary. What recompute and
-    padding cost does not count, nor do norms and other element-wise work.
+    h: hidden size; q, k, v: sizes of all query, all key and all values' heads (v = q without latents); f: width of the
+    MLP; V: vocabulary. In a layer with E experts 3·h·f is 3·h·(width of those that see a token, and of shared ones)
+    + h·E; with latent attention 2·h·q + 2·h·k are the products into and out of latents, and with the output. What
+    recompute and padding cost does not count, nor do norms and other element-wise work.
     """
-    hidden, q = dims.hidden, dims.dim("q")
-    layer = 2 * hidden * q + 2 * hidden * dims.dim("kv") + 3 * hidden * dims.ffn
-    products = 2 * num_tokens * dims.num_layers * layer
-    attention = 2 * dims.num_layers * q * num_tokens**2
-    return products + attention + 2 * num_scored_tokens * dims.vocab * hidden
+    layers = sum(_mlp_products(dims, layer) for layer in range(dims.num_layers))
+    products = 2 * num_tokens * (dims.num_layers * _attention_products(dims) + layers)
+    heads = dims.dim("q") + dims.dim("values" if dims.latent else "q")
+    attention = dims.num_layers * heads * num_tokens**2
+    return products + attention + 2 * num_scored_tokens * dims.vocab * dims.hidden
+
+
+def _attention_products(dims: Dims) -> int:
+    """Multiplications per token of the projections of a layer's attention."""
+    hidden, latent, q = dims.hidden, dims.latent, dims.dim("q")
+    if latent is None:
+        return 2 * hidden * q + 2 * hidden * dims.dim("kv")
+    queries = latent.q_latent * (hidden + q)
+    keys = hidden * dims.dim("kv_latent_and_rope") + latent.kv_latent * dims.dim("keys_and_values")
+    return queries + keys + hidden * dims.dim("values")
+
+
+def _mlp_products(dims: Dims, layer: int) -> int:
+    """Multiplications per token of a layer's MLP, or of its router and the experts that see the token."""
+    experts = dims.experts
+    if experts is None or layer not in experts.layers:
+        return 3 * dims.hidden * dims.ffn
+    return 3 * dims.hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + dims.hidden * experts.num
 
 
 def update_flops(dims: Dims, rows: Sequence[Row]) -> int:

@@ -33,8 +33,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch type of a configuration's `float32` or `bfloat16`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    """The torch type of `float32`, `float16` or `bfloat16`."""
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,17 @@ def data_bytes(path: Path) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
 
 
-def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Preallocate a safetensors file of zeros; tensors are aligned to their item size."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLayout:
+    """A safetensors file to be: its first bytes, its size, and where the data of each tensor starts."""
+
+    head: bytes
+    num_bytes: int
+    offsets: Mapping[str, int]
+
+
+def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
+    """Where tensors lie in a file of these; they are aligned to their item size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     # Widest items first keeps every tensor aligned without gaps, which the format forbids.
@@ -119,17 +128,33 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
         offset += spec.num_bytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
+    head = struct.pack("<Q", len(encoded)) + encoded
+    offsets = {name: len(head) + header[name]["data_offsets"][0] for name in specs}
+    return FileLayout(head=head, num_bytes=len(head) + offset, offsets=offsets)
+
+
+def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
+    """Every tensor of a file with the offset of its data in the file."""
+    header, start = _parse_header(path)
+    return {
+        name: (TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]), start + e["data_offsets"][0])
+        for name, e in header.items()
+    }
+
+
+def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Preallocate a safetensors file of zeros; tensors are aligned to their item size."""
+    layout = file_layout(specs)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
+        file.write(layout.head)
         file.flush()
         try:
             # Reserve the space now: writing through a map to a full disk would kill the process.
-            os.posix_fallocate(file.fileno(), 0, 8 + len(encoded) + offset)
+            os.posix_fallocate(file.fileno(), 0, layout.num_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise ConfigError(
-                f"cannot reserve {offset / 2**30:.2f} GiB for {path}: {error.strerror}; free space there"
+                f"cannot reserve {layout.num_bytes / 2**30:.2f} GiB for {path}: {error.strerror}; free space there"
             ) from error
 
 
@@ -187,6 +212,14 @@ def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES)
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 
 
+def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
+    """What the index says of the files of a plan."""
+    return {
+        "metadata": {"total_size": sum(spec.num_bytes for group in plan.values() for spec in group.values())},
+        "weight_map": {tensor: name for name, group in plan.items() for tensor in group},
+    }
+
+
 def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list[Path]:
     """Preallocate a model's files, and the index where there are several."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -194,10 +227,7 @@ def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list
     for name, group in plan.items():
         create_file(directory / name, group)
     if len(plan) > 1:
-        weight_map = {tensor: name for name, group in plan.items() for tensor in group}
-        total = sum(spec.num_bytes for spec in specs.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
+        (directory / INDEX_NAME).write_text(json.dumps(model_index(plan), indent=2))
     return [directory / name for name in plan]
 
 

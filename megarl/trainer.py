@@ -31,7 +31,7 @@ from megarl.rollout.source import RolloutSource, SamplingPlan, batch_seed
 from megarl.rollout.vllm_source import VllmSource
 from megarl.scoring import ScoringPasses, with_scores
 from megarl.signals import stop_on_signals
-from megarl.training_rows import training_rows
+from megarl.training_rows import require_routed_experts, training_rows
 from megarl.types import Advantages, FinishReason, Prompt, RolloutBatch, Row, Score, scored_batch
 from megarl.updates import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
 from megarl.validation import validate
@@ -133,9 +133,9 @@ class Trainer:
             self.memory.enter(memory.exporting(role.role))
             export_model(self.cluster.workers, role, paths[role.role])
 
-    def _push(self, version: int) -> None:
+    def _push(self, version: int) -> dict[str, float]:
         self.memory.enter(memory.SYNC)
-        self.sync.push(version, verify=self.config.sync.verify)
+        return self.sync.push(version, verify=self.config.sync.verify)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         """Continue where a checkpoint was taken; returns its step."""
@@ -172,7 +172,7 @@ class Trainer:
             collected = self.collector.collect(step)
             rows, metrics = self.learn(collected, step)
             with self.timers("sync"):
-                self._push(step)
+                metrics |= self._push(step)
         times = self.timers.pop()
         metrics |= {**collected.metrics, **times, **self.memory.metrics()}
         if rows:
@@ -223,6 +223,8 @@ class Trainer:
     def learn(self, collected: Collected, step: int) -> tuple[list[Row], dict[str, float]]:
         """Score the samples and update every trained role on them; the rows that trained, and metrics."""
         training = training_rows(collected, self.config.algo)
+        if self.config.actor.moe.replay_routing:
+            require_routed_experts(training.rows, self.inputs.spec.dims)
         if not training.rows:
             return [], {"filter/skipped_updates": 1.0}
         seed = batch_seed(self.config.run.seed, step)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from megarl.algos.mixed_groups import unneeded_demonstrations
 from megarl.collection import Collected
 from megarl.config.algo import AlgoConfig
+from megarl.errors import DataError
+from megarl.parallel.weights.families import Dims
 from megarl.rollout.prefixes import demonstration_scores
 from megarl.types import FinishReason, Reward, Row, row_from_sample, scored_batch
 
@@ -17,6 +19,25 @@ class TrainingRows:
     rows: list[Row]
     rewards: Sequence[Reward]
     finish_reasons: Sequence[FinishReason]
+
+
+def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
+    """DataError unless every row recorded experts of this model (`actor.moe.replay_routing`)."""
+    assert dims.experts is not None, "only a model with experts can replay routing"
+    num_experts, expected = dims.experts.num, (dims.num_layers, dims.experts.per_token)
+    for row in rows:
+        experts = row.routed_experts
+        if experts is None:
+            raise DataError(
+                f"row {row.label}: its rollout recorded no experts to replay; replay a record that has them, or set "
+                f"actor.moe.replay_routing=false"
+            )
+        if experts.shape[1:] != expected or experts.max(initial=-1) >= num_experts:
+            raise DataError(
+                f"row {row.label}: its rollout recorded experts of another model: got (layers, experts per token) = "
+                f"{experts.shape[1:]} and expert {experts.max(initial=-1)}, expected {expected} and at most "
+                f"{num_experts - 1}; replay a record of this model"
+            )
 
 
 def training_rows(collected: Collected, cfg: AlgoConfig) -> TrainingRows:

@@ -1,6 +1,6 @@
 """Scoring passes and optimizer steps of a role: micro-batch plans, denominators, learning rate."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,8 +66,12 @@ class RoleScorer:
         self, rows: Sequence[Row], plan: list[list[list[int]]], *, step: int, paired: bool = False
     ) -> dict[str, list[FloatArray]]:
         # Scores of earlier passes stay with the driver.
-        bare = [row.only(()) for row in rows]
+        bare = self._sent(rows, frozenset())
         return self._workers.score(self._role.role, bare, plan, temperature=self._temperature, step=step, paired=paired)
+
+    def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
+        """Rows with no more than a pass of this role reads."""
+        return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
 
     def _plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         layout = self._role.layout
@@ -109,7 +113,7 @@ class RoleUpdater(RoleScorer):
             lr=learning_rate(optimizer, self.num_optimizer_steps, self._total_steps),
         )
         self.num_optimizer_steps += 1
-        needed = [row.only(self._objective.reads) for row in rows]
+        needed = self._sent(rows, self._objective.reads)
         result = self._workers.update(needed, self._plan([row.num_tokens for row in rows]), request)
         return replace(result, before={i: result.before[i] for i in range(len(rows))})
 

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from megarl.cluster.actors import EngineActor, RankActor
+from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate, wait_all
@@ -26,11 +27,13 @@ from megarl.errors import RunStopped
 from megarl.janitor import Janitor
 from megarl.parallel.messages import RoleSpec
 from megarl.parallel.platform import apply_environment, platform
+from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
+from megarl.parallel.weights.families import read_model_spec
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
 from megarl.roles import actor_role, by_layout
 from megarl.rollout.engine import engine_spec
 from megarl.rollout.transport import WeightTransport
-from megarl.rollout.weight_sync import WeightSync
+from megarl.rollout.weight_sync import PolicySync, WeightSync
 from megarl.safetensors_map import TensorSpec
 
 RAY_ENVIRONMENT = {
@@ -68,6 +71,7 @@ class Cluster:
         environment["TMPDIR"] = str(self.scope.temp_dir)
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = RoleWorkers([], timeout_s=0)
+        self._engine_seats: tuple[Seat, ...] = ()
         try:
             self._start(environment, with_engine)
         except BaseException:
@@ -90,6 +94,7 @@ class Cluster:
         )
         start_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
+        self._engine_seats = plan.engines
         # Engines take longest: start them first, wait for them last.
         engines = [
             (p, p.actor.start.remote(engine_spec(self._config), self._shared_devices(seat)))
@@ -146,18 +151,40 @@ class Cluster:
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))
 
-    def weight_sync(self, specs: Mapping[str, TensorSpec]) -> WeightSync | CollectiveSync:
+    def weight_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
         """What lets the engines generate with the actor's weights; call it when the actor is loaded."""
-        if self._config.sync.transport == "collective":
-            return CollectiveSync(
-                self.workers.groups[0].processes,
-                self.engines.processes,
-                specs,
-                engine_tp=self._config.rollout.engine.tp,
-                timeout_s=self._config.rollout.timeout_s,
-            )
+        transports: dict[str, Callable[[Mapping[str, TensorSpec]], PolicySync]] = {
+            "file": self._file_sync,
+            "collective": self._collective_sync,
+            "bridge": self._bridge_sync,
+        }
+        return transports[self._config.sync.transport](specs)
+
+    def _file_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
         path = self.scope.shm_file("weights")
         return WeightSync(self.workers, self.engines, path, specs, transport=self.weight_transport(path))
+
+    def _collective_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
+        return CollectiveSync(
+            self.workers.groups[0].processes,
+            self.engines.processes,
+            specs,
+            engine_tp=self._config.rollout.engine.tp,
+            timeout_s=self._config.rollout.timeout_s,
+        )
+
+    def _bridge_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
+        model, tp = read_model_spec(self._config.model.path), self._config.rollout.engine.tp
+        return BridgeSync(
+            self.workers.groups[0].processes,
+            self.engines.processes,
+            specs,
+            [engine_shards(model, EnginePosition(rank=rank, size=tp)) for rank in range(tp)],
+            shares=[seat.shares for seat in self._engine_seats],
+            segments=self.scope.shm_file("bridge"),
+            over_devices=self._config.sync.host_group == "device",
+            timeout_s=self._config.rollout.timeout_s,
+        )
 
     def weight_transport(self, path: Path) -> WeightTransport:
         """What carries a weight file at `path` from the ranks to the engines."""

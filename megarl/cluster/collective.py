@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from megarl.cluster.processes import Process, wait_all
 from megarl.parallel.messages import StoreResult
 from megarl.parallel.weights.collective import Meeting
-from megarl.rollout.weight_sync import check_complete, compare_checksums
+from megarl.rollout.weight_sync import WIRE_BYTES, check_complete, compare_checksums
 from megarl.safetensors_map import TensorSpec
 
 
@@ -27,6 +27,7 @@ class CollectiveSync:
         timeout_s: float,
     ) -> None:
         self._ranks, self._engines, self._timeout_s = list(ranks), list(engines), timeout_s
+        self._num_bytes = sum(spec.num_bytes for spec in specs.values())
         self._num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}
         first = self._ranks[0]
         offer = (first, first.actor.call.remote("offer_channel", first.location.address))
@@ -42,17 +43,18 @@ class CollectiveSync:
         # Before anything is sent: what a rank owns does not change.
         self._check(answers[: len(self._ranks)])
 
-    def push(self, version: int, *, verify: bool) -> None:
-        """Send the current weights as `version`; see `WeightSync.push`."""
+    def push(self, version: int, *, verify: bool) -> dict[str, float]:
+        """See `PolicySync`. Every worker receives the whole model."""
         sends = [(p, p.actor.call.remote("send_weights", with_checksums=verify)) for p in self._ranks]
         receives = [
             (p, p.actor.call.remote("receive_weights", version=version, with_checksums=verify)) for p in self._engines
         ]
         answers = wait_all([*sends, *receives], timeout_s=self._timeout_s, doing="syncing weights")
         sent = self._check(answers[: len(sends)])
-        for received in (worker for engine in answers[len(sends) :] for worker in engine):
-            if verify:
-                compare_checksums(self._num_elements.keys(), sent.checksums, received)
+        workers = [worker for engine in answers[len(sends) :] for worker in engine]
+        for received in workers if verify else []:
+            compare_checksums(self._num_elements.keys(), sent.checksums, received)
+        return {WIRE_BYTES: float(self._num_bytes * len(workers))}
 
     def close(self) -> None:
         """The group ends with its processes."""

@@ -17,6 +17,7 @@ from megarl.config.check_batches import (
     max_row_terms,
     max_row_tokens,
 )
+from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
 from megarl.config.ranges import require_ranges
@@ -52,7 +53,9 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
     layout = role_settings(config)[role].layout
     check_tp(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")
+    check_experts(layout, hf_config, role)
     if role == "actor":
+        check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
     _require_positions(config, hf_config, role)
 
@@ -167,6 +170,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_whole_mini_batches,
     check_dp_divides_rows,
     _require_replay_dir,
+    check_replayed_routing,
     check_train_outlasts_warmup,
     check_engines,
     check_transport,

@@ -30,6 +30,17 @@ def check_layout(layout: LayoutConfig, where: str) -> None:
             f"{where}.virtual_pp: got {layout.virtual_pp} at pp=2 without overlapped communication, which Megatron "
             f"computes silently wrong; set {where}.overlap_p2p=true"
         )
+    _check_expert_groups(layout, where)
+
+
+def _check_expert_groups(layout: LayoutConfig, where: str) -> None:
+    """Experts are split over the ranks of a pipeline stage."""
+    if layout.stage_size % (layout.ep * layout.etp):
+        raise ConfigError(
+            f"{where}.ep: ep {layout.ep} × etp {layout.etp} = {layout.ep * layout.etp}, expected a divisor of the "
+            f"tp {layout.tp} × cp {layout.cp} × dp {layout.dp} = {layout.stage_size} ranks of a pipeline stage, over "
+            f"which experts are split; change one of them"
+        )
 
 
 def check_role_layouts(config: Config) -> None:
@@ -56,6 +67,11 @@ def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> in
     return value
 
 
+def divisors(number: int) -> str:
+    """As messages list them."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
     """Tensor parallelism divides heads and widths of a role's model."""
     names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
@@ -64,8 +80,7 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
     dimensions = {name: model_dimension(hf_config, name, role) for name in names}
     undivided = [f"{name}={size}" for name, size in dimensions.items() if size % layout.tp]
     if undivided:
-        common = gcd(*dimensions.values())
-        valid = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        valid = divisors(gcd(*dimensions.values()))
         raise ConfigError(
             f"{role}.layout.tp: got {layout.tp}, which does not divide the model's {' and '.join(undivided)}; "
             f"valid values: {valid}"

@@ -46,11 +46,19 @@ def check_engines(config: Config) -> None:
 
 
 def check_transport(config: Config) -> None:
-    """A collective has a member per device, so trainer and engines must not share any."""
-    if config.sync.transport == "collective" and config.placement.mode == "colocated":
+    """A process group of devices has a member per device, so with one trainer and engines must not share any."""
+    sync = config.sync
+    if config.placement.mode == "split":
+        return
+    if sync.transport == "collective":
         raise ConfigError(
             "sync.transport: got collective with placement.mode=colocated, but NCCL takes no device twice; set "
             "sync.transport=file or placement.mode=split"
+        )
+    if sync.transport == "bridge" and sync.host_group == "device":
+        raise ConfigError(
+            "sync.host_group: got device with sync.transport=bridge and placement.mode=colocated, but NCCL takes no "
+            "device twice; set sync.host_group=gloo or placement.mode=split"
         )
 
 

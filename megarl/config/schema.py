@@ -60,6 +60,9 @@ class LayoutConfig:
     pp: int = 1  # Pipeline stages.
     cp: int = 1  # Context-parallel size.
     dp: int = 1  # Replicas.
+    # Expert-parallel size: the experts of a layer are split over this many of the tp × cp × dp ranks of a stage.
+    ep: int = 1
+    etp: int = 1  # Tensor-parallel size of each expert, whatever tp is.
     sequence_parallel: bool = False  # Split norms' activations over tensor-parallel ranks.
     # Model chunks per pipeline rank (interleaved 1F1B); 1 means none.
     virtual_pp: int = 1
@@ -72,6 +75,16 @@ class LayoutConfig:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a stage that hold the same part of the same experts."""
+        return self.stage_size // (self.ep * self.etp)
 
     def dp_rank_of(self, rank: int) -> int:
         """Data-parallel coordinate of a global rank (ranks count tp fastest, then cp, dp, pp)."""
@@ -109,11 +122,23 @@ class HeadConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Training of models with experts; other models leave it alone."""
+
+    # Weight of the load-balancing loss of every layer with experts (see docs/moe.md), added to the policy's.
+    aux_loss_coef: float = 0.0
+    freeze_router: bool = False  # Train everything but the routers.
+    # Send tokens to the experts that the rollout recorded (Sample.routed_experts), weighted by the trainer's routers.
+    replay_routing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
     """The trained policy on Megatron-Core. What other roles leave open is as here."""
 
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     # Activations recomputed in backward: attention only, or whole layers.
     recompute: Literal["none", "selective", "full"] = "none"
     # Tokens (prompt + response) of one micro-batch on one data-parallel rank, for scoring and for updates.
@@ -217,10 +242,11 @@ class SyncConfig:
     """Weight sync from trainer to engine. `verify` compares a checksum of every tensor on both sides."""
 
     verify: bool = False  # Slow; for tests and suspicions.
-    # Through a file in the hosts' shared memory, or (split placement only) over a process group of the trainer's ranks
-    # and the engines' workers: NCCL on CUDA, gloo on CPU.
-    transport: Literal["file", "collective"] = "file"
-    # What files of several hosts are made equal over: the network by gloo, or the devices' own connections (NCCL).
+    # Through a file in the hosts' shared memory; or (split placement only) over a process group of the trainer's ranks
+    # and the engines' workers: NCCL on CUDA, gloo on CPU; or by a bridge, which sends every worker only the slices that
+    # it needs and shares no memory with: through shared memory within a host, by host_group between hosts.
+    transport: Literal["file", "collective", "bridge"] = "file"
+    # What connects several hosts: the network by gloo, or the devices' own connections (NCCL).
     host_group: Literal["gloo", "device"] = "gloo"
 
 

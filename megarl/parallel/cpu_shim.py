@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.parallel import cpu_dispatch
+
 CPU = torch.device("cpu")
 _installed = False
 
@@ -114,6 +116,7 @@ def install() -> None:
     mcore_jit.disable_jit_fuser()
     _replace_rng_tracker()
     _replace_adam()
+    cpu_dispatch.install()
     _enter_mode()
 
 

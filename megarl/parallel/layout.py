@@ -23,6 +23,10 @@ class Layout:
     dp_group: dist.ProcessGroup
     # Ranks that hold the same parameter shards: data and context parallel.
     replica_group: dist.ProcessGroup
+    # The same of experts, which a stage splits over its ranks in its own way.
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
+    expert_replica_group: dist.ProcessGroup
 
     @property
     def tp_rank(self) -> int:
@@ -58,6 +62,18 @@ class Layout:
             num_replicas=self.replica_group.size(),
         )
 
+    @property
+    def expert_position(self) -> ShardPosition:
+        """The place of this rank's experts; `tp_*` are those of expert tensor parallelism."""
+        return ShardPosition(
+            tp_rank=self.etp_group.rank(),
+            tp_size=self.config.etp,
+            replica=self.expert_replica_group.rank(),
+            num_replicas=self.expert_replica_group.size(),
+            ep_rank=self.ep_group.rank(),
+            ep_size=self.config.ep,
+        )
+
 
 def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, timeout_s: float) -> Layout:
     """Join a new process group and lay Megatron's groups over it."""
@@ -73,6 +89,8 @@ def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, time
         pipeline_model_parallel_size=config.pp,
         virtual_pipeline_model_parallel_size=config.virtual_pp if config.virtual_pp > 1 else None,
         context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
     return Layout(
@@ -83,6 +101,9 @@ def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, time
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
+        expert_replica_group=parallel_state.get_expert_data_parallel_group(),
     )
 
 

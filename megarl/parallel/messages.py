@@ -49,6 +49,11 @@ class RoleSpec:
     def layout(self) -> LayoutConfig:
         return self.settings.layout
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether its tokens go to the experts that the rollout recorded: those of the policy that sampled it."""
+        return self.role is Role.ACTOR and self.settings.moe.replay_routing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
@@ -22,8 +22,10 @@ from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead
 from megarl.parallel.head.shard import vocab_shard
+from megarl.parallel.latent import latent_options, scale_rotary_embedding
 from megarl.parallel.layout import Layout
 from megarl.parallel.messages import Head
+from megarl.parallel.moe.setup import expert_options
 from megarl.parallel.packing import Pack
 from megarl.parallel.platform import platform
 from megarl.parallel.weights.families import ModelSpec
@@ -68,8 +70,8 @@ class PackedModel(GPTModel):
             rotary_base=spec.rope_theta,
             vp_stage=vp_stage,
         )
-        self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
-        self.spec, self.layout = spec, layout
+        scale_rotary_embedding(self, spec)
+        self.spec, self.layout, self.replays_routing = spec, layout, False
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -95,9 +97,10 @@ class PackedModel(GPTModel):
         return reduce_from_tensor_model_parallel_region(rows, group=group) if group.size() > 1 else rows
 
     def named_shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This chunk's parameters under names with global layer numbers."""
+        """This chunk's parameters, and biases of routers, under names with global layer numbers."""
         layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(self.decoder.layers)}
-        for name, parameter in self.named_parameters():
+        biases = (named for named in self.named_buffers() if named[0].endswith(".router.expert_bias"))
+        for name, parameter in itertools.chain(self.named_parameters(), biases):
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = layers[parts[2]]
@@ -176,8 +179,9 @@ HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: Value
 
 def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
     """This rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
-    spec, position = chunks[0].spec, chunks[0].layout.shard_position
-    return shard_slices(itertools.chain.from_iterable(c.named_shards() for c in chunks), spec, position)
+    spec, layout = chunks[0].spec, chunks[0].layout
+    shards = itertools.chain.from_iterable(c.named_shards() for c in chunks)
+    return shard_slices(shards, spec, layout.shard_position, layout.expert_position)
 
 
 def build_model(
@@ -208,7 +212,7 @@ def _zero_vocabulary_padding(chunk: PackedModel) -> None:
 def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout) -> TransformerConfig:
     """Megatron's configuration of a model under a layout."""
     dims, family, parallel = spec.dims, spec.family, layout.config
-    return TransformerConfig(
+    return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden,
         ffn_hidden_size=dims.ffn,
@@ -235,6 +239,8 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=parallel.overlap_p2p,
         batch_p2p_comm=not parallel.overlap_p2p,
+        **expert_options(dims, parallel),
+        **latent_options(spec),
         **_RECOMPUTE[actor.recompute],
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,

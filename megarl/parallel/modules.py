@@ -12,9 +12,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.parallel.latent import ReplicatedLinear
+from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.packing import zigzag_indices
 
 
@@ -114,14 +118,33 @@ class PackedAttention(torch.nn.Module):
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norm and attention, for the layers of this pipeline stage."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    """Megatron's local layers with our norm, attention and router, for the layers of this pipeline stage."""
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+    with_experts = [config.num_moe_experts is not None and kind == 1 for kind in pattern[first : first + num_layers]]
+    kinds = {kind: _local_layer_spec(config, config.num_moe_experts if kind else None) for kind in with_experts}
+    with_pack_routers(kinds.values())
+    layers = [kinds[kind] for kind in with_experts]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    latent = isinstance(config, MLATransformerConfig)
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latent,
+        normalization=config.normalization,
+    )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         assert attention.q_layernorm is not IdentityOp
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    return spec

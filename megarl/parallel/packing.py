@@ -35,6 +35,13 @@ class PackAlignment:
         return self.sequence_multiple * self.tp
 
 
+@dataclass
+class PackSeqParams(PackedSeqParams):
+    """What Megatron carries to every layer, with the pack that it describes."""
+
+    pack: "Pack | None" = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
     """A micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
@@ -42,7 +49,9 @@ class Pack:
     cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
     rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]
     batch of `rows` (in the order given). kept_per_rank: how many of `positions` lie in each
-    sequence-parallel rank's share of the part; (N,) without sequence parallelism.
+    sequence-parallel rank's share of the part; (N,) without sequence parallelism. token_rows: [T] the row of each
+    token, -1 for padding. routed_experts: [T, layers, k] the experts that tokens must go to, -1 where the router may
+    choose; None: everywhere.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -55,10 +64,13 @@ class Pack:
     column_index: torch.Tensor
     kept_per_rank: tuple[int, ...]
     batch_shape: tuple[int, int]
+    token_rows: torch.Tensor
+    routed_experts: torch.Tensor | None = None
 
     @property
-    def packed_seq_params(self) -> PackedSeqParams:
-        return PackedSeqParams(
+    def packed_seq_params(self) -> PackSeqParams:
+        return PackSeqParams(
+            pack=self,
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,
@@ -85,11 +97,14 @@ def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray
     return np.concatenate(parts)
 
 
-def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.device) -> Pack:
+def pack_rows(
+    rows: Sequence[Row], *, alignment: PackAlignment, device: torch.device, replay_routing: bool = False
+) -> Pack:
     """Pack rows. Under context parallelism each is padded to 2·cp tokens; a filler sequence ends the pack where
     tensor parallelism needs a multiple.
 
     A pack without rows is a filler alone: a rank that has nothing to score still takes part in every collective.
+    With `replay_routing` tokens go to the experts that their rows recorded, if these recorded any.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     lengths = [_round_up(rows[i].num_tokens, alignment.sequence_multiple) for i in order]
@@ -98,11 +113,12 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
         lengths.append(filler)
     offsets = [0, *itertools.accumulate(lengths)]
 
-    tokens = np.zeros(offsets[-1], dtype=np.int64)
+    tokens, token_rows = np.zeros(offsets[-1], dtype=np.int64), np.full(offsets[-1], -1, dtype=np.int64)
     positions, labels, row_index, column_index = ([np.empty(0, dtype=np.int64)] for _ in range(4))
     for i, offset in zip(order, offsets, strict=False):
         row = rows[i]
         tokens[offset : offset + row.num_tokens] = row.token_ids
+        token_rows[offset : offset + row.num_tokens] = i
         kept = np.flatnonzero(row.loss_mask)
         positions.append(offset + row.num_prompt_tokens + kept - 1)
         labels.append(row.token_ids[row.num_prompt_tokens + kept])
@@ -118,8 +134,10 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
     position_ids = np.concatenate([np.arange(n) for n in lengths])[local]
     shares = predicted_at[mine] // (len(local) // alignment.tp)
 
-    def tensor(values: npt.NDArray[np.int64]) -> torch.Tensor:
+    def tensor(values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
+
+    experts = _routed_experts(rows, order, offsets) if replay_routing else None
 
     return Pack(
         input_ids=tensor(tokens[local])[None],
@@ -132,7 +150,24 @@ def pack_rows(rows: Sequence[Row], *, alignment: PackAlignment, device: torch.de
         column_index=tensor(np.concatenate(column_index)[mine]),
         kept_per_rank=tuple(np.bincount(shares, minlength=alignment.tp).tolist()),
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
+        token_rows=tensor(token_rows[local]),
+        routed_experts=None if experts is None else tensor(experts[local]),
     )
+
+
+def _routed_experts(
+    rows: Sequence[Row], order: Sequence[int], offsets: Sequence[int]
+) -> npt.NDArray[np.integer] | None:
+    """[tokens, layers, k] of a whole pack, -1 where no expert was recorded; None if none was at all."""
+    recorded = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
+    if recorded is None:
+        return None
+    experts = np.full((offsets[-1], *recorded.shape[1:]), -1, dtype=recorded.dtype)
+    for i, offset in zip(order, offsets, strict=False):
+        own = rows[i].routed_experts
+        if own is not None:
+            experts[offset : offset + len(own)] = own
+    return experts
 
 
 def _round_up(value: int, multiple: int) -> int:

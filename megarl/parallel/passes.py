@@ -18,6 +18,7 @@ from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.messages import Role, RowScores, UpdateRequest, UpdateResult
 from megarl.parallel.model import PackedModel, TokenValues
+from megarl.parallel.moe.mini_batch import MiniBatchLoad
 from megarl.parallel.optimizer import set_learning_rate
 from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.platform import platform
@@ -47,14 +48,19 @@ def _run_schedule(
     loss_gradients: Callable[[Pack, Sequence[int]], LossGradients] | None = None,
 ) -> None:
     """Feed packs to a rank's model chunks in Megatron's schedule; on the last stage `on_output` ends each forward."""
-    alignment = _alignment(_unwrap(chunks[0]))
-    device = platform().device()
+    model = _unwrap(chunks[0])
+    alignment, device = _alignment(model), platform().device()
 
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
-        pack = pack_rows([rows[i] for i in indices], alignment=alignment, device=device)
+        pack = pack_rows(
+            [rows[i] for i in indices], alignment=alignment, device=device, replay_routing=model.replays_routing
+        )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
-        return chunk(pack, request, gradients), lambda out, **_: on_output(_unwrap(chunk), pack, indices, out)
+        answer = chunk(pack, request, gradients)
+        # Of a model with experts Megatron asks what it gets for its device, so it gets a tensor.
+        passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
+        return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
 
     several = len(chunks) > 1
     get_forward_backward_func()(
@@ -163,6 +169,8 @@ def accumulate_gradients(
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
+    load = MiniBatchLoad(loaded, rows, micro_batches, dp_group)
+
     def gradients_of(pack: Pack, indices: Sequence[int]) -> LossGradients:
         # Made when a head asks for it: those of other stages and regimes do not.
         batch = functools.cache(lambda: row_batch([rows[i] for i in indices], device=device))
@@ -176,7 +184,7 @@ def accumulate_gradients(
     )
     in_chunk = gradients_of if objective.token_local else None
     _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
-    return UpdateResult(metrics=_reduce_sums(sums, dp_group, device), before=before)
+    return UpdateResult(metrics={**_reduce_sums(sums, dp_group, device), **load.metrics()}, before=before)
 
 
 @torch.enable_grad()

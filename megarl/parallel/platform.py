@@ -269,6 +269,7 @@ class CudaPlatform(Platform):
             "masked_softmax_fusion": fused,
             "persist_layer_norm": fused,
             "apply_rope_fusion": fused,
+            "moe_grouped_gemm": fused,
             "bias_dropout_fusion": True,
             "bias_activation_fusion": True,
             "attention_softmax_in_fp32": True,
@@ -281,7 +282,11 @@ class CudaPlatform(Platform):
             return local_block_spec(config, vp_stage)
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        from megarl.parallel.moe.router import with_pack_routers
+
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        with_pack_routers(block.layer_specs)
+        return block
 
     def device_resources(self) -> dict[str, float]:
         return {"CPU": 1, "GPU": 1}

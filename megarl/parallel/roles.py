@@ -9,6 +9,7 @@ from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.messages import Head, RoleSpec
 from megarl.parallel.model import PackedModel, build_model
+from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizer import build_optimizer, wrap_ddp
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 
@@ -50,10 +51,13 @@ def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
     """Build a role's model chunks, read their weights, and wrap them for training unless frozen."""
     model_spec = read_model_spec(spec.model.path)
     chunks = build_model(model_spec, spec.model, spec.settings, layout, spec.head)
+    for chunk in chunks:
+        chunk.replays_routing = spec.replays_routing
     if not spec.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)
         return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=[], optimizer=None)
+    prepare_experts(chunks, spec.settings.moe)
     ddp = wrap_ddp(chunks, spec.settings.optimizer)
     optimizer = build_optimizer(ddp, spec.settings.optimizer)
     return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer)

@@ -68,19 +68,38 @@ class Llama3Rope:
         return (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRope:
+    """Frequencies divided by `factor` where they turn less than `beta_slow` times within the original context, kept
+    where they turn more than `beta_fast` times, and attention scores scaled by (0.1·mscale_all_dim·ln factor + 1)²
+    (YaRN, Peng et al. 2023, as DeepSeek has it). Megatron's latent attention computes it.
+    """
+
+    factor: float
+    original_max_position_embeddings: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
 ROPE_TYPES: dict[str, type[RopeScaling]] = {"default": DefaultRope, "linear": LinearRope, "llama3": Llama3Rope}
+# Of models with latent attention.
+LATENT_ROPE_TYPES: dict[str, type[RopeScaling] | type[YarnRope]] = {"default": DefaultRope, "yarn": YarnRope}
 
 
-def read_rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling:
+def read_rope_scaling(
+    rope: Mapping[str, Any], source: str, types: Mapping[str, type[RopeScaling] | type[YarnRope]] = ROPE_TYPES
+) -> RopeScaling | YarnRope:
     """The scaling of a config's `rope_parameters` (or older `rope_scaling`); `source` opens every message.
 
     Raises:
         ConfigError: an unknown type, a key that the type lacks or does not know, or a number out of range.
     """
     name = rope.get("rope_type", rope.get("type", "default"))
-    if name not in ROPE_TYPES:
-        raise ConfigError(f"{source}: rope type {name!r} is not supported; known: {sorted(ROPE_TYPES)}")
-    rope_type: Any = ROPE_TYPES[name]
+    if name not in types:
+        raise ConfigError(f"{source}: rope type {name!r} is not supported; known: {sorted(types)}")
+    rope_type: Any = types[name]
     wanted = {field.name for field in fields(rope_type)}
     given = rope.keys() - _COMMON_KEYS
     if given != wanted:
@@ -92,7 +111,7 @@ def read_rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling:
         if not isinstance(rope[key], int | float) or not 0 < rope[key] < math.inf:
             raise ConfigError(f"{source}: rope key {key}: got {rope[key]!r}, expected a number > 0")
     try:
-        scaling: RopeScaling = rope_type(**{key: rope[key] for key in wanted})
+        scaling: RopeScaling | YarnRope = rope_type(**{key: rope[key] for key in wanted})
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     return scaling

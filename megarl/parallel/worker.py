@@ -16,6 +16,8 @@ from megarl.types import Rows
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
+    from megarl.parallel.weights.bridge.boxes import Box
+    from megarl.parallel.weights.bridge.wires import Share
     from megarl.parallel.weights.collective import Meeting
     from megarl.safetensors_map import TensorSpec
 
@@ -131,6 +133,33 @@ class PolicyWorker:
         loaded = self._role(Role.ACTOR, Part.PARAMS)
         self.channel.send(model_slices(loaded.chunks))
         return _owned(loaded, with_checksums=with_checksums)
+
+    def held_weights(self) -> "dict[str, Box]":
+        """Which box of each of the actor's Hugging Face tensors this rank has, owned or not."""
+        from megarl.parallel.model import model_slices
+        from megarl.parallel.weights.bridge.ends import holding_of
+
+        loaded = self._role(Role.ACTOR, Part.PARAMS)
+        return holding_of(model_slices(loaded.chunks), loaded.expected_tensors())
+
+    def open_bridge(self, share: "Share") -> None:
+        """Join the bridge to the engines as a source."""
+        from megarl.parallel.weights.bridge.ends import BridgeSender
+        from megarl.parallel.weights.bridge.routes import RoutedSender
+
+        self.bridge_wire = RoutedSender(share)
+        self.bridge = BridgeSender(share, self.bridge_wire)
+
+    def send_over_bridge(self, transfer: int, *, with_checksums: bool) -> dict[int, dict[str, int]]:
+        """Send what the plan says of the actor; `BridgeSender.send`."""
+        from megarl.parallel.model import model_slices
+
+        loaded = self._role(Role.ACTOR, Part.PARAMS)
+        return self.bridge.send(model_slices(loaded.chunks), transfer, with_checksums=with_checksums)
+
+    def close_bridge(self) -> None:
+        """Remove what the bridge keeps in shared memory."""
+        self.bridge_wire.close()
 
     def save_checkpoint(self, directory: str) -> None:
         """Start writing the trained roles and the RNG states; the next call may be a training pass."""

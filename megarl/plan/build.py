@@ -12,14 +12,16 @@ from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.messages import Head, Role, RoleSpec
+from megarl.parallel.weights.bridge.statistics import plan_statistics
+from megarl.parallel.weights.bridge.wires import DEPTH
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.parallel.weights.tables import EXPERT
 from megarl.placement import plan_placement
 from megarl.plan import memory as bytes_of
 from megarl.plan.devices import plan_devices, plan_shards
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
 from megarl.plan.shards import groups_of
+from megarl.plan.sync import bridge_plan
 from megarl.roles import by_layout, model_key, roles_of
 
 
@@ -47,6 +49,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         )
     ]
     devices = plan_devices(config, layouts, shards, engine)
+    by_bridge = config.sync.transport == "bridge"
+    bridge = plan_statistics(bridge_plan(config, actor), depth=DEPTH) if by_bridge else None
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(_role(role, specs[role.role]) for role in roles),
@@ -57,6 +61,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         devices=tuple(devices),
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
+        sync_transport=config.sync.transport,
+        bridge=bridge,
         device_bytes=device_bytes,
     )
 
@@ -68,10 +74,14 @@ def planned_model(model: ModelConfig, key: str) -> ModelSpec:
     return read_model_spec(instead if use_instead and instead is not None else model.path, key)
 
 
-def _model_parameters(spec: ModelSpec, head: Head, *, part: str = "") -> int:
-    """Elements of all tensors that have `part` in their name."""
+def _model_parameters(spec: ModelSpec, head: Head) -> int:
     shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
-    return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _expert_parameters(spec: ModelSpec) -> int:
+    tensors = (tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors)
+    return sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors)
 
 
 def _layout(layout: LayoutConfig, roles: Sequence[RoleSpec]) -> LayoutPlan:
@@ -111,8 +121,7 @@ def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
         family=spec.family.name,
         trainable=role.trainable,
         num_parameters=_model_parameters(spec, role.head),
-        num_expert_parameters=_model_parameters(spec, role.head, part=EXPERT),
-        untrainable=spec.family.untrainable,
+        num_expert_parameters=_expert_parameters(spec),
     )
 
 

@@ -9,7 +9,7 @@ from megarl.parallel.weights.families import ModelSpec
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, PhasePlan, ShardPlan
-from megarl.plan.shards import num_stage_layers, num_stage_parameters, place_of
+from megarl.plan.shards import num_local_experts, num_stage_layers, num_stage_parameters, place_of
 
 
 def plan_shards(role: RoleSpec, spec: ModelSpec, *, num_micro_batches: int) -> list[ShardPlan]:
@@ -20,14 +20,17 @@ def plan_shards(role: RoleSpec, spec: ModelSpec, *, num_micro_batches: int) -> l
 def _shard(role: RoleSpec, spec: ModelSpec, stage: int, num_micro_batches: int) -> ShardPlan:
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
-    num_parameters = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
+    num = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
     num_ranks, num_tokens = layout.world_size // layout.pp, settings.micro_batch_tokens // layout.cp
-    resident = {Part.PARAMS: bytes_of.weight_bytes(num_parameters, dtype_bytes)}
+    resident = {Part.PARAMS: bytes_of.weight_bytes(num.total, dtype_bytes)}
     activations = 0
     if role.trainable:
-        num_shards = layout.dp * layout.cp if settings.optimizer.distributed else 1
-        resident[Part.GRADS] = bytes_of.gradient_bytes(num_parameters)
-        resident[Part.OPTIMIZER] = bytes_of.optimizer_bytes(num_parameters, dtype_bytes, num_shards)
+        shards = (layout.dp * layout.cp, layout.expert_dp) if settings.optimizer.distributed else (1, 1)
+        resident[Part.GRADS] = bytes_of.gradient_bytes(num.total)
+        resident[Part.OPTIMIZER] = sum(
+            bytes_of.optimizer_bytes(count, dtype_bytes, num_shards)
+            for count, num_shards in zip((num.others, num.experts), shards, strict=True)
+        )
         activations = bytes_of.activation_bytes(
             spec.dims,
             layout,
@@ -44,7 +47,9 @@ def _shard(role: RoleSpec, spec: ModelSpec, stage: int, num_micro_batches: int) 
         stage=stage,
         ranks=tuple(range(stage * num_ranks, (stage + 1) * num_ranks)),
         num_layers=num_stage_layers(layout, spec.dims.num_layers)[stage],
-        num_parameters=num_parameters,
+        num_parameters=num.total,
+        num_expert_parameters=num.experts,
+        num_experts=num_local_experts(spec, layout),
         resident={part.value: size for part, size in resident.items()},
         activations=activations,
         head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,

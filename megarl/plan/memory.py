@@ -4,20 +4,21 @@
     gradients    4·P                    (Megatron accumulates them in float32)
     optimizer    (12 if b = 2 else 8)·P / D
                  AdamW's two moments in float32 and, for bfloat16, float32 main parameters; D = dp·cp with
-                 the distributed optimizer, else 1
+                 the distributed optimizer (of experts tp·dp·cp/(ep·etp)), else 1
 
     activations of one layer and micro-batch of T tokens (T: tokens on this rank, after context parallelism)
                  b·T·(4h/s + 3(q + k + f)/tp)
                  h: hidden size, q, k: sizes of all query and all key heads, f: width of the MLP;
                  s = tp under sequence parallelism, else 1
-    where every layer has experts of which a token sees e
-                 f = e · the width of an expert, and 2·e·b·T·h more: what goes into and comes out of them
+    where layers have experts of which a token sees e
+                 f = e · the width of an expert + that of shared ones, and 2·e·b·T·h·etp/tp more: what goes into
+                 and comes out of experts, if all are used alike
     with full recompute
                  b·T·h/s per layer, and one layer's activations while it is recomputed
     head         b·c·V/tp + b·T·h
                  c rows of logits (all T where the regime keeps them for backward), and the hidden states that are
                  scored, which their gradients overwrite; those of the output weight are summed where the others are
-    KV cache     2·b·layers·k/tp per token
+    KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part)
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
 (4h/s); the split heads before and after the rotary embedding, and the attention's output (3q + 3k); the MLP's gate,
@@ -57,9 +58,12 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
     """What one layer keeps for backward of a micro-batch with `num_tokens` tokens on this rank."""
     split = layout.tp if layout.sequence_parallel else 1
     experts = dims.experts
-    ffn, routed = (dims.ffn, 0) if experts is None else (experts.per_token * experts.ffn, experts.per_token)
+    ffn, routed = dims.ffn, 0
+    if experts is not None:
+        ffn, routed = experts.per_token * experts.ffn + experts.shared_ffn, experts.per_token
     wide = 3 * (dims.dim("q") + dims.dim("kv") + ffn)
-    return dtype_bytes * num_tokens * (4 * dims.hidden // split + 2 * routed * dims.hidden + wide // layout.tp)
+    dispatched = 2 * routed * dims.hidden * layout.etp // layout.tp
+    return dtype_bytes * num_tokens * (4 * dims.hidden // split + dispatched + wide // layout.tp)
 
 
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:
@@ -112,6 +116,8 @@ def head_bytes(
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers on one of an engine's `tp` devices; a head is never split."""
+    """Keys and values of one token in all layers on one of an engine's `tp` devices; no head or latent is split."""
+    if dims.latent is not None:
+        return dtype_bytes * dims.num_layers * (dims.latent.kv_latent + dims.latent.rope)
     num_heads = max(1, dims.num_kv_heads // tp)
     return 2 * dtype_bytes * dims.num_layers * num_heads * dims.head_dim

@@ -64,8 +64,6 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
         use = "trained" if role.trainable else "frozen"
         experts = f" ({role.num_expert_parameters:,} in experts)" if role.num_expert_parameters else ""
         yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters{experts}, {use}, {role.model_path}"
-    for reason in dict.fromkeys(role.untrainable for role in plan.roles if role.untrainable):
-        yield f"NOT YET    megarl can plan this run but not do it: {reason}"
     for path in dict.fromkeys(role.model_config for role in plan.roles):
         yield f"sizes      from {path}"
 
@@ -87,6 +85,7 @@ def _layout_line(layout: LayoutPlan, *, is_first: bool) -> str:
         for text, holds in (
             ("sequence parallel", settings["sequence_parallel"]),
             (f"{settings['virtual_pp']} model chunks per stage", settings["virtual_pp"] != 1),
+            (f"experts over ep {settings['ep']} × etp {settings['etp']}", settings["ep"] != 1 or settings["etp"] != 1),
             (f"on devices {ranges(range(layout.num_ranks))}", not is_first),
         )
         if holds
@@ -125,6 +124,13 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
 
 
+_SYNC_WAYS = {
+    "file": "in /dev/shm of every node; each engine reads them",
+    "collective": "to every engine worker",
+    "bridge": "of which engine workers get what they need",
+}
+
+
 def _engine_lines(plan: RunPlan) -> Iterator[str]:
     engine = plan.engine
     where = "on the trainer's devices" if engine.shares_devices else "on devices of their own"
@@ -138,10 +144,14 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
             f"KV cache   {_gib(engine.kv_cache)} GiB per device at {per_token}: {tokens:,} tokens per engine, "
             f"{tokens // plan.steps.max_row_tokens} rows of full length"
         )
-    yield (
-        f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, in /dev/shm of every node; "
-        f"each engine reads them"
-    )
+    way = _SYNC_WAYS[plan.sync_transport]
+    yield f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, {way}"
+    if (bridge := plan.bridge) is not None:
+        yield (
+            f"bridge     {bridge.wire_bytes:,} bytes over the wire, {_gib(bridge.max_received_bytes)} GiB to a worker "
+            f"and {_gib(bridge.max_sent_bytes)} GiB from a rank at most, in {bridge.num_messages:,} messages; "
+            f"{bridge.local_bytes:,} bytes stay on their devices"
+        )
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
@@ -153,9 +163,12 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _shard_lines(shard: ShardPlan) -> Iterator[str]:
+    experts = ""
+    if shard.num_experts:
+        experts = f" ({shard.num_expert_parameters:,} in {shard.num_experts} experts per layer)"
     yield (
         f"{shard.role:<10} stage {shard.stage}, ranks {ranges(shard.ranks)}: {shard.num_layers} layers, "
-        f"{shard.num_parameters:,} parameters per rank"
+        f"{shard.num_parameters:,} parameters per rank{experts}"
     )
     sizes = {**shard.resident, "activations": shard.activations, "output head": shard.head}
     yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from megarl.parallel.weights.bridge.statistics import PlanStatistics
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
     """A model of the run; `num_parameters` is the whole model's, without vocabulary padding.
 
     num_expert_parameters: those of them that belong to experts.
-    untrainable: why the run can only be planned; empty where it can be done.
     """
 
     name: str
@@ -18,7 +19,6 @@ class RolePlan:
     trainable: bool
     num_parameters: int
     num_expert_parameters: int
-    untrainable: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class ShardPlan:
     """What a role has on each rank of a pipeline stage of its layout: all hold equally much.
 
     `resident` holds by part what lies on a rank between passes if nothing is offloaded; `activations` and `head` are
-    those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds.
+    those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds. Of every layer with
+    experts a rank holds `num_experts`; `num_expert_parameters` are theirs.
     """
 
     role: str
@@ -57,6 +58,8 @@ class ShardPlan:
     ranks: tuple[int, ...]
     num_layers: int
     num_parameters: int
+    num_expert_parameters: int
+    num_experts: int
     resident: dict[str, int]
     activations: int
     head: int
@@ -126,4 +129,6 @@ class RunPlan:
     devices: tuple[DevicePlan, ...]
     engine: EnginePlan
     sync_bytes: int
+    sync_transport: str
+    bridge: PlanStatistics | None
     device_bytes: int | None

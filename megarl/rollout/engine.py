@@ -5,6 +5,7 @@ engine is built, never before.
 """
 
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from megarl.config.schema import Config, EngineConfig
 from megarl.errors import WeightSyncError
 from megarl.parallel.platform import platform
+from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting
 from megarl.safetensors_map import TensorSpec
 from megarl.types import FinishReason, FloatArray, IntArray
@@ -39,6 +41,14 @@ class Completion:
     logprobs: FloatArray
     finish_reason: FinishReason
     weight_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What a worker received over the bridge: checksums by tensor, if asked for, and bytes over the wire."""
+
+    checksums: Mapping[str, int]
+    wire_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +154,21 @@ class VllmEngine:
     def receive_weights(self, *, version: int, with_checksums: bool) -> list[dict[str, int]]:
         """Replace the weights by what the trainer's ranks send at the same time; otherwise as `load_weights`."""
         return self._take_weights("load_channel", version, with_checksums=with_checksums)
+
+    def open_bridge(self, shares: Sequence[Share]) -> None:
+        """Let every worker join the bridge from the trainer's ranks as a sink, with a share each."""
+        # As bytes: between processes vLLM carries only plain types.
+        self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})
+
+    def receive_over_bridge(self, transfer: int, *, version: int, with_checksums: bool) -> list[Received]:
+        """Replace the weights by what the trainer's ranks send at the same time, each worker what it needs.
+
+        Raises:
+            WeightSyncError: as `load_weights`.
+        """
+        checksums = self._take_weights("load_bridge", version, transfer=transfer, with_checksums=with_checksums)
+        wire_bytes = self.llm.collective_rpc("bridge_bytes")
+        return [Received(checksums=c, wire_bytes=n) for c, n in zip(checksums, wire_bytes, strict=True)]
 
     def _take_weights(self, method: str, version: int, **arguments: Any) -> list[dict[str, int]]:
         results = self.llm.collective_rpc(method, kwargs=arguments)

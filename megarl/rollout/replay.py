@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.rollout.source import SamplingPlan, require_finite
-from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.types import ExpertArray, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 _SEGMENT = pa.struct(
     [
@@ -23,6 +23,8 @@ _SEGMENT = pa.struct(
         ("rollout_logprobs", pa.list_(pa.float32())),
     ]
 )
+# Rows of all dimensions, end to end.
+_EXPERTS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int16()))])
 _SCHEMA = pa.schema(
     [
         ("uid", pa.string()),
@@ -31,6 +33,7 @@ _SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("segments", pa.list_(_SEGMENT)),
         ("prompt", pa.string()),
+        ("routed_experts", _EXPERTS),
     ]
 )
 
@@ -125,7 +128,16 @@ def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
                 "demonstration_probs": prompt.demonstration_probs,
             }
         ),
+        "routed_experts": _from_experts(sample.routed_experts),
     }
+
+
+def _from_experts(experts: ExpertArray | None) -> dict[str, Any] | None:
+    return None if experts is None else {"shape": experts.shape, "values": experts.ravel()}
+
+
+def _to_experts(value: dict[str, Any] | None) -> ExpertArray | None:
+    return None if value is None else np.asarray(value["values"], dtype=np.int16).reshape(value["shape"])
 
 
 def _to_prompt(row: dict[str, Any]) -> Prompt:
@@ -142,6 +154,7 @@ def _to_sample(row: dict[str, Any]) -> Sample:
         sample_index=row["sample_index"],
         seed=row["seed"],
         finish_reason=FinishReason(row["finish_reason"]),
+        routed_experts=_to_experts(row["routed_experts"]),
         segments=tuple(_to_segment(s) for s in row["segments"]),
     )
 

@@ -15,6 +15,9 @@ from megarl.parallel.messages import StoreResult
 from megarl.rollout.transport import SharedFile, WeightTransport
 from megarl.safetensors_map import TensorSpec
 
+# The metric of what all workers of all engines received in a sync, without what they share memory with.
+WIRE_BYTES = "sync/wire_bytes"
+
 
 class WeightWriters(Protocol):
     """The trainer's side."""
@@ -26,6 +29,20 @@ class WeightReaders(Protocol):
     """The engines' side; checksums come from every worker of every engine."""
 
     def load_weights(self, files: Sequence[Path], *, version: int, with_checksums: bool) -> list[dict[str, int]]: ...
+
+
+class PolicySync(Protocol):
+    """What carries the policy to the engines, whatever the transport."""
+
+    def push(self, version: int, *, verify: bool) -> dict[str, float]:
+        """Make the engines generate with the trainer's current weights, as `version`; returns metrics.
+
+        Raises:
+            WeightSyncError: a tensor is missing on either side, or (with `verify`) its checksums differ.
+        """
+
+    def close(self) -> None:
+        """Free what the transport holds outside its processes."""
 
 
 class WeightSync:
@@ -47,20 +64,18 @@ class WeightSync:
         self._transport = transport or SharedFile(path)
         self._transport.create(specs)
         self._num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}
+        self._num_bytes = sum(spec.num_bytes for spec in specs.values())
 
-    def push(self, version: int, *, verify: bool) -> None:
-        """Send the current weights as `version`.
-
-        Raises:
-            WeightSyncError: a tensor is missing on either side, or its checksums differ.
-        """
+    def push(self, version: int, *, verify: bool) -> dict[str, float]:
+        """See `PolicySync`. Every worker reads the whole model."""
         self._transport.clear()
         sent = self._writers.store_weights([self._path], with_checksums=verify)
         check_complete(self._num_elements, sent.num_elements)
         self._transport.deliver()
-        for received in self._readers.load_weights([self._path], version=version, with_checksums=verify):
-            if verify:
-                compare_checksums(self._num_elements.keys(), sent.checksums, received)
+        workers = self._readers.load_weights([self._path], version=version, with_checksums=verify)
+        for received in workers if verify else []:
+            compare_checksums(self._num_elements.keys(), sent.checksums, received)
+        return {WIRE_BYTES: float(self._num_bytes * len(workers))}
 
     def close(self) -> None:
         """Remove the shared files."""

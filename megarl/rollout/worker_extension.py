@@ -3,8 +3,10 @@
 vLLM imports this module by name in each worker process, so it imports vLLM at the top.
 """
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from megarl.parallel.weights.bridge.ends import BridgeReceiver
+from megarl.parallel.weights.bridge.routes import RoutedReceiver
+from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting, WeightChannel
 from megarl.parallel.weights.slices import checksum
 from megarl.safetensors_map import TensorSpec, iter_tensors
@@ -32,7 +37,7 @@ class WeightReceiver:
 
     def load_files(self, files: Sequence[str], with_checksums: bool) -> tuple[dict[str, int], str]:
         """`_load` of safetensors files with Hugging Face names."""
-        return self._load(iter_tensors([Path(f) for f in files]), with_checksums)
+        return self._load(iter_tensors([Path(f) for f in files]), _checksum if with_checksums else None)
 
     def open_channel(
         self,
@@ -51,10 +56,30 @@ class WeightReceiver:
 
     def load_channel(self, with_checksums: bool) -> tuple[dict[str, int], str]:
         """`_load` of what the ranks send at the same time."""
-        return self._load(self.channel.receive(), with_checksums)
+        return self._load(self.channel.receive(), _checksum if with_checksums else None)
+
+    def open_bridge(self, shares: Sequence[bytes]) -> None:
+        """Join the bridge from the trainer's ranks, with this worker's share of those of the engine."""
+        worker: Any = self
+        share: Share = pickle.loads(shares[worker.rank])
+        self.bridge = BridgeReceiver(share, RoutedReceiver(share), worker.device)
+
+    def load_bridge(self, transfer: int, with_checksums: bool) -> tuple[dict[str, int], str]:
+        """`_load` of this worker's slices, in tensors of full shape: vLLM's loaders take slices from these.
+
+        With checksums the rest of each tensor is NaN: what the plan leaves out by mistake would spoil every answer.
+        """
+        received = self.bridge.receive(transfer, fill=math.nan if with_checksums else None)
+        return self._load(received, self.bridge.checksum if with_checksums else None)
+
+    def bridge_bytes(self) -> int:
+        """What came over the wire in the last transfer."""
+        return self.bridge.wire_bytes
 
     @torch.no_grad()
-    def _load(self, source: Iterator[tuple[str, torch.Tensor]], with_checksums: bool) -> tuple[dict[str, int], str]:
+    def _load(
+        self, source: Iterator[tuple[str, torch.Tensor]], checksum_of: Callable[[str, torch.Tensor], int] | None
+    ) -> tuple[dict[str, int], str]:
         """Load Hugging Face tensors into the live model, checking that every parameter was filled.
 
         Returns checksums and what is wrong, "" if nothing: an error raised in one of several workers would reach the
@@ -67,8 +92,8 @@ class WeightReceiver:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in source:
-                if with_checksums:
-                    checksums[name] = checksum(tensor, (), tuple(tensor.shape))
+                if checksum_of is not None:
+                    checksums[name] = checksum_of(name, tensor)
                 yield name, tensor
 
         with set_current_vllm_config(config):
@@ -91,6 +116,10 @@ class WeightReceiver:
             f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
             f"tensors are missing or named differently"
         )
+
+
+def _checksum(name: str, tensor: torch.Tensor) -> int:
+    return checksum(tensor, (), tuple(tensor.shape))
 
 
 def _storage_of(layer: torch.nn.Module) -> set[int]:

@@ -24,6 +24,7 @@ from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyS
 from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
 from megarl.types.samples import (
     BoolArray,
+    ExpertArray,
     FinishReason,
     FloatArray,
     IntArray,
@@ -44,6 +45,7 @@ __all__ = [
     "BoolArray",
     "Denominators",
     "EntropyState",
+    "ExpertArray",
     "FinishReason",
     "FloatArray",
     "IntArray",

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.types.samples import BoolArray, FloatArray, IntArray, Sample
+from megarl.types.samples import BoolArray, ExpertArray, FloatArray, IntArray, Sample, require_experts_of_tokens
 
 # The score that marks demonstration tokens of a row with 1.
 DEMONSTRATION = "demonstration"
@@ -34,6 +34,7 @@ class Row:
     """One sample as the trainer's workers need it. R = response length; per-token arrays are [R].
 
     `scores` holds what was computed so far (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
+    `routed_experts`: as that of `Sample`.
     """
 
     uid: str
@@ -42,6 +43,7 @@ class Row:
     num_prompt_tokens: int
     loss_mask: BoolArray
     scores: Mapping[str, FloatArray] = field(default_factory=dict)
+    routed_experts: ExpertArray | None = None
 
     def __post_init__(self) -> None:
         num_response = len(self.token_ids) - self.num_prompt_tokens
@@ -50,6 +52,7 @@ class Row:
         for name, value in {"loss_mask": self.loss_mask, **self.scores}.items():
             if value.shape != (num_response,):
                 raise ValueError(f"row {self.label}: {name} has shape {value.shape}, expected ({num_response},)")
+        require_experts_of_tokens(self.routed_experts, len(self.token_ids), f"row {self.label}")
 
     @property
     def label(self) -> str:
@@ -72,9 +75,13 @@ class Row:
         """The row with these scores besides, or in place of, its own."""
         return replace(self, scores={**self.scores, **scores})
 
-    def only(self, names: Collection[str]) -> "Row":
-        """The row with those of its scores that are named."""
-        return replace(self, scores={name: score for name, score in self.scores.items() if name in names})
+    def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
+        """The row with those of its scores that are named, and with its experts only if asked for."""
+        return replace(
+            self,
+            scores={name: score for name, score in self.scores.items() if name in names},
+            routed_experts=self.routed_experts if routed_experts else None,
+        )
 
 
 # Rows by their index in a batch: all of them, or those that one process needs.
@@ -90,6 +97,7 @@ def row_from_sample(sample: Sample) -> Row:
         num_prompt_tokens=len(sample.prompt_token_ids),
         loss_mask=sample.loss_mask,
         scores={"rollout_logprobs": sample.rollout_logprobs},
+        routed_experts=sample.routed_experts,
     )
 
 

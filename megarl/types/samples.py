@@ -11,6 +11,7 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+ExpertArray: TypeAlias = npt.NDArray[np.int16]
 
 
 class FinishReason(StrEnum):
@@ -81,17 +82,25 @@ def prompt_segment(token_ids: Sequence[int]) -> Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One finished sample: a prompt segment, then what the policy (or an environment) wrote."""
+    """One finished sample: a prompt segment, then what the policy (or an environment) wrote.
+
+    routed_experts: [tokens, layers, k] int16, to which experts the engine sent each token of prompt and response, by
+    the number of the layer (layers without experts hold anything); -1 where it is not known, as of a last token that
+    the engine never read. None: not recorded.
+    """
 
     uid: str
     sample_index: int
     seed: int
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
+    routed_experts: ExpertArray | None = None
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[0].source is not SegmentSource.PROMPT:
             raise ValueError(f"sample {self.uid}/{self.sample_index}: the first segment must be the prompt")
+        num_tokens = sum(len(segment.token_ids) for segment in self.segments)
+        require_experts_of_tokens(self.routed_experts, num_tokens, f"sample {self.uid}/{self.sample_index}")
 
     @property
     def prompt_token_ids(self) -> IntArray:
@@ -119,6 +128,14 @@ class Sample:
             for s in self.segments[1:]
         ]
         return np.concatenate([np.empty(0, np.float32), *parts])
+
+
+def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
+    """ValueError unless recorded experts are those of all tokens."""
+    if experts is not None and (experts.ndim != 3 or len(experts) != num_tokens):
+        raise ValueError(
+            f"{whose}: routed_experts has shape {experts.shape}, expected ({num_tokens}, layers, experts per token)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,34 +4,25 @@ Each layout has four ranks: what tensor and pipeline parallelism leave over is d
 """
 
 import functools
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
-    PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.export import weight_specs
-from megarl.parallel.messages import StoreResult
-from megarl.parallel.weights.families import read_model_spec
-from megarl.rollout.weight_sync import check_complete
-from megarl.safetensors_map import create_model_files
-from megarl.types import FloatArray, Row
-from tests.helpers.measure import MeasureCase, Measured, measure
+from megarl.config.schema import LayoutConfig
+from tests.helpers.family_parity import (
+    Model,
+    Reference,
+    assert_equals_transformers,
+    make_checkpoint,
+    run_transformers,
+)
 from tests.helpers.rank_pool import RankPool
 
 LAYOUTS = {
@@ -42,23 +33,6 @@ LAYOUTS = {
 }
 # Tied embeddings where they lie on two stages and where they are split; the other pairs are long.
 QUICK = {True: ("tp2-sp", "tp2-pp2"), False: ("tp1", "pp2")}
-# 517 is prime: no layout divides it. Six query heads share two key/value heads; five layers are 3 + 2.
-VOCAB_SIZE = 517
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 96,
-    "intermediate_size": 80,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
-# (prompt, response) tokens; one-token prompts and responses, equal neighbours, odd sums.
-LENGTHS = [(9, 6), (1, 1), (1, 50), (4, 1), (3, 2), (17, 8), (2, 3), (30, 30)]
-TOLERANCE = 1e-5
-# Of a gradient's largest element. Gradients of key biases nearly cancel, in transformers as well.
-GRADIENT_TOLERANCE = 1e-4
 
 # With θ = 10000 and 16 dimensions the wavelengths are 6, 20, 63, 199, …: below 64/4, between, and above 64/1.
 LLAMA3_ROPE = {
@@ -69,17 +43,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A transformers config, and changes to the config.json it writes: keys set, and keys left out."""
-
-    config: type[PreTrainedConfig]
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
 
 MODELS = {
     # As older versions of transformers wrote it.
@@ -104,121 +67,13 @@ MODELS = {
 GetPool = Callable[[int], RankPool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A checkpoint and what transformers makes of the rows. gradients: of the mean negative log-likelihood."""
-
-    path: Path
-    logits: list[FloatArray]
-    logprobs: list[FloatArray]
-    gradients: dict[str, torch.Tensor]
-
-
-def make_rows() -> list[Row]:
-    rng = np.random.default_rng(0)
-    return [
-        Row(
-            uid=f"p{i}",
-            sample_index=0,
-            token_ids=rng.integers(0, VOCAB_SIZE, num_prompt + num_response),
-            num_prompt_tokens=num_prompt,
-            loss_mask=np.arange(num_response) % 3 != 2,
-        )
-        for i, (num_prompt, num_response) in enumerate(LENGTHS)
-    ]
-
-
-def make_checkpoint(path: Path, model: Model, *, tied: bool) -> Path:
-    """Random weights on which nothing is trivially 0 or 1: biases of deviation 1, norms in [0.5, 2]."""
-    hf = AutoModelForCausalLM.from_config(model.config(**SIZES, **model.keys, tie_word_embeddings=tied))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in hf.named_parameters():
-            random = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
-                parameter.copy_(random)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.5 + 1.5 * torch.rand(parameter.shape, generator=generator))
-            else:
-                parameter.copy_(0.06 * random)
-    hf.save_pretrained(path)
-    file = path / "config.json"
-    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in model.left_out}
-    file.write_text(json.dumps({**config, **model.written}))
-    return path
-
-
-def run_transformers(path: Path, rows: list[Row]) -> Reference:
-    """Row by row, without packing or padding, reading the same config.json."""
-    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    num_tokens = sum(row.num_loss_tokens for row in rows)
-    logits, logprobs = [], []
-    for row in rows:
-        tokens = torch.from_numpy(row.token_ids)
-        out = hf(tokens[None]).logits[0]
-        log_p = out.log_softmax(-1)[row.num_prompt_tokens - 1 : -1]
-        masked = log_p.gather(1, tokens[row.num_prompt_tokens :, None])[:, 0] * torch.from_numpy(row.loss_mask)
-        (-masked.sum() / num_tokens).backward()
-        logits.append(out.detach().numpy())
-        logprobs.append(masked.detach().numpy())
-    gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
-    return Reference(path=path, logits=logits, logprobs=logprobs, gradients=gradients)
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Reference]:
     @functools.cache
     def get(name: str, tied: bool) -> Reference:
-        return run_transformers(make_checkpoint(tmp_path_factory.mktemp(name), MODELS[name], tied=tied), make_rows())
+        return run_transformers(make_checkpoint(tmp_path_factory.mktemp(name), MODELS[name], tied=tied))
 
     return get
-
-
-def split_rows(num_rows: int, dp: int) -> list[list[list[int]]]:
-    """Two micro-batches for each data-parallel rank, of rows that lie apart."""
-    return [[list(range(2 * r + half, num_rows, 2 * dp)) for half in range(2)] for r in range(dp)]
-
-
-def run_ranks(pool: RankPool, path: Path, layout: LayoutConfig, target: Path) -> list[Measured]:
-    specs = weight_specs(read_model_spec(path), "float32")
-    weights, gradients = (create_model_files(target / name, specs) for name in ("weights", "gradients"))
-    rows = make_rows()
-    case = MeasureCase(
-        model=ModelConfig(path=str(path), dtype="float32", vocab_multiple=4),
-        actor=ActorConfig(layout=layout, optimizer=OptimizerConfig(distributed=False, clip_grad_norm=1e9)),
-        rows=rows,
-        micro_batches=split_rows(len(rows), layout.dp),
-        weight_files=[str(file) for file in weights],
-        gradient_files=[str(file) for file in gradients],
-    )
-    measured: list[Measured] = pool.run(measure, case)
-    num_elements = {name: math.prod(spec.shape) for name, spec in specs.items()}
-    for results in ([m.weights for m in measured], [m.gradients for m in measured]):
-        check_complete(num_elements, functools.reduce(StoreResult.merged, results).num_elements)
-    return measured
-
-
-def assert_rows(what: str, measured: list[Mapping[int, FloatArray]], expected: list[FloatArray]) -> None:
-    """Ranks of different replicas report different rows, of the same replica the same."""
-    merged = {i: values for part in measured for i, values in part.items()}
-    assert sorted(merged) == list(range(len(expected)))
-    error = max(float(np.abs(merged[i] - values).max()) for i, values in enumerate(expected))
-    assert error <= TOLERANCE, f"{what}: max |Δ| is {error:.2e}"
-
-
-def assert_same_bits(written: Path, source: Path) -> None:
-    got, expected = load_file(written), load_file(source)
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name].view(torch.int32), tensor.view(torch.int32)), name
-
-
-def assert_gradients(written: Path, expected: dict[str, torch.Tensor]) -> None:
-    got = load_file(written)
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error, largest = float((got[name] - gradient).abs().max()), float(gradient.abs().max())
-        assert error <= GRADIENT_TOLERANCE * largest, f"{name}: max |Δ| is {error:.2e} of {largest:.2e}"
 
 
 @pytest.mark.parametrize(
@@ -239,14 +94,5 @@ def test_family_equals_transformers(
     layout: str,
 ) -> None:
     expected = reference(name, tied)
-    # Far from uniform, so that equality means something.
-    assert np.concatenate(expected.logits).std() > 0.5
     assert ("lm_head.weight" in expected.gradients) == (not tied)
-    measured = run_ranks(rank_pool(4), expected.path, LAYOUTS[layout], tmp_path)
-
-    assert_rows("logits", [m.logits for m in measured], expected.logits)
-    assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
-    assert_same_bits(tmp_path / "weights/model.safetensors", expected.path / "model.safetensors")
-    assert_gradients(tmp_path / "gradients/model.safetensors", expected.gradients)
-    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
-    assert [m.grad_norm for m in measured if m.grad_norm] == pytest.approx([norm] * LAYOUTS[layout].dp, rel=1e-5)
+    assert_equals_transformers(rank_pool(4), expected, LAYOUTS[layout], tmp_path)

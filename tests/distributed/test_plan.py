@@ -47,7 +47,7 @@ def test_ranks_hold_what_is_planned(
     spec, size = read_model_spec(path), DTYPE_BYTES[dtype]
     shards = layout.dp * layout.cp if distributed else 1
     for rank in held:
-        count = num_stage_parameters(spec, layout, rank.stage, vocab_multiple=model.vocab_multiple)
+        count = num_stage_parameters(spec, layout, rank.stage, vocab_multiple=model.vocab_multiple).total
         assert rank.num_parameters == count
         expected = {
             Part.PARAMS: weight_bytes(count, size),

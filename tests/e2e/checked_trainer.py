@@ -25,8 +25,8 @@ class CheckedTrainer(Trainer):
 
     seen: Seen
 
-    def _push(self, version: int) -> None:
-        super()._push(version)
+    def _push(self, version: int) -> dict[str, float]:
+        metrics = super()._push(version)
         calls = list(self.seen.calls)
         rows = compared_rows(self.inputs.spec.dims.vocab)
         trainer = self.updaters[Role.ACTOR].score(rows, step=version)["logprobs"]
@@ -37,6 +37,7 @@ class CheckedTrainer(Trainer):
         self.seen.engine_logprobs.append([np.concatenate(each).tolist() for each in scored])
         # The comparison is no part of the run.
         self.seen.calls[:] = calls
+        return metrics
 
 
 def compared_rows(vocab: int) -> list[Row]:

@@ -17,7 +17,7 @@ from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.roles import actor_role
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
-from megarl.rollout.weight_sync import WeightSync
+from megarl.rollout.weight_sync import PolicySync, WeightSync
 from megarl.safetensors_map import TensorSpec
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row
 from megarl.updates import RoleScorer, RoleUpdater
@@ -92,7 +92,7 @@ class Policy:
     config: Config
     spec: ModelSpec
     specs: dict[str, TensorSpec]
-    sync: WeightSync
+    sync: PolicySync
     updater: RoleUpdater
 
     @property

@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.cluster import Cluster, EngineGroup
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import WeightSyncError
 from megarl.export import export_model
 from megarl.roles import actor_role
@@ -32,7 +29,7 @@ from tests.e2e.support import (
     small_config,
     tied_head,
 )
-from tests.helpers.checkpoints import VOCAB_SIZE
+from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.rank_pool import RankPool
 
 # float32 rounding of two implementations; wrong or stale weights are off by 1e-2 and more.
@@ -191,28 +188,6 @@ def test_finish_reasons(policy: Policy) -> None:
         assert stop not in body
         assert (last == stop) is (sample.finish_reason is FinishReason.STOP)
         assert len(body) + 1 == limit or sample.finish_reason is FinishReason.STOP
-
-
-def make_moe(path: Path, *, seed: int) -> Path:
-    """A small mixture of experts with two of four experts per token."""
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.08,
-        max_position_embeddings=512,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    make_byte_tokenizer().save_pretrained(path)
-    return path
 
 
 def test_moe_reload_equals_a_new_engine(engine_process: RankPool, tmp_path: Path) -> None:

@@ -38,7 +38,11 @@ class Measured:
     logits: Mapping[int, FloatArray]
     weights: StoreResult
     gradients: StoreResult
-    grad_norm: float | None
+    metrics: Mapping[str, float]
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self.metrics.get("actor/grad_norm")
 
 
 def measure(context: RankContext, case: MeasureCase) -> Measured:
@@ -68,7 +72,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
         logits=logits if scores else {},
         weights=weights,
         gradients=worker.store_weights(case.gradient_files, with_checksums=False),
-        grad_norm=result.metrics["actor/grad_norm"] if result else None,
+        metrics=result.metrics if result else {},
     )
 
 

@@ -73,6 +73,27 @@ def context_parallel_packs(
     return [(pack.input_ids, pack.position_ids) for pack in packs]
 
 
+def pack_experts(
+    context: RankContext, rows: Sequence[Row], *, tp: int, cp: int, replay_routing: bool
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The rows of tokens and their experts, in every context-parallel rank's part of a pack."""
+    PolicyWorker(context.rank).prepare()
+    from megarl.parallel.packing import PackAlignment, pack_rows
+
+    device = torch.device("cpu")
+    packs = [
+        pack_rows(
+            rows,
+            alignment=PackAlignment(tp=tp, cp=cp, cp_rank=i),
+            device=device,
+            replay_routing=replay_routing,
+        )
+        for i in range(cp)
+    ]
+    assert all(pack.packed_seq_params.pack is pack for pack in packs)
+    return [(pack.token_rows, pack.routed_experts) for pack in packs]
+
+
 def full_kl(
     context: RankContext,
     hidden: torch.Tensor,

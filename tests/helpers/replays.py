@@ -1,7 +1,7 @@
 """A recorded rollout with everything an update reads, run through the workers of a layout."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
-from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.export import weight_specs
 from megarl.parallel.messages import UpdateRequest, UpdateResult
@@ -196,11 +196,13 @@ class Case:
     plan: Callable[[Sequence[Row]], list[list[list[int]]]]
     distributed: bool = True
     recompute: Literal["none", "selective", "full"] = "none"
+    moe: MoeConfig = field(default_factory=MoeConfig)
 
     @property
     def actor(self) -> ActorConfig:
         return ActorConfig(
             layout=self.layout,
+            moe=self.moe,
             recompute=self.recompute,
             head=HeadConfig(chunk_tokens=16),
             optimizer=OptimizerConfig(

@@ -9,7 +9,7 @@ from megarl import performance
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, LoggingConfig, ModelConfig, TrainerConfig
 from megarl.parallel.platform import CpuPlatform
 from megarl.parallel.platform_devices import Device
-from megarl.parallel.weights.families import Dims
+from megarl.parallel.weights.dims import Dims, Experts, LatentAttention
 from megarl.performance import PerformanceMeter, forward_flops, update_flops
 from megarl.types import Row
 
@@ -34,6 +34,22 @@ def row(num_prompt_tokens: int, loss_mask: list[bool]) -> Row:
 def test_forward() -> None:
     assert forward_flops(DIMS, num_tokens=5, num_scored_tokens=2) == FORWARD_5_2
     assert forward_flops(DIMS, num_tokens=1, num_scored_tokens=0) == 2 * 3 * LAYER + 3 * 2 * 8
+
+
+def test_only_experts_that_see_a_token_count() -> None:
+    """Layers 0 and 2 have five experts of 4, two of which see a token, and shared ones of 6."""
+    experts = Experts(num=5, per_token=2, ffn=4, normalized=True, layers=(0, 2), shared_ffn=6)
+    with_experts = 64 + 64 + 32 + 32 + 3 * 8 * (2 * 4 + 6) + 8 * 5
+    expected = 2 * 5 * (2 * with_experts + LAYER) + 3 * 2 * 8 * 25
+    assert forward_flops(replace(DIMS, experts=experts), num_tokens=5, num_scored_tokens=0) == expected
+
+
+def test_latent_attention() -> None:
+    """Four heads of 1 + 1 for scores and 3 for values; latents of 6 and 5."""
+    latent = LatentAttention(q_latent=6, kv_latent=5, nope=1, rope=1, values=3)
+    attention = 8 * 6 + 6 * 8 + 8 * (5 + 1) + 5 * 4 * (1 + 3) + 4 * 3 * 8
+    expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
+    assert forward_flops(replace(DIMS, latent=latent), num_tokens=5, num_scored_tokens=0) == expected
 
 
 def test_update_is_three_forward_passes() -> None:

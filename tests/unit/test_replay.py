@@ -1,12 +1,14 @@
 """Many samples, odd numbers and several steps through a record; refusals are tested next to the other sources."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from megarl.rollout.replay import ReplaySource, read_record, record_path, write_record
 from megarl.rollout.source import SamplingPlan
-from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource, row_from_sample
 from tests.helpers.rollouts import NUM_SAMPLES, assert_same_rollout, random_rollout
 
 
@@ -15,6 +17,39 @@ def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
     path = tmp_path / "records" / "step.parquet"
     write_record(path, batch)
     assert_same_rollout(read_record(path), batch)
+
+
+def test_experts_are_kept(tmp_path: Path) -> None:
+    """Of those samples that have some; and records of before they were kept are read."""
+    batch = random_rollout()
+    rng = np.random.default_rng(0)
+    samples = [
+        replace(
+            sample,
+            routed_experts=rng.integers(
+                -1, 128, (len(sample.prompt_token_ids) + len(sample.response_token_ids), 3, 2)
+            ).astype(np.int16),
+        )
+        if i % 2
+        else sample
+        for i, sample in enumerate(batch.samples)
+    ]
+    batch = replace(batch, samples=tuple(samples))
+    path = tmp_path / "r.parquet"
+    write_record(path, batch)
+    read = read_record(path)
+    assert_same_rollout(read, batch)
+    for got, expected in zip(read.samples, batch.samples, strict=True):
+        if expected.routed_experts is None:
+            assert got.routed_experts is None
+        else:
+            assert got.routed_experts is not None
+            assert got.routed_experts.dtype == np.int16
+            assert np.array_equal(got.routed_experts, expected.routed_experts)
+            assert row_from_sample(got).routed_experts is got.routed_experts
+
+    pq.write_table(pq.read_table(path).drop_columns("routed_experts"), path)
+    assert all(sample.routed_experts is None for sample in read_record(path).samples)
 
 
 def sample_of(first: Segment, logprobs: list[float], *, seed: int = 0) -> Sample:

@@ -1,13 +1,17 @@
 """Samples to rows: which tokens are a demonstration's, and which samples their group does not need."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megarl.collection import Collected
 from megarl.config.algo import AlgoConfig, DemonstrationConfig
-from megarl.training_rows import TrainingRows, training_rows
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment
+from megarl.errors import DataError
+from megarl.parallel.weights.families import Dims, Experts
+from megarl.training_rows import TrainingRows, require_routed_experts, training_rows
+from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Row, Sample, prompt_segment
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 PROMPTS = {
@@ -110,3 +114,29 @@ def test_nothing_was_collected() -> None:
     for demonstrations in (DemonstrationConfig(), cfg):
         training = training_rows(nothing, AlgoConfig(demonstrations=demonstrations))
         assert (training.rows, training.rewards, training.finish_reasons) == ([], [], [])
+
+
+def test_replayed_routing_needs_experts_of_this_model() -> None:
+    dims = Dims(
+        num_layers=3,
+        hidden=8,
+        ffn=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab=10,
+        tied=False,
+        experts=Experts(num=4, per_token=2, ffn=8, normalized=True, layers=(0, 1, 2)),
+    )
+    (row,) = training_rows(collected([(sample("a", 0), True)]), AlgoConfig()).rows
+
+    def with_experts(*shape: int, highest: int = 3) -> list[Row]:
+        return [replace(row, routed_experts=np.full((4, *shape), highest, dtype=np.int16))]
+
+    require_routed_experts(with_experts(3, 2), dims)
+    require_routed_experts(with_experts(3, 2, highest=-1), dims)
+    with pytest.raises(DataError, match=r"row a/0: its rollout recorded no experts to replay; replay a record"):
+        require_routed_experts([row], dims)
+    for rows in (with_experts(2, 2), with_experts(3, 1), with_experts(3, 2, highest=4)):
+        with pytest.raises(DataError, match=r"row a/0: its rollout recorded experts of another model: got .* \(3, 2\)"):
+            require_routed_experts(rows, dims)

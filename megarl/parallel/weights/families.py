@@ -2,51 +2,32 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.parallel.rope import RopeScaling, read_rope_scaling
-from megarl.parallel.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, WeightRule
+from megarl.parallel.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
+from megarl.parallel.weights.dims import Dims, Experts, read_dims
+from megarl.parallel.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
+
+__all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The experts that every layer has in place of one MLP: how many, how many see a token, and their width."""
+class PlacedRule:
+    """A rule of the table for one layer and one expert of it; None where the rule has neither."""
 
-    num: int
-    per_token: int
-    ffn: int
+    rule: WeightRule
+    layer: int | None = None
+    expert: int | None = None
+
+    def name(self, pattern: str) -> str:
+        """A name of the rule with its numbers in it."""
+        return pattern.format(layer=self.layer, expert=self.expert)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dims:
-    """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the tables."""
-
-    num_layers: int
-    hidden: int
-    ffn: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    experts: Experts | None = None
-
-    def dim(self, symbol: str) -> int:
-        experts = self.experts or Experts(num=0, per_token=0, ffn=0)
-        return {
-            "one": 1,
-            "hidden": self.hidden,
-            "ffn": self.ffn,
-            "vocab": self.vocab,
-            "head_dim": self.head_dim,
-            "q": self.num_heads * self.head_dim,
-            "kv": self.num_kv_heads * self.head_dim,
-            "experts": experts.num,
-            "expert_ffn": experts.ffn,
-        }[symbol]
+_EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +38,7 @@ class ModelSpec:
     family: Family
     dims: Dims
     rope_theta: float
-    rope_scaling: RopeScaling
+    rope_scaling: RopeScaling | YarnRope
     norm_eps: float
     max_positions: int
     hf_config: Mapping[str, Any]
@@ -69,33 +50,60 @@ class ModelSpec:
         """
         absent = OUTPUT_HEAD if scalar_head else VALUE_HEAD
         return {
-            tensor.name.format(layer=layer): tuple(self.dims.dim(s) for s in tensor.shape)
-            for layer, rule in self.rules()
-            if not self.is_copy(rule)
-            for tensor in rule.tensors
+            placed.name(tensor.name): tuple(self.dims.dim(s) for s in tensor.shape)
+            for placed in self.rules()
+            if not self.is_copy(placed.rule)
+            for tensor in placed.rule.tensors
             if tensor.name != absent
         }
 
+    def float32_tensors(self) -> frozenset[str]:
+        """Tensors that are in float32 whatever the model's type."""
+        rules = (placed for placed in self.rules() if placed.rule.is_float32)
+        return frozenset(placed.name(tensor.name) for placed in rules for tensor in placed.rule.tensors)
+
     def ignored_tensors(self) -> tuple[str, ...]:
         """Tensors that a checkpoint of this model may carry though nothing reads them."""
-        copies = [tensor.name for _, rule in self.rules() if self.is_copy(rule) for tensor in rule.tensors]
+        copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
-        return (*copies, *names)
+        return (*copies, *names, *self._extra_prediction_tensors())
+
+    def _extra_prediction_tensors(self) -> Iterator[str]:
+        """Tensors of layers after the last one, which predict further tokens (`num_nextn_predict_layers`)."""
+        count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
+        for layer in range(num_layers, num_layers + count):
+            last = (placed for placed in self.rules() if placed.layer == num_layers - 1)
+            yield from (
+                replace(placed, layer=layer).name(tensor.name) for placed in last for tensor in placed.rule.tensors
+            )
+            yield from (f"model.layers.{layer}.{name}.weight" for name in _EXTRA_PREDICTION)
 
     def is_copy(self, rule: WeightRule) -> bool:
         """Whether a rule's parameter is a copy of another tensor in this model."""
         return self.dims.tied and rule.tied_to is not None
 
-    def rules(self) -> Iterator[tuple[int | None, WeightRule]]:
-        """(global layer or None, rule) for every parameter of the model."""
+    def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
+        """The rule of every parameter of the model, or of a part of it with these experts of each layer."""
         table = self.family.weights
-        yield from ((None, rule) for rule in table if "{layer}" not in rule.names[0])
+        yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
+        experts = range(self.dims.dim("experts")) if experts is None else experts
         for layer in range(self.dims.num_layers):
-            yield from ((layer, rule) for rule in table if "{layer}" in rule.names[0])
+            kinds = (Layers.ALL, self.dims.kind_of(layer))
+            for rule in (rule for rule in table if "{layer}" in rule.names[0] and rule.layers in kinds):
+                numbers = experts if "{expert}" in rule.names[0] else (None,)
+                yield from (PlacedRule(rule=rule, layer=layer, expert=expert) for expert in numbers)
 
-    def parameter_rules(self) -> dict[str, tuple[int | None, WeightRule]]:
-        """Megatron parameter name (global layer numbers) → its layer and rule."""
-        return {name.format(layer=layer): (layer, rule) for layer, rule in self.rules() for name in rule.names}
+    def parameter_rules(self, experts: range | None = None) -> dict[str, PlacedRule]:
+        """Megatron parameter name → its rule. Layers have their numbers in the whole model.
+
+        experts: those that a rank holds of each layer; in its parameters' names they count from 0. None: all.
+        """
+        first = experts.start if experts else 0
+        return {
+            name.format(layer=placed.layer, expert=None if placed.expert is None else placed.expert - first): placed
+            for placed in self.rules(experts)
+            for name in placed.rule.names
+        }
 
 
 def find_family(architectures: object) -> Family:
@@ -109,15 +117,6 @@ def find_family(architectures: object) -> Family:
         f"model architecture {list(names)} is not supported; known: {known} "
         f"(a family is a table in megarl/parallel/weights/tables.py)"
     )
-
-
-def require_trainable(spec: ModelSpec, key: str) -> None:
-    """Refuse a model, the value of `key`, that can only be planned."""
-    if spec.family.untrainable:
-        raise ConfigError(
-            f"{key}: {spec.path} is a {spec.family.name} model, which can be planned (megarl train --dry-run) but not "
-            f"trained: {spec.family.untrainable}; choose a dense model, such as Qwen3-8B"
-        )
 
 
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
@@ -141,12 +140,13 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
     try:
         _require_described(file, family, config)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        dims = read_dims(family, config)
         return ModelSpec(
             path=directory,
             family=family,
-            dims=_read_dims(config),
+            dims=dims,
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            rope_scaling=read_rope_scaling(rope, str(file)),
+            rope_scaling=read_rope_scaling(rope, str(file), LATENT_ROPE_TYPES if dims.latent else ROPE_TYPES),
             norm_eps=float(config["rms_norm_eps"]),
             max_positions=config["max_position_embeddings"],
             hf_config=config,
@@ -174,24 +174,3 @@ def _require_described(file: Path, family: Family, config: Mapping[str, Any]) ->
             f"{file}: sliding_window: got {window}, expected null or >= max_position_embeddings={positions}, since "
             f"attention here is full; set max_position_embeddings to {window} to train within the window"
         )
-
-
-def _read_dims(config: Mapping[str, Any]) -> Dims:
-    heads = config["num_attention_heads"]
-    return Dims(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_read_experts(config) if "num_experts_per_tok" in config else None,
-    )
-
-
-def _read_experts(config: Mapping[str, Any]) -> Experts:
-    # Transformers 5 writes the second name.
-    key = "num_experts" if "num_experts" in config else "num_local_experts"
-    return Experts(num=config[key], per_token=config["num_experts_per_tok"], ffn=config["moe_intermediate_size"])

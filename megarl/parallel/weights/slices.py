@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.parallel.weights.families import Dims, ModelSpec
-from megarl.parallel.weights.tables import Partition, WeightRule
+from megarl.parallel.weights.families import Dims, ModelSpec, PlacedRule
+from megarl.parallel.weights.tables import Partition
 
 Index = tuple[slice, ...]
 
@@ -27,12 +27,22 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """A rank's place: in its tensor-parallel group, and among the replicas that hold the same shard."""
+    """A rank's place: in its tensor-parallel group, and among the replicas that hold the same shard.
+
+    Of experts the groups are those of expert parallelism: experts are split over `ep_size` ranks in blocks.
+    """
 
     tp_rank: int
     tp_size: int
     replica: int
     num_replicas: int
+    ep_rank: int = 0
+    ep_size: int = 1
+
+    def local_experts(self, num_experts: int) -> range:
+        """The experts of a layer that this rank holds, by their numbers in the whole model."""
+        count = num_experts // self.ep_size
+        return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
 _Parts = Iterable[tuple[int, Index, torch.Tensor]]
@@ -86,31 +96,40 @@ _PARTITIONERS: dict[Partition, _Partitioner] = {
 }
 
 
-def shard_slices(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, at: ShardPosition) -> Iterator[Slice]:
-    """Slices of all local parameters (names with global layer numbers).
+def shard_slices(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    spec: ModelSpec,
+    at: ShardPosition,
+    experts_at: ShardPosition | None = None,
+) -> Iterator[Slice]:
+    """Slices of all local parameters (names with global layer numbers, and numbers of experts on this rank).
 
     Exactly one rank owns each element: replicas of a shard take turns by position, so that writes spread out.
+    `experts_at`: this rank's place among those that share a layer's experts; by default as `at`.
 
     Raises:
         KeyError: a parameter is not in the family's table.
     """
-    rules = spec.parameter_rules()
+    experts_at = experts_at or at
+    rules = spec.parameter_rules(experts=experts_at.local_experts(spec.dims.dim("experts")))
     for position, (name, parameter) in enumerate(parameters):
         if name not in rules:
             raise KeyError(f"parameter {name} is not in the weight table of family {spec.family.name}")
-        layer, rule = rules[name]
-        writes = at.replica == position % at.num_replicas and not spec.is_copy(rule)
-        yield from _slices_of(parameter, rule, layer, spec, at, writes=writes)
+        placed = rules[name]
+        place = at if placed.expert is None else experts_at
+        writes = place.replica == position % place.num_replicas and not spec.is_copy(placed.rule)
+        yield from _slices_of(parameter, placed, spec, place, writes=writes)
 
 
 def _slices_of(
-    parameter: torch.Tensor, rule: WeightRule, layer: int | None, spec: ModelSpec, at: ShardPosition, *, writes: bool
+    parameter: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
 ) -> Iterator[Slice]:
     """The slices of one parameter; of a replicated one only the first tensor-parallel rank's are owned."""
+    rule = placed.rule
     owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)
     for part, index, view in _PARTITIONERS[rule.partition](parameter, spec.dims, at):
         name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else rule.tensors[part].name
-        yield Slice(tensor=name.format(layer=layer), index=index, view=view, owned=owned)
+        yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned)
 
 
 @torch.no_grad()

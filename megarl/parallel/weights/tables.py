@@ -4,79 +4,25 @@ Adding a family is adding a `Family` below: no code elsewhere knows a model's na
 and the plan's sizes all derive from the same rows. Nothing here imports torch or megatron.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from megarl.parallel.weights.rules import Family, HFTensor, Layers, Partition, WeightRule
+
+__all__ = ["FAMILIES", "OUTPUT_HEAD", "VALUE_HEAD", "Family", "HFTensor", "Layers", "Partition", "WeightRule"]
 
 
-class Partition(StrEnum):
-    """How Megatron splits a parameter over tensor-parallel ranks."""
-
-    REPLICATED = "replicated"
-    VOCAB = "vocab"  # rows of the vocabulary, padded at the end
-    ROWS = "rows"  # output features of a column-parallel layer
-    COLUMNS = "columns"  # input features of a row-parallel layer
-    GATE_UP = "gate_up"  # two row-split matrices, stacked on each rank
-    QKV = "qkv"  # per key/value group: its query heads, its key head, its value head
-
-
-@dataclass(frozen=True, slots=True)
-class HFTensor:
-    """A tensor of the checkpoint: its name (`{layer}` is the global layer) and its symbolic shape.
-
-    `EXPERT` in the name stands for every expert; the shape is that of all of them, stacked.
-    """
-
-    name: str
-    shape: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRule:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
-
-    `names`: the parameter's names, by the local spec and by Transformer Engine's where they differ.
-    """
-
-    names: tuple[str, ...]
-    partition: Partition
-    tensors: tuple[HFTensor, ...]
-    # The tensor this parameter is a copy of when embeddings are tied; such copies are loaded, never written.
-    tied_to: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A model family: the architectures it covers, Megatron options, and its weight table.
-
-    `defaults`: what transformers takes for keys that a config.json leaves out, where that is not the common rule.
-    `required`: values of keys whose other values change the model in ways that this table does not describe.
-    `ignored`: tensors that a checkpoint may carry though nothing reads them.
-    `untrainable`: why a run can be planned but not done; empty where it can.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    weights: tuple[WeightRule, ...]
-    qk_layernorm: bool = False
-    qkv_bias: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    required: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    untrainable: str = ""
-
-    @property
-    def value_architectures(self) -> tuple[str, ...]:
-        """What transformers calls the same models with a scalar head."""
-        return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in self.architectures)
-
-
-def _rule(partition: Partition, names: str, *tensors: tuple[str, str], tied_to: str | None = None) -> WeightRule:
+def _rule(
+    partition: Partition,
+    names: str,
+    *tensors: tuple[str, str],
+    layers: Layers = Layers.ALL,
+    is_float32: bool = False,
+    tied_to: str | None = None,
+) -> WeightRule:
     return WeightRule(
         names=tuple(names.split(" | ")),
         partition=partition,
         tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
+        layers=layers,
+        is_float32=is_float32,
         tied_to=tied_to,
     )
 
@@ -87,19 +33,31 @@ _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 VALUE_HEAD = "score.weight"
 # What a scalar head takes the place of.
 OUTPUT_HEAD = "lm_head.weight"
-# Stands for every expert in the names of a layer's expert tensors.
-EXPERT = "*"
 
-_DECODER = (
+_ENDS = (
     _rule(Partition.VOCAB, "embedding.word_embeddings.weight", ("model.embed_tokens.weight", "vocab hidden")),
     _rule(Partition.REPLICATED, "decoder.final_layernorm.weight", ("model.norm.weight", "hidden")),
     _rule(Partition.VOCAB, "output_layer.weight", (OUTPUT_HEAD, "vocab hidden"), tied_to="model.embed_tokens.weight"),
     _rule(Partition.REPLICATED, "value_head.weight", (VALUE_HEAD, "one hidden")),
+)
+
+_INPUT_NORM = (
     _rule(
         Partition.REPLICATED,
         f"{_L}input_layernorm.weight | {_L}self_attention.linear_qkv.layer_norm_weight",
         (f"{_HF}input_layernorm.weight", "hidden"),
     ),
+)
+
+_MLP_NORM = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}pre_mlp_layernorm.weight | {_L}mlp.linear_fc1.layer_norm_weight",
+        (f"{_HF}post_attention_layernorm.weight", "hidden"),
+    ),
+)
+
+_ATTENTION = (
     _rule(
         Partition.QKV,
         f"{_L}self_attention.linear_qkv.weight",
@@ -112,10 +70,45 @@ _DECODER = (
         f"{_L}self_attention.linear_proj.weight",
         (f"{_HF}self_attn.o_proj.weight", "hidden q"),
     ),
+)
+_DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _MLP_NORM
+
+# Through latents (DeepSeek-V2, arXiv:2405.04434). Projections into them are small, and whole on every rank.
+_LATENT_ATTENTION = (
     _rule(
         Partition.REPLICATED,
-        f"{_L}pre_mlp_layernorm.weight | {_L}mlp.linear_fc1.layer_norm_weight",
-        (f"{_HF}post_attention_layernorm.weight", "hidden"),
+        f"{_L}self_attention.linear_q_down_proj.weight",
+        (f"{_HF}self_attn.q_a_proj.weight", "q_latent hidden"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.q_layernorm.weight | {_L}self_attention.linear_q_up_proj.layer_norm_weight",
+        (f"{_HF}self_attn.q_a_layernorm.weight", "q_latent"),
+    ),
+    _rule(
+        Partition.ROWS,
+        f"{_L}self_attention.linear_q_up_proj.weight",
+        (f"{_HF}self_attn.q_b_proj.weight", "q q_latent"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.linear_kv_down_proj.weight",
+        (f"{_HF}self_attn.kv_a_proj_with_mqa.weight", "kv_latent_and_rope hidden"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.kv_layernorm.weight | {_L}self_attention.linear_kv_up_proj.layer_norm_weight",
+        (f"{_HF}self_attn.kv_a_layernorm.weight", "kv_latent"),
+    ),
+    _rule(
+        Partition.ROWS,
+        f"{_L}self_attention.linear_kv_up_proj.weight",
+        (f"{_HF}self_attn.kv_b_proj.weight", "keys_and_values kv_latent"),
+    ),
+    _rule(
+        Partition.COLUMNS,
+        f"{_L}self_attention.linear_proj.weight",
+        (f"{_HF}self_attn.o_proj.weight", "hidden values"),
     ),
 )
 
@@ -125,22 +118,67 @@ _DENSE_MLP = (
         f"{_L}mlp.linear_fc1.weight",
         (f"{_HF}mlp.gate_proj.weight", "ffn hidden"),
         (f"{_HF}mlp.up_proj.weight", "ffn hidden"),
-    ),
-    _rule(Partition.COLUMNS, f"{_L}mlp.linear_fc2.weight", (f"{_HF}mlp.down_proj.weight", "hidden ffn")),
-)
-
-_EXPERT_MLPS = (
-    _rule(Partition.REPLICATED, f"{_L}mlp.router.weight", (f"{_HF}mlp.gate.weight", "experts hidden")),
-    _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.experts.local_experts.{EXPERT}.linear_fc1.weight | {_L}mlp.experts.linear_fc1.weight{EXPERT}",
-        (f"{_HF}mlp.experts.{EXPERT}.gate_proj.weight", "experts expert_ffn hidden"),
-        (f"{_HF}mlp.experts.{EXPERT}.up_proj.weight", "experts expert_ffn hidden"),
+        layers=Layers.DENSE,
     ),
     _rule(
         Partition.COLUMNS,
-        f"{_L}mlp.experts.local_experts.{EXPERT}.linear_fc2.weight | {_L}mlp.experts.linear_fc2.weight{EXPERT}",
-        (f"{_HF}mlp.experts.{EXPERT}.down_proj.weight", "experts hidden expert_ffn"),
+        f"{_L}mlp.linear_fc2.weight",
+        (f"{_HF}mlp.down_proj.weight", "hidden ffn"),
+        layers=Layers.DENSE,
+    ),
+)
+
+
+def _expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    """Router and experts; `block`, `gate`, `up` and `down` are what a checkpoint calls them."""
+    local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
+    return (
+        _rule(
+            Partition.REPLICATED,
+            f"{_L}mlp.router.weight",
+            (f"{_HF}{block}.gate.weight", "experts hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.GATE_UP,
+            f"{local}linear_fc1.weight | {grouped}linear_fc1.weight{{expert}}",
+            (f"{_HF}{block}.experts.{{expert}}.{gate}.weight", "expert_ffn hidden"),
+            (f"{_HF}{block}.experts.{{expert}}.{up}.weight", "expert_ffn hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.COLUMNS,
+            f"{local}linear_fc2.weight | {grouped}linear_fc2.weight{{expert}}",
+            (f"{_HF}{block}.experts.{{expert}}.{down}.weight", "hidden expert_ffn"),
+            layers=Layers.EXPERTS,
+        ),
+    )
+
+
+_SHARED_EXPERTS = (
+    _rule(
+        Partition.GATE_UP,
+        f"{_L}mlp.shared_experts.linear_fc1.weight",
+        (f"{_HF}mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
+        (f"{_HF}mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
+        layers=Layers.EXPERTS,
+    ),
+    _rule(
+        Partition.COLUMNS,
+        f"{_L}mlp.shared_experts.linear_fc2.weight",
+        (f"{_HF}mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
+        layers=Layers.EXPERTS,
+    ),
+)
+
+# Added to scores where experts are chosen; a buffer of Megatron's router, in float32 whatever the model's type.
+_ROUTER_BIAS = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}mlp.router.expert_bias",
+        (f"{_HF}mlp.gate.e_score_correction_bias", "experts"),
+        layers=Layers.EXPERTS,
+        is_float32=True,
     ),
 )
 
@@ -206,10 +244,57 @@ FAMILIES = (
     Family(
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
-        weights=_DECODER + _EXPERT_MLPS + _QK_NORM,
+        weights=_DECODER + _DENSE_MLP + _expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM,
         qk_layernorm=True,
-        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False},
-        required={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        untrainable="mixture-of-experts models need expert parallelism, which megarl does not have yet",
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+        },
+        required={"hidden_act": "silu", "attention_bias": False},
+        expert_ffn_key="moe_intermediate_size",
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        weights=_DECODER + _expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
+        defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
+        required={"hidden_act": "silu", "router_jitter_noise": 0.0},
+        expert_ffn_key="intermediate_size",
+        normalizes_experts=True,
+    ),
+    Family(
+        name="deepseek_v3",
+        architectures=("DeepseekV3ForCausalLM",),
+        weights=_ENDS
+        + _INPUT_NORM
+        + _LATENT_ATTENTION
+        + _MLP_NORM
+        + _DENSE_MLP
+        + _expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
+        + _SHARED_EXPERTS
+        + _ROUTER_BIAS,
+        qk_layernorm=True,
+        defaults={
+            "num_key_value_heads": 128,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        required={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "quantization_config": None,
+            # transformers takes this for the norms of latents, whatever it is for the others.
+            "rms_norm_eps": 1e-6,
+        },
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=True,
     ),
 )

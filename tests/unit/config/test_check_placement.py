@@ -65,6 +65,11 @@ def config(
             "sync.transport=file or placement.mode=split",
         ),
         (
+            {"sync": {"transport": "bridge", "host_group": "device"}},
+            "sync.host_group: got device with sync.transport=bridge and placement.mode=colocated, but NCCL takes no "
+            "device twice; set sync.host_group=gloo or placement.mode=split",
+        ),
+        (
             {"mode": "split", "offload": True},
             "placement.offload: got true with placement.mode=split, but then engines do not share the trainer's "
             "memory; set one of the two otherwise",

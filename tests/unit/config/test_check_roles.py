@@ -136,7 +136,7 @@ def test_a_model_of_its_own_fits_the_roles_layout() -> None:
 def test_layouts_may_be_null_or_a_mapping_and_nothing_else() -> None:
     assert config(reference={"layout": None}).reference.layout is None
     with pytest.raises(
-        ConfigError, match=re.escape("critic.layout: got 2 (int), expected {tp, pp, cp, dp, sequence_parallel")
+        ConfigError, match=re.escape("critic.layout: got 2 (int), expected {tp, pp, cp, dp, ep, etp, sequence_parallel")
     ):
         config(critic={"layout": 2})
     with pytest.raises(

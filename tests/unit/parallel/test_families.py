@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import ConfigError
-from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope
-from megarl.parallel.weights.families import Experts, find_family, read_model_spec, require_trainable
+from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from megarl.parallel.weights.dims import BiasedRouting, Experts
+from megarl.parallel.weights.families import find_family, read_model_spec
 from megarl.parallel.weights.tables import FAMILIES, Family
 from megarl.safetensors_map import check_tensors
 
 CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
-TRAINABLE = [family for family in FAMILIES if not family.untrainable]
+DENSE = [family for family in FAMILIES if family.expert_ffn_key is None]
 
 # The keys of published config.json files that matter here.
 LLAMA_3_1_8B = {
@@ -112,11 +113,72 @@ QWEN3_0_6B = {
     "vocab_size": 151936,
 }
 QWEN3_30B_A3B = json.loads((CONFIGS / "qwen3-30b-a3b/config.json").read_text())
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 PUBLISHED = {
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
     "qwen2": QWEN2_5_7B,
     "qwen3": QWEN3_0_6B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "mixtral": MIXTRAL_8X7B,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 # What no family can do without.
 ESSENTIAL = (
@@ -130,6 +192,21 @@ ESSENTIAL = (
     "rms_norm_eps",
     "vocab_size",
 )
+EXPERT_KEYS = {
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "deepseek_v3": (
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "routed_scaling_factor",
+        "v_head_dim",
+    ),
+    "mixtral": ("num_local_experts", "num_experts_per_tok"),
+}
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
@@ -151,8 +228,20 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (QWEN2_5_0_5B, 494_032_768),
         (QWEN3_0_6B, 596_049_920),
         (QWEN3_30B_A3B, 30_532_122_624),
+        (MIXTRAL_8X7B, 46_702_792_704),
+        # With 58 biases of 256 experts.
+        (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),
     ],
-    ids=["llama-3.1-8b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-30b-a3b"],
+    ids=[
+        "llama-3.1-8b",
+        "mistral-7b-v0.3",
+        "qwen2.5-7b",
+        "qwen2.5-0.5b",
+        "qwen3-0.6b",
+        "qwen3-30b-a3b",
+        "mixtral-8x7b",
+        "deepseek-v3",
+    ],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
     spec = read_model_spec(write_config(tmp_path, config))
@@ -176,7 +265,7 @@ def test_published_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", TRAINABLE, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", DENSE, ids=lambda family: family.name)
 def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bool) -> None:
     small = {
         "hidden_size": 48,
@@ -197,74 +286,130 @@ def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bo
     assert read_model_spec(tmp_path).expected_tensors() == expected
 
 
-@pytest.mark.parametrize("family", TRAINABLE, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, family: Family) -> None:
     published = PUBLISHED[family.name]
     # As many positions as Mistral's window has by default.
-    config = {key: published[key] for key in ESSENTIAL} | {"num_attention_heads": 64, "max_position_embeddings": 4096}
+    essential = (*ESSENTIAL, *EXPERT_KEYS[family.name]) if family.expert_ffn_key else ESSENTIAL
+    config = {key: published[key] for key in essential} | {"num_attention_heads": 64, "max_position_embeddings": 4096}
     hf = AutoConfig.from_pretrained(write_config(tmp_path, config))
     spec = read_model_spec(tmp_path)
-    assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
+    if spec.dims.latent is None:
+        assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
     assert spec.dims.num_kv_heads == hf.num_key_value_heads
     assert spec.dims.tied == hf.tie_word_embeddings
     assert spec.rope_theta == hf.rope_parameters["rope_theta"]
     for key, value in (*family.defaults.items(), *family.required.items()):
-        assert getattr(type(hf), key) == value
+        assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None) == value
 
 
-def test_experts_are_what_transformers_has(tmp_path: Path) -> None:
-    small = {
-        "hidden_size": 48,
-        "num_attention_heads": 6,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 517,
-        "num_experts": 5,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
-    }
-    hf_config = AutoConfig.for_model("qwen3_moe", **small, architectures=["Qwen3MoeForCausalLM"])
-    hf_config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+SMALL_EXPERTS = {
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "vocab_size": 517,
+    "num_experts_per_tok": 3,
+}
+DEEPSEEK_SMALL = {
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 12,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 6,
+    "num_mtp_layers": 0,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "topk_group": 1,
+    "v_head_dim": 6,
+}
+QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "layers"),
+    [
+        ("qwen3_moe", QWEN3_SMALL, (0, 1, 2, 3, 4)),
+        # Every second layer, 1 and 3, but for layer 3.
+        ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+        ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
+        ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
+    ],
+    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral", "deepseek_v3"],
+)
+def test_experts_are_what_transformers_writes(
+    tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    """Compared with the files: in memory transformers holds all experts of a layer in one tensor."""
+    family = next(family for family in FAMILIES if family.name == model_type)
+    config = AutoConfig.for_model(model_type, **{**SMALL_EXPERTS, **keys}, architectures=list(family.architectures))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     spec = read_model_spec(tmp_path)
-    assert spec.dims.experts == Experts(num=5, per_token=3, ffn=16)
-    tensors = spec.expected_tensors()
-    for layer in range(2):
-        experts = f"model.layers.{layer}.mlp.experts."
-        # In memory transformers stacks gates on ups; files have a tensor of each for every expert.
-        gate, up, down = (tensors.pop(f"{experts}*.{name}_proj.weight") for name in ("gate", "up", "down"))
-        assert gate == up
-        tensors[f"{experts}gate_up_proj"] = (gate[0], gate[1] + up[1], gate[2])
-        tensors[f"{experts}down_proj"] = down
-    assert tensors == expected
-
-
-def test_a_model_that_can_only_be_planned() -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_trainable(read_model_spec(CONFIGS / "qwen3-30b-a3b"), "model.path")
-    assert str(caught.value) == (
-        f"model.path: {CONFIGS}/qwen3-30b-a3b is a qwen3_moe model, which can be planned (megarl train --dry-run) but "
-        "not trained: mixture-of-experts models need expert parallelism, which megarl does not have yet; choose a "
-        "dense model, such as Qwen3-8B"
+    width = 24 if model_type == "mixtral" else 16
+    assert spec.expected_tensors() == expected
+    if model_type == "deepseek_v3":
+        routing = BiasedRouting(num_groups=1, groups_per_token=1, scale=2.5)
+        assert spec.dims.experts == Experts(
+            num=5, per_token=3, ffn=16, normalized=True, layers=layers, shared_ffn=32, routing=routing
+        )
+        return
+    assert spec.dims.experts == Experts(
+        num=5, per_token=3, ffn=width, normalized=model_type == "mixtral", layers=layers
     )
-    require_trainable(read_model_spec(CONFIGS / "qwen3-8b"), "model.path")
 
 
-def test_layers_without_experts_are_not_described(tmp_path: Path) -> None:
-    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
-        with pytest.raises(ConfigError, match=f"{next(iter(change))}: got .*other variants of qwen3_moe"):
-            read_model_spec(write_config(tmp_path, QWEN3_30B_A3B | change))
+def test_deepseek_v3_as_published(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, DEEPSEEK_V3))
+    assert spec.rope_scaling == YarnRope(
+        factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert spec.float32_tensors() == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(3, 61)}
+    # A layer that predicts one token further is in the files, and nothing reads it.
+    ignored = spec.ignored_tensors()
+    assert {
+        "model.layers.61.eh_proj.weight",
+        "model.layers.61.enorm.weight",
+        "model.layers.61.shared_head.head.weight",
+        "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.61.mlp.experts.255.down_proj.weight",
+        "model.layers.61.mlp.gate.e_score_correction_bias",
+    } <= set(ignored)
+    assert len(ignored) == len(set(ignored))
+    assert not set(ignored) & spec.expected_tensors().keys()
+    for change, message in (
+        ({"num_experts_per_tok": 6}, r"num_experts_per_tok: got 6, expected 2 × topk_group = 8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: got .*not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope type 'linear' is not supported; known: .*'yarn'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, DEEPSEEK_V3 | change))
+
+
+def test_a_rank_numbers_its_experts_from_0() -> None:
+    spec = read_model_spec(CONFIGS / "qwen3-30b-a3b")
+    rules = spec.parameter_rules(experts=range(32, 48))
+    assert len(rules) == len(spec.parameter_rules(experts=range(16)))
+    placed = rules["decoder.layers.47.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert placed is rules["decoder.layers.47.mlp.experts.linear_fc1.weight3"]
+    assert [placed.name(tensor.name) for tensor in placed.rule.tensors] == [
+        "model.layers.47.mlp.experts.35.gate_proj.weight",
+        "model.layers.47.mlp.experts.35.up_proj.weight",
+    ]
+    assert "decoder.layers.47.mlp.experts.local_experts.16.linear_fc1.weight" not in rules
 
 
 def test_bias_of_attention(tmp_path: Path) -> None:
     """Queries, keys and values have one bias in Megatron; it is split as their weight is."""
     rules = read_model_spec(write_config(tmp_path, QWEN2_5_7B)).parameter_rules()
-    layer, bias = rules["decoder.layers.27.self_attention.linear_qkv.bias"]
-    assert layer == 27
-    assert bias.partition == rules["decoder.layers.27.self_attention.linear_qkv.weight"][1].partition
-    assert [tensor.name for tensor in bias.tensors] == [
+    bias = rules["decoder.layers.27.self_attention.linear_qkv.bias"]
+    assert bias.layer == 27
+    assert bias.rule.partition == rules["decoder.layers.27.self_attention.linear_qkv.weight"].rule.partition
+    assert [tensor.name for tensor in bias.rule.tensors] == [
         "model.layers.{layer}.self_attn.q_proj.bias",
         "model.layers.{layer}.self_attn.k_proj.bias",
         "model.layers.{layer}.self_attn.v_proj.bias",
@@ -278,7 +423,7 @@ def test_bias_of_attention(tmp_path: Path) -> None:
 def test_every_parameter_name_has_one_rule(tmp_path: Path, config: dict[str, Any]) -> None:
     spec = read_model_spec(write_config(tmp_path, config | {"tie_word_embeddings": False}))
     assert spec.expected_tensors()["lm_head.weight"] == (config["vocab_size"], config["hidden_size"])
-    names = [name.format(layer=layer) for layer, rule in spec.rules() for name in rule.names]
+    names = [placed.name(name) for placed in spec.rules() for name in placed.rule.names]
     assert len(names) == len(set(names)) == len(spec.parameter_rules())
     # By the local layers and by Transformer Engine's.
     assert {
@@ -378,7 +523,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "Qwen3ForCausalLM"])
 def test_unknown_architecture(architectures: object) -> None:
-    message = r"is not supported; known: \['LlamaForCausalLM', 'MistralForCausalLM', 'Qwen2ForCausalLM', 'Qwen3"
+    message = r"is not supported; known: \['DeepseekV3ForCausalLM', 'LlamaForCausalLM', 'Mistral"
     with pytest.raises(ConfigError, match=message):
         find_family(architectures)
 

@@ -1,6 +1,7 @@
 """Rows end to end, labels shifted by one, and results back in their places."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,3 +93,35 @@ def test_no_rows_under_context_parallelism(rank_pool: GetPool) -> None:
     packs = rank_pool(1).run(rank_parts.context_parallel_packs, [], 2, 3)[0]
     assert [ids.shape for ids, _ in packs] == [(1, 6), (1, 6)]
     assert [positions.tolist() for _, positions in packs] == [[[0, 1, 2, 9, 10, 11]], [[3, 4, 5, 6, 7, 8]]]
+
+
+def test_experts_of_tokens_by_hand(rank_pool: GetPool) -> None:
+    """One layer, one expert per token. The shorter row comes first; one of three rows recorded nothing."""
+    long, short, silent = make_row([1, 2, 3, 4], [True]), make_row([5, 6, 7], [True]), make_row([8, 9], [True])
+    recorded = [
+        replace(long, routed_experts=np.array([3, 1, 2, -1], dtype=np.int16)[:, None, None]),
+        replace(short, routed_experts=np.array([0, 5, 4], dtype=np.int16)[:, None, None]),
+        silent,
+    ]
+
+    def packed(rows: list[Row], *, tp: int = 1, cp: int = 1, replay: bool = True) -> list[tuple[object, object]]:
+        found = rank_pool(1).run(rank_parts.pack_experts, rows, tp=tp, cp=cp, replay_routing=replay)[0]
+        return [
+            (rows_of.tolist(), None if experts is None else experts[:, 0, 0].tolist()) for rows_of, experts in found
+        ]
+
+    token_rows = [2, 2, 1, 1, 1, 0, 0, 0, 0]
+    assert packed(recorded) == [(token_rows, [-1, -1, 0, 5, 4, 3, 1, 2, -1])]
+    # A filler belongs to no row and chooses freely.
+    assert packed(recorded, tp=5) == [([*token_rows, -1], [-1, -1, 0, 5, 4, 3, 1, 2, -1, -1])]
+    assert packed(recorded, replay=False) == [(token_rows, None)]
+    assert packed([long, short, silent]) == [(token_rows, None)]
+    # Rows of 2, 3 and 4 tokens are padded to 4 each; a rank has the first and the last, or the others.
+    first = ([2, -1, 1, -1, 0, 0], [-1, -1, 0, -1, 3, -1])
+    second = ([2, -1, 1, 1, 0, 0], [-1, -1, 5, 4, 1, 2])
+    assert packed(recorded, cp=2) == [first, second]
+
+
+def test_experts_are_those_of_every_token() -> None:
+    with pytest.raises(ValueError, match=r"row q/0: routed_experts has shape \(3, 1, 2\), expected \(4, layers"):
+        replace(make_row([1, 2, 3, 4], [True]), routed_experts=np.zeros((3, 1, 2), dtype=np.int16))

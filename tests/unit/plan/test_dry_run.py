@@ -125,6 +125,21 @@ def test_engines_on_devices_of_their_own(tmp_path: Path) -> None:
     assert {phase.engine for phase in plan.devices[0].phases.values()} == {0}
 
 
+def test_a_bridge_moves_what_workers_lack(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    assert plan_run(config).bridge is None
+    config = replace(config, sync=replace(config.sync, transport="bridge"))
+    plan = plan_run(config)
+    assert plan.bridge is not None
+    # Each of two engines takes the model once, and norms once more: two of 8 and two of 2 per layer, one of 8.
+    num_parameters, norms = 4 * 500 + 2 * 80 + 8, 4 * 20 + 8
+    assert plan.bridge.wire_bytes + plan.bridge.local_bytes == 2 * 2 * (num_parameters + norms)
+    # The first stage's ranks have half of the layers; no worker has more at hand.
+    assert 0 < plan.bridge.local_bytes < plan.bridge.wire_bytes
+    assert f"{plan.bridge.wire_bytes:,} bytes over the wire" in to_text(plan)
+    assert json.loads(to_json(plan))["bridge"]["wire_bytes"] == plan.bridge.wire_bytes
+
+
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:
     plan = plan_run(small_config(tmp_path), device_bytes=100_000)
     fields = json.loads(to_json(plan))

@@ -1,4 +1,4 @@
-"""Models with experts: planned, counted by hand, and refused by a run."""
+"""Models with experts, planned: counted by hand."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from megarl.cli import main
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.plan.memory import layer_activation_bytes
-from megarl.plan.shards import num_stage_parameters
+from megarl.plan.shards import num_local_experts, num_stage_parameters
 from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]
@@ -31,26 +31,46 @@ def small_experts(tmp_path: Path) -> ModelSpec:
 
 
 def test_parameters_of_a_rank(small_experts: ModelSpec) -> None:
-    def count(layout: LayoutConfig, stage: int) -> int:
-        return num_stage_parameters(small_experts, layout, stage, vocab_multiple=2)
+    def count(layout: LayoutConfig, stage: int) -> tuple[int, int]:
+        counted = num_stage_parameters(small_experts, layout, stage, vocab_multiple=2)
+        return counted.others, counted.experts
 
-    assert count(LayoutConfig(), 0) == 4 * (ATTENTION + NORMS + ROUTER + ALL_EXPERTS) + 2 * 10 * 8 + 8
-    # Tensor-parallel ranks hold the router and a slice of every expert; 12 rows of the padded vocabulary, 6 each.
-    layer = (ATTENTION + ALL_EXPERTS) // 2 + NORMS + ROUTER
-    assert count(LayoutConfig(tp=2, pp=2), 0) == 2 * layer + 6 * 8
-    assert count(LayoutConfig(tp=2, pp=2), 1) == 2 * layer + 6 * 8 + 8
+    assert count(LayoutConfig(), 0) == (4 * (ATTENTION + NORMS + ROUTER) + 2 * 10 * 8 + 8, 4 * ALL_EXPERTS)
+    # Tensor-parallel ranks hold the router; 12 rows of the padded vocabulary, 6 each. Experts are whole, as etp is 1.
+    others = 2 * (ATTENTION // 2 + NORMS + ROUTER)
+    assert count(LayoutConfig(tp=2, pp=2), 0) == (others + 6 * 8, 2 * ALL_EXPERTS)
+    assert count(LayoutConfig(tp=2, pp=2), 1) == (others + 6 * 8 + 8, 2 * ALL_EXPERTS)
+    # Three of six experts, and half of each.
+    assert count(LayoutConfig(tp=2, ep=2), 0)[1] == 4 * ALL_EXPERTS // 2
+    assert count(LayoutConfig(tp=2, dp=2, ep=2, etp=2), 0)[1] == 4 * ALL_EXPERTS // 4
+    assert num_local_experts(small_experts, LayoutConfig(dp=3, ep=3)) == 2
+
+
+def test_only_layers_with_experts_are_counted(tmp_path: Path) -> None:
+    """Layers 1 and 3 of four; stages of chunks of one layer are layers 0 and 2, and 1 and 3."""
+    spec = read_model_spec(write_config(tmp_path, **EXPERTS, decoder_sparse_step=2))
+    layouts = {LayoutConfig(pp=2): (1, 1), LayoutConfig(pp=2, virtual_pp=2): (0, 2)}
+    dense = 3 * 12 * 8
+    for layout, with_experts in layouts.items():
+        for stage, count in enumerate(with_experts):
+            counted = num_stage_parameters(spec, layout, stage, vocab_multiple=2)
+            assert counted.experts == count * ALL_EXPERTS
+            ends = 10 * 8 if stage == 0 else 10 * 8 + 8
+            assert counted.others == 2 * (ATTENTION + NORMS) + count * ROUTER + (2 - count) * dense + ends
 
 
 def test_activations_of_a_layer(small_experts: ModelSpec) -> None:
-    # Two experts of 10 for every token, and two copies of it in and out of them.
+    # Two experts of 10 for every token, and two copies of it in and out of them, of half of the tokens.
     layout = LayoutConfig(tp=2, sequence_parallel=True)
+    elements = 4 * 8 // 2 + 2 * 2 * 8 // 2 + 3 * (8 + 4 + 2 * 10) // 2
+    assert layer_activation_bytes(small_experts.dims, layout, num_tokens=5, dtype_bytes=2) == 2 * 5 * elements
+    # With split experts every rank gets all tokens, and half of every expert.
+    layout = LayoutConfig(tp=2, etp=2, sequence_parallel=True)
     elements = 4 * 8 // 2 + 2 * 2 * 8 + 3 * (8 + 4 + 2 * 10) // 2
     assert layer_activation_bytes(small_experts.dims, layout, num_tokens=5, dtype_bytes=2) == 2 * 5 * elements
 
 
-def test_the_plan_counts_experts_and_says_that_it_is_only_a_plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_published_plan_splits_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     main([*DRY_RUN.split(), "--json"])
     plan = json.loads(capsys.readouterr().out)
@@ -62,22 +82,15 @@ def test_the_plan_counts_experts_and_says_that_it_is_only_a_plan(
     assert role["num_expert_parameters"] == num_experts
     assert role["num_parameters"] == num_experts + num_others
     assert plan["sync_bytes"] == 2 * (num_experts + num_others)
+    first, last = plan["shards"]
+    # Two stages, each over eight ranks, which have no replica.
+    assert first["num_expert_parameters"] == last["num_expert_parameters"] == num_experts // 16
+    assert first["num_experts"] == 16
+    others = first["num_parameters"] - num_experts // 16
+    # Float32 main parameters and two moments: of experts whole, of the rest over two replicas.
+    assert first["resident"]["optimizer"] == 12 * num_experts // 16 + 12 * others // 2
     main(DRY_RUN.split())
     text = capsys.readouterr().out
     assert "30,532,122,624 parameters (28,991,029,248 in experts), trained" in text
-    assert "NOT YET    megarl can plan this run but not do it: mixture-of-experts models need expert" in text
-
-
-def test_a_run_is_refused_before_it_leaves_a_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    model = write_config(tmp_path / "experts", **EXPERTS, max_position_embeddings=8192)
-    runs = tmp_path / "runs"
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "configs/run/gsm8k-qwen3-30b-a3b.yaml", f"model.path={model}", f"run.dir={runs}"])
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: model.path: {model} is a qwen3_moe model, which can be planned")
-    assert line.endswith("choose a dense model, such as Qwen3-8B")
-    assert not runs.exists()
+    assert "dp 2 × pp 2, sequence parallel, experts over ep 8 × etp 1\n" in text
+    assert "parameters per rank (1,811,939,328 in 16 experts per layer)\n" in text

@@ -60,28 +60,28 @@ def test_vocabulary_padding() -> None:
 # Per layer: norms 8 + 8 and q/k norms 2 + 2 on every rank (20); split: q 8·8 + k 4·8 + v 4·8 (128), o 8·8 (64), gate
 # and up 2·12·8 (192), down 8·12 (96): 480. Embedding and head with 12 rows: 96 each, with 16 rows: 128. Norm: 8.
 def test_parameters_of_one_rank(small: ModelSpec) -> None:
-    assert num_stage_parameters(small, LayoutConfig(), 0, vocab_multiple=4) == 4 * (20 + 480) + 96 + 8 + 96
+    assert num_stage_parameters(small, LayoutConfig(), 0, vocab_multiple=4).total == 4 * (20 + 480) + 96 + 8 + 96
 
 
 def test_parameters_under_tensor_parallelism(small: ModelSpec) -> None:
     layout = LayoutConfig(tp=2, dp=3)
-    assert num_stage_parameters(small, layout, 0, vocab_multiple=4) == 4 * (20 + 240) + 64 + 8 + 64
+    assert num_stage_parameters(small, layout, 0, vocab_multiple=4).total == 4 * (20 + 240) + 64 + 8 + 64
 
 
 def test_parameters_of_stages(small: ModelSpec, small_tied: ModelSpec) -> None:
     layout = LayoutConfig(pp=2, first_stage_layers=1)
-    assert [num_stage_parameters(small, layout, stage, vocab_multiple=4) for stage in (0, 1)] == [
+    assert [num_stage_parameters(small, layout, stage, vocab_multiple=4).total for stage in (0, 1)] == [
         500 + 96,
         3 * 500 + 8 + 96,
     ]
     # Tied, one stage: the head is the embedding. Two stages: the last has a copy of it.
-    assert num_stage_parameters(small_tied, LayoutConfig(), 0, vocab_multiple=4) == 4 * 500 + 96 + 8
-    assert num_stage_parameters(small_tied, layout, 1, vocab_multiple=4) == 3 * 500 + 8 + 96
+    assert num_stage_parameters(small_tied, LayoutConfig(), 0, vocab_multiple=4).total == 4 * 500 + 96 + 8
+    assert num_stage_parameters(small_tied, layout, 1, vocab_multiple=4).total == 3 * 500 + 8 + 96
 
 
 def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec) -> None:
     layout = LayoutConfig(tp=2)
-    counted = num_stage_parameters(small, layout, 0, vocab_multiple=4, scalar_head=True)
+    counted = num_stage_parameters(small, layout, 0, vocab_multiple=4, scalar_head=True).total
     # The scalar head's 8 weights are on every rank.
     assert counted == 4 * (20 + 240) + 64 + 8 + 8
 
@@ -92,4 +92,7 @@ def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec)
     [("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264), ("llama-3.1-8b", 8_030_261_248)],
 )
 def test_published_models(name: str, num_parameters: int) -> None:
-    assert num_stage_parameters(read_model_spec(CONFIGS / name), LayoutConfig(), 0, vocab_multiple=1) == num_parameters
+    assert (
+        num_stage_parameters(read_model_spec(CONFIGS / name), LayoutConfig(), 0, vocab_multiple=1).total
+        == num_parameters
+    )

@@ -47,7 +47,7 @@ class TwoEngines:
 def test_push_hands_over_what_the_ranks_wrote(tmp_path: Path) -> None:
     engines = TwoEngines()
     sync = WeightSync(Ranks(), engines, tmp_path / "weights", SPECS)
-    sync.push(7, verify=True)
+    assert sync.push(7, verify=True) == {"sync/wire_bytes": 2.0 * (6 * 4 + 4 * 2)}
     sync.push(8, verify=False)
     assert engines.loads == [(version, {"a": [2.0] * 6, "b": [2.0] * 4}) for version in (7, 8)]
     sync.close()

@@ -1,0 +1,57 @@
+"""Rules of models with experts: what splits them, and what is only for them."""
+
+from collections.abc import Mapping
+
+from megarl.config.check_layout import divisors, model_dimension
+from megarl.config.schema import Config, LayoutConfig, MoeConfig
+from megarl.errors import ConfigError
+
+# What config.json files call the number of experts, and the width of one; the first that is there holds.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WIDTHS = ("moe_intermediate_size", "intermediate_size")
+
+
+def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
+    """Expert parallelism divides the experts, and Megatron can train them; a dense model has none of it."""
+    where, key = f"{role}.layout", _first(_NUM_EXPERTS, hf_config)
+    if key is None:
+        for name in ("ep", "etp"):
+            if (size := getattr(layout, name)) > 1:
+                raise ConfigError(
+                    f"{where}.{name}: got {size}, but the model has no experts to split; set {where}.{name}=1"
+                )
+        return
+    _require_divisor(layout.ep, f"{where}.ep", key, model_dimension(hf_config, key, role))
+    width = _first(_WIDTHS, hf_config) or _WIDTHS[0]
+    _require_divisor(layout.etp, f"{where}.etp", width, model_dimension(hf_config, width, role))
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"{where}.sequence_parallel: got false with tp={layout.tp}, but Megatron trains models with experts only "
+            f"with it; set {where}.sequence_parallel=true or {where}.tp=1"
+        )
+
+
+def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
+    """Settings for experts are those of a model that has some."""
+    if _first(_NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
+        raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
+
+
+def check_replayed_routing(config: Config) -> None:
+    """Experts to replay come from a record: vLLM returns none on CPUs, and engines are not asked for them."""
+    if config.actor.moe.replay_routing and config.rollout.source != "replay":
+        raise ConfigError(
+            f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "
+            f"say to which experts its tokens went; set rollout.source=replay, or actor.moe.replay_routing=false"
+        )
+
+
+def _first(names: tuple[str, ...], hf_config: Mapping[str, object]) -> str | None:
+    return next((name for name in names if hf_config.get(name) is not None), None)
+
+
+def _require_divisor(divisor: int, where: str, name: str, size: int) -> None:
+    if size % divisor:
+        raise ConfigError(
+            f"{where}: got {divisor}, which does not divide the model's {name}={size}; valid values: {divisors(size)}"
+        )

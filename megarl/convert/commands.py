@@ -1,0 +1,147 @@
+"""The conversions: Hugging Face directory → torch_dist checkpoint, and back."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from megarl.convert.dist_format import FORMAT_FILE, write_index
+from megarl.convert.engine import Outcome, Settings, carry_out, check_target
+from megarl.convert.mapping import model_parameters
+from megarl.convert.models import OpenModel, declared_dtype, open_model
+from megarl.convert.plan import Plan, plan_dist, plan_hf
+from megarl.convert.readers import DistReader, SafetensorsReader
+from megarl.convert.report import outcome_line, plan_table
+from megarl.errors import ConfigError, DataError
+from megarl.export import copy_companions, exported_config, write_config
+from megarl.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
+
+# Rows of the vocabulary are padded to a multiple of this; Megatron loads it under every layout.
+VOCAB_MULTIPLE = 128
+
+
+def hf_to_mcore(
+    model: Path,
+    settings: Settings,
+    *,
+    dtype: str | None = None,
+    vocab_multiple: int = VOCAB_MULTIPLE,
+    dry_run: bool = False,
+) -> Outcome | None:
+    """Write a torch_dist checkpoint of a Hugging Face directory; its configuration and tokenizer come along."""
+    if vocab_multiple < 1:
+        raise ConfigError(f"--vocab-multiple: got {vocab_multiple}, expected at least 1")
+    source = open_model(model)
+    if not isinstance(source.reader, SafetensorsReader):
+        raise ConfigError(f"{model}: is a torch_dist checkpoint already; use mcore-to-hf to convert it back")
+    target = _cast(source, dtype)
+    parameters = model_parameters(
+        source.spec,
+        scalar_head=source.scalar_head,
+        vocab_multiple=vocab_multiple,
+        stacked=source.spec.dims.has_equal_layers,
+    )
+    plan = plan_dist(parameters, source.reader.specs, target)
+
+    def finish(partial: Path) -> None:
+        write_index(partial, plan.tensors, plan.objects)
+        _write_companions(source, partial, target, skipped=())
+        written = open_model(partial).reader
+        assert isinstance(written, DistReader)
+        _check_written(partial, written.specs, target)
+        written.check_records()
+
+    return _run(source, plan, settings, finish, "hf-to-mcore", dry_run=dry_run)
+
+
+def mcore_to_hf(
+    checkpoint: Path,
+    settings: Settings,
+    *,
+    model: Path | None = None,
+    dtype: str | None = None,
+    dry_run: bool = False,
+) -> Outcome | None:
+    """Write a Hugging Face directory of a torch_dist checkpoint, with configuration and tokenizer of `model`."""
+    source = open_model(checkpoint, model)
+    if not isinstance(source.reader, DistReader):
+        raise ConfigError(f"{checkpoint}: is a Hugging Face directory already; use hf-to-mcore to convert it")
+    target = _cast(source, dtype)
+    plan = plan_hf(source.reader.specs, target, weight_map=source.weight_map)
+
+    def finish(partial: Path) -> None:
+        if len(plan.hf_files) > 1:
+            (partial / INDEX_NAME).write_text(json.dumps(model_index(plan.hf_files), indent=2))
+        for file, group in plan.hf_files.items():
+            if read_specs(partial / file) != dict(group):
+                raise DataError(f"{partial / file}: its tensors are not those that were planned; convert again")
+        _write_companions(source, partial, target, skipped=("*.index.json", FORMAT_FILE))
+        _check_written(partial, open_model(partial).reader.specs, target)
+
+    return _run(source, plan, settings, finish, "mcore-to-hf", dry_run=dry_run)
+
+
+def _run(
+    source: OpenModel,
+    plan: Plan,
+    settings: Settings,
+    finish: Callable[[Path], None],
+    description: str,
+    *,
+    dry_run: bool,
+) -> Outcome | None:
+    check_target(settings)
+    if dry_run:
+        print("\n".join(plan_table(source, plan, settings)))
+        return None
+    start = time.monotonic()
+    try:
+        outcome = carry_out(plan, source.reader, source.state, settings, finish, description)
+    except OSError as error:
+        raise DataError(f"writing {settings.out} failed: {error}; free space, and run the command again") from error
+    print(outcome_line(outcome, plan, settings, seconds=time.monotonic() - start))
+    return outcome
+
+
+def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
+    """The tensors to write. Those that are in float32 in every model of the family stay so."""
+    specs, wide = source.reader.specs, source.spec.float32_tensors()
+    if dtype is None:
+        return dict(specs)
+    return {
+        name: dataclasses.replace(spec, dtype=dtype_of("float32" if name in wide else dtype))
+        if spec.dtype.is_floating_point
+        else spec
+        for name, spec in specs.items()
+    }
+
+
+def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
+    """That keys and shapes fit the family's table was checked on opening."""
+    wrong = [name for name in expected if written.get(name) != expected[name]]
+    if wrong or written.keys() != expected.keys():
+        raise DataError(f"{partial}: {wrong[:3]} are not what was to be written; remove the directory, convert again")
+
+
+def _write_companions(
+    source: OpenModel, partial: Path, target: Mapping[str, TensorSpec], *, skipped: tuple[str, ...]
+) -> None:
+    """Configuration, tokenizer and templates; config.json changes only where it would not fit the weights."""
+    copy_companions(source.companions, partial, skipped=skipped)
+    file = partial / "config.json"
+    config = json.loads(file.read_text())
+    name = _config_dtype(target)
+    changed = exported_config(config, source.spec.family, dtype=name, scalar_head=source.scalar_head)
+    if name != declared_dtype(source.spec) or changed.get("architectures") != config.get("architectures"):
+        write_config(file, changed)
+
+
+def _config_dtype(target: Mapping[str, TensorSpec]) -> str:
+    """The type that most of what is written has."""
+    num_bytes: dict[torch.dtype, int] = {}
+    for spec in target.values():
+        num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
+    return str(max(num_bytes, key=lambda each: num_bytes[each])).removeprefix("torch.")

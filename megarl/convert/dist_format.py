@@ -1,0 +1,236 @@
+"""Megatron's torch_dist checkpoints without Megatron and without process groups.
+
+The format is that of torch.distributed.checkpoint: `.metadata` (a pickle) says which chunks each global tensor has and
+in which `*.distcp` file, at which offset, each chunk lies as what `torch.save` wrote of it.
+"""
+
+import functools
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megarl.convert.files import FileReader, Window, WindowWriter
+from megarl.errors import DataError
+from megarl.safetensors_map import TensorSpec
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+FORMAT_FILE = "metadata.json"
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# What the pickle of a checkpoint's metadata may name; anything else could run code.
+_ALLOWED: Mapping[str, Container[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype))},
+    "collections": {"OrderedDict"},
+}
+_LOCAL_HEADER_BYTES = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A rectangle of a global tensor, and where what torch.save wrote of it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A global tensor of a checkpoint."""
+
+    spec: TensorSpec
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Where a chunk's elements lie in its file, row-major without gaps."""
+
+    file: str
+    offset: int
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def is_dist_checkpoint(directory: Path) -> bool:
+    return (directory / METADATA).is_file()
+
+
+def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """All global tensors of a checkpoint by key, and the keys of the other objects in it."""
+    file = directory / METADATA
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        places = metadata.storage_data
+        tensors, objects = {}, []
+        for key, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                tensors[key] = StoredTensor(
+                    spec=TensorSpec(shape=tuple(stored.size), dtype=stored.properties.dtype),
+                    chunks=tuple(_chunk(each, places[MetadataIndex(key, each.offsets)]) for each in stored.chunks),
+                )
+            else:
+                objects.append(key)
+    except (pickle.UnpicklingError, AttributeError, KeyError, EOFError, TypeError) as error:
+        raise DataError(f"{file}: not the metadata of a torch_dist checkpoint ({error}); copy it again") from error
+    return tensors, objects
+
+
+def _chunk(chunk: ChunkStorageMetadata, place: _StorageInfo) -> Chunk:
+    return Chunk(
+        offsets=tuple(chunk.offsets),
+        sizes=tuple(chunk.sizes),
+        file=place.relative_path,
+        offset=place.offset,
+        length=place.length,
+    )
+
+
+def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
+    """Where the elements of a chunk lie. Reads only the headers.
+
+    Raises:
+        DataError: what lies there is not the chunk that the metadata describes.
+    """
+    window = Window(reader, chunk.file, chunk.offset, chunk.length)
+    try:
+        tensor = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
+        with zipfile.ZipFile(window) as archive:
+            (entry,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
+        header = reader.read(chunk.file, chunk.offset + entry.header_offset, _LOCAL_HEADER_BYTES)
+    except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, ValueError) as error:
+        raise DataError(
+            f"{chunk.file}: no tensor at byte {chunk.offset} ({error}); copy the checkpoint again"
+        ) from error
+    found = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
+    if found != TensorSpec(shape=chunk.sizes, dtype=spec.dtype) or not tensor.is_contiguous():
+        raise DataError(
+            f"{chunk.file}: at byte {chunk.offset}: expected a contiguous tensor {chunk.sizes} of {spec.dtype}, got "
+            f"{found.shape} of {found.dtype}; copy the checkpoint again"
+        )
+    names = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    start = entry.header_offset + _LOCAL_HEADER_BYTES + names + tensor.storage_offset() * spec.dtype.itemsize
+    if start + found.num_bytes > chunk.length:
+        raise DataError(f"{chunk.file}: the tensor at byte {chunk.offset} is cut short; copy the checkpoint again")
+    return Record(file=chunk.file, offset=chunk.offset + start)
+
+
+class _Counter(io.RawIOBase):
+    """A stream that only counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.num_bytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+
+@functools.cache
+def saved_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that torch.save writes of a tensor."""
+    counter = _Counter()
+    with _without_checksums():
+        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], counter))
+    return counter.num_bytes
+
+
+class _without_checksums:  # noqa: N801 - used as a statement
+    """Nothing touches the elements of what is saved within."""
+
+    def __enter__(self) -> None:
+        self._before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.serialization.set_crc32_options(self._before)
+
+
+def save_chunk(writer: WindowWriter, tensor: torch.Tensor) -> None:
+    """Write a tensor as a chunk of its own storage."""
+    torch.save(tensor, cast(IO[bytes], writer))
+
+
+@functools.cache
+def empty_object() -> bytes:
+    """What Megatron stores of a layer that has no state besides its parameters."""
+    stream = io.BytesIO()
+    torch.save([None], stream)
+    return stream.getvalue()
+
+
+def write_index(directory: Path, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Chunk]) -> None:
+    """The files that make chunks a checkpoint."""
+    places = {
+        MetadataIndex(key, torch.Size(chunk.offsets)): _place(chunk)
+        for key, tensor in tensors.items()
+        for chunk in tensor.chunks
+    }
+    metadata = Metadata(
+        state_dict_metadata={
+            **{key: _tensor_metadata(tensor) for key, tensor in tensors.items()},
+            **{key: BytesStorageMetadata() for key in objects},
+        },
+        storage_data={**places, **{MetadataIndex(key): _place(chunk) for key, chunk in objects.items()}},
+    )
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    torch.save({"content_metadata": {"singleton_local_shards": False}}, directory / COMMON)
+    (directory / FORMAT_FILE).write_text(json.dumps(_FORMAT))
+
+
+def _place(chunk: Chunk) -> _StorageInfo:
+    return _StorageInfo(chunk.file, chunk.offset, chunk.length)
+
+
+def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks: Sequence[ChunkStorageMetadata] = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+    ]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=tensor.spec.dtype), size=torch.Size(tensor.spec.shape), chunks=list(chunks)
+    )

@@ -1,0 +1,169 @@
+"""Explicit reads and writes at offsets: no memory maps, so what a process holds is what it asked for."""
+
+import contextlib
+import fcntl
+import io
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.errors import ConfigError, DataError
+
+# How long a new conversion waits for the workers of one that was killed; they end when they notice.
+_LOCK_WAIT_S = 10.0
+
+
+class FileReader:
+    """Reads ranges of a directory's files and counts the bytes it was asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptors: dict[str, int] = {}
+        self.num_bytes = 0
+
+    def read_into(self, file: str, offset: int, out: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the bytes at `offset`."""
+        self.read_buffer(file, offset, _bytes_of(out))
+
+    def read(self, file: str, offset: int, size: int) -> bytes:
+        buffer = bytearray(size)
+        self.read_buffer(file, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_buffer(self, file: str, offset: int, buffer: memoryview) -> None:
+        descriptor = self._open(file)
+        self.num_bytes += len(buffer)
+        while buffer:
+            count = os.preadv(descriptor, [buffer], offset)
+            if count == 0:
+                raise DataError(f"{self._directory / file}: ends at byte {offset}; copy the checkpoint again")
+            buffer, offset = buffer[count:], offset + count
+
+    def _open(self, file: str) -> int:
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = os.open(self._directory / file, os.O_RDONLY)
+            except FileNotFoundError:
+                raise DataError(f"{self._directory / file}: does not exist; copy the checkpoint again") from None
+        return self._descriptors[file]
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+
+class Window(io.RawIOBase):
+    """A range of a file as a seekable stream of its own, for libraries that read streams."""
+
+    def __init__(self, reader: FileReader, file: str, offset: int, length: int) -> None:
+        super().__init__()
+        self._reader, self._file, self._offset, self._length = reader, file, offset, length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._length - self._position)]
+        self._reader.read_buffer(self._file, self._offset + self._position, view)
+        self._position += len(view)
+        return len(view)
+
+
+class WindowWriter(io.RawIOBase):
+    """Writes a range of an existing file from its start on; `checksum` is the CRC-32 of what was written."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._offset, self._end = descriptor, offset, offset + length
+        self.checksum = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        assert self._offset + len(view) <= self._end, "a piece is larger than planned"
+        self.checksum = zlib.crc32(view, self.checksum)
+        num_bytes = len(view)
+        while view:
+            count = os.pwrite(self._descriptor, view, self._offset)
+            view, self._offset = view[count:], self._offset + count
+        return num_bytes
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        self.write(_bytes_of(tensor))
+
+    @property
+    def is_full(self) -> bool:
+        return self._offset == self._end
+
+
+def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -> int:
+    """CRC-32 of a range of a file, holding `chunk` bytes at a time."""
+    checksum = 0
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while length > 0 and (data := stream.read(min(chunk, length))):
+            checksum, length = zlib.crc32(data, checksum), length - len(data)
+    return checksum
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    assert tensor.is_contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def preallocate(file: Path, size: int) -> None:
+    """A file of `size` zero bytes whose space is reserved: a full disk is noticed before any work."""
+    with file.open("wb") as stream:
+        try:
+            os.posix_fallocate(stream.fileno(), 0, max(1, size))
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot reserve {size / 2**30:.2f} GiB for {file}: {error.strerror}; free space there"
+            ) from error
+
+
+def sync(path: Path) -> None:
+    """Make a file or a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(file: Path) -> Iterator[None]:
+    """Only one conversion writes a directory; a forked worker holds the lock as long as it lives."""
+    with file.open("w") as stream:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"{file.parent}: another conversion writes here; wait for it to end") from None
+                time.sleep(0.05)
+        yield

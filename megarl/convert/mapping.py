@@ -1,0 +1,169 @@
+"""Which rows of which Hugging Face tensor lie where in Megatron's global tensors, from the family's weight table.
+
+Megarl's own shard layout of one rank (`shard_slices`) gives the answer: without parallelism a shard is the whole
+parameter. In torch_dist, equal layers are one global tensor whose first axis is the layer; experts of a layer are one
+with an axis for the expert.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarl.parallel.weights.families import ModelSpec, PlacedRule
+from megarl.parallel.weights.slices import ShardPosition, Slice, shard_slices
+from megarl.parallel.weights.tables import Partition
+
+_WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
+# What layers are called if each has keys of its own.
+_FIRST_LAYER = "decoder.layers.0."
+# Norms that Transformer Engine fuses with a linear layer; Megatron's own layers, but those of latent attention, write
+# them under its name as well.
+_UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlock:
+    """Rows [row, row + num_rows) of a parameter are rows from `tensor_row` of a Hugging Face tensor."""
+
+    row: int
+    tensor: str
+    tensor_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A whole Megatron parameter: entry `place` of the global tensor `key`, which stacks entries over axes `stack`.
+
+    shape: of the entry, vocabulary padding included; rows that no block names are padding. other_key: what layers of
+    another make (Transformer Engine's or Megatron's own) call the same tensor.
+    """
+
+    key: str
+    other_key: str
+    place: tuple[int, ...]
+    stack: tuple[int, ...]
+    shape: tuple[int, ...]
+    partition: Partition
+    blocks: tuple[RowBlock, ...]
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.stack + self.shape
+
+
+def has_stacked_layers(keys: Sequence[str]) -> bool:
+    """Whether a checkpoint with these keys stacks layers. Megatron does, unless some have experts and others not."""
+    return not any(key.startswith(_FIRST_LAYER) for key in keys)
+
+
+def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int, stacked: bool) -> list[Parameter]:
+    """Every parameter that a checkpoint of the model holds; tied copies are not among them."""
+    expected = spec.expected_tensors(scalar_head=scalar_head)
+    kept = [
+        placed
+        for placed in spec.rules()
+        if not spec.is_copy(placed.rule) and placed.name(placed.rule.tensors[0].name) in expected
+    ]
+    blocks = _blocks_by_parameter(spec, kept, vocab_multiple)
+    return [
+        Parameter(
+            key=_dist_key(placed, names[0], stacked=stacked),
+            other_key=_dist_key(placed, names[-1], stacked=stacked),
+            place=tuple(number for number, _ in _axes(spec, placed, stacked=stacked)),
+            stack=tuple(size for _, size in _axes(spec, placed, stacked=stacked)),
+            shape=_whole_shape(spec, placed, vocab_multiple),
+            partition=placed.rule.partition,
+            blocks=tuple(blocks[placed.name(placed.rule.names[-1])]),
+        )
+        for placed in kept
+        for names in [_names_of(spec, placed)]
+    ]
+
+
+def _names_of(spec: ModelSpec, placed: PlacedRule) -> tuple[str, ...]:
+    """The parameter's names in checkpoints, first the one that Megatron's own layers write."""
+    names = placed.rule.names
+    renamed = spec.dims.latent is None and names[0].endswith(_UNDER_OTHER_NAME)
+    return names[::-1] if renamed else names
+
+
+def _axes(spec: ModelSpec, placed: PlacedRule, *, stacked: bool) -> Iterator[tuple[int, int]]:
+    """(place, size) on each axis that the parameter is stacked on."""
+    if placed.layer is not None and stacked:
+        yield placed.layer, spec.dims.num_layers
+    if placed.expert is not None:
+        yield placed.expert, spec.dims.dim("experts")
+
+
+def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
+    """Grouped experts and lists of them have the same keys in a checkpoint: those of a list, without the number."""
+    if placed.expert is not None:
+        name = placed.rule.names[0].replace(".local_experts.{expert}.", ".experts.")
+    return placed.name(name.replace(".{layer}.", ".") if stacked else name)
+
+
+def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
+    """Keys of the (empty) objects that Megatron's parallel linear layers keep beside their weights, and ask for."""
+    keys: dict[str, None] = {}
+    for parameter in parameters:
+        *module, kind = parameter.key.split(".")
+        if kind == "weight" and parameter.partition not in (Partition.REPLICATED, Partition.VOCAB):
+            place, stack = parameter.place or (0,), parameter.stack or (1,)
+            shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, stack))}"
+            keys[f"{'.'.join(module)}._extra_state/{shard}"] = None
+    return list(keys)
+
+
+def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tuple[int, ...]:
+    """Shape of the parameter on one rank: the rows of its tensors, one after another."""
+    rule, dim = placed.rule, spec.dims.dim
+    rows = sum(dim(tensor.shape[0]) for tensor in rule.tensors)
+    if rule.partition is Partition.VOCAB:
+        rows = -(-rows // vocab_multiple) * vocab_multiple
+    return (rows, *(dim(symbol) for symbol in rule.tensors[0].shape[1:]))
+
+
+def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_multiple: int) -> dict[str, list[RowBlock]]:
+    """Parameter name → its blocks, in the order of its rows."""
+    blocks: dict[str, list[RowBlock]] = {}
+    taken: list[tuple[list[RowBlock], int]] = []
+
+    def shards() -> Iterator[tuple[str, torch.Tensor]]:
+        for placed in kept:
+            name, shape = placed.name(placed.rule.names[-1]), _whole_shape(spec, placed, vocab_multiple)
+            taken[:] = [(blocks.setdefault(name, []), math.prod(shape[1:]))]
+            yield name, torch.empty(shape, device="meta")
+
+    # Slices come parameter by parameter: the last one taken is that of the current slice.
+    for part in shard_slices(shards(), spec, _WHOLE):
+        found, row_size = taken[0]
+        found.extend(row_blocks(part, row_size))
+    return {name: sorted(found, key=lambda block: block.row) for name, found in blocks.items()}
+
+
+def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
+    """A slice of a whole parameter, with `row_size` elements a row, as blocks of rows.
+
+    Raises:
+        ValueError: the view cuts through rows; such a partition cannot be converted row by row.
+    """
+    view, inner = part.view, 1
+    axes = list(zip(view.shape, view.stride(), strict=True))
+    while axes and (axes[-1][1] == inner or axes[-1][0] == 1):
+        inner *= axes.pop()[0]
+    steps = [stride for _, stride in axes]
+    if any(size % row_size for size in (inner, view.storage_offset(), *steps)):
+        raise ValueError(f"{part.tensor}: its place in Megatron's parameter is not made of whole rows")
+    num_rows = inner // row_size
+    for number, at in enumerate(itertools.product(*(range(size) for size, _ in axes))):
+        start = view.storage_offset() + sum(i * step for i, step in zip(at, steps, strict=True))
+        yield RowBlock(
+            row=start // row_size,
+            tensor=part.tensor,
+            tensor_row=(part.index[0].start or 0) + number * num_rows,
+            num_rows=num_rows,
+        )

@@ -1,0 +1,194 @@
+"""Checkpoints of either format, opened only if they fit their config.json and the family's table."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.checkpoint import STATE_FILE, read_checkpoint
+from megarl.convert.dist_format import StoredTensor, is_dist_checkpoint, read_index
+from megarl.convert.mapping import Parameter, has_stacked_layers, model_parameters
+from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
+from megarl.errors import ConfigError, DataError
+from megarl.parallel.messages import Role
+from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.parallel.weights.tables import Partition
+from megarl.safetensors_map import INDEX_NAME, TensorSpec, model_files
+
+# Only vocabulary padding depends on it, which a checkpoint brings with it.
+_NO_PADDING = 1
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenModel:
+    """A checkpoint that fits its config.json.
+
+    companions: the directory with configuration and tokenizer. weight_map: tensor → file of the Hugging Face model
+    that it is, or was made from, if that had several files.
+    """
+
+    path: Path
+    spec: ModelSpec
+    scalar_head: bool
+    reader: TensorReader
+    weight_map: Mapping[str, str] | None
+    state: tuple[tuple[str, int, int], ...]
+
+    @property
+    def companions(self) -> Path:
+        return self.spec.path
+
+
+def open_model(path: Path, model: Path | None = None) -> OpenModel:
+    """Open a Hugging Face directory or a torch_dist checkpoint; its headers are read and compared, no tensor is.
+
+    model: the directory with the config.json of a torch_dist checkpoint; None: its own, or what its run trained.
+    """
+    if is_dist_checkpoint(path):
+        return _open_dist(path, model or _model_of(path))
+    if (path / "config.json").is_file():
+        if model is not None:
+            raise ConfigError(f"--model: {path} has a config.json of its own; leave --model out")
+        return _open_hf(path)
+    raise ConfigError(
+        f"{path}: neither a Hugging Face directory (no config.json) nor a torch_dist checkpoint (no .metadata); of a "
+        f"run give RUN/checkpoints/step_N/actor"
+    )
+
+
+def _model_of(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    if not (path.parent / STATE_FILE).is_file():
+        raise ConfigError(f"{path}: has no config.json; name the directory of the model with --model")
+    config = read_checkpoint(path.parent).state.config
+    by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path}
+    if path.name not in by_role:
+        raise ConfigError(f"{path}: expected the directory of a role, one of {list(by_role)}; or name it with --model")
+    return Path(by_role[Role(path.name)] or config.model.path)
+
+
+def _open_hf(path: Path) -> OpenModel:
+    spec = read_model_spec(path, "MODEL")
+    architectures = spec.hf_config.get("architectures", ())
+    scalar_head = any(name in spec.family.value_architectures for name in architectures)
+    reader = SafetensorsReader(path)
+    compare_specs(path, reader.found, spec.expected_tensors(scalar_head=scalar_head), ignored=spec.ignored_tensors())
+    reader.keep(list(spec.expected_tensors(scalar_head=scalar_head)))
+    check_dtype(path, spec, reader.specs)
+    return OpenModel(
+        path=path,
+        spec=spec,
+        scalar_head=scalar_head,
+        reader=reader,
+        weight_map=read_weight_map(path),
+        state=_state([*model_files(path), path / "config.json"]),
+    )
+
+
+def _open_dist(path: Path, model: Path) -> OpenModel:
+    spec = read_model_spec(model, "--model")
+    tensors, _ = read_index(path)
+    weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    scalar_head = "value_head.weight" in weights
+    parameters = [
+        _as_stored(parameter, weights)
+        for parameter in model_parameters(
+            spec, scalar_head=scalar_head, vocab_multiple=_NO_PADDING, stacked=has_stacked_layers(list(weights))
+        )
+    ]
+    found = {key: tensor.spec for key, tensor in weights.items()}
+    _check_sizes(path, weights)
+    compare_specs(path, found, {p.key: p.global_shape for p in parameters})
+    return OpenModel(
+        path=path,
+        spec=spec,
+        scalar_head=scalar_head,
+        reader=DistReader(path, weights, parameters, list(spec.expected_tensors(scalar_head=scalar_head))),
+        weight_map=read_weight_map(model),
+        state=_state([*sorted(path.glob("*.distcp")), path / ".metadata", model / "config.json"]),
+    )
+
+
+def _check_sizes(path: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise DataError unless every chunk lies within its file."""
+    ends: dict[str, int] = {}
+    for chunk in (chunk for tensor in stored.values() for chunk in tensor.chunks):
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file():
+            raise DataError(f"{file}: does not exist; copy the checkpoint again")
+        if file.stat().st_size < end:
+            size = file.stat().st_size
+            raise DataError(f"{file}: expected at least {end} bytes, got {size}; copy the checkpoint again")
+
+
+def _as_stored(parameter: Parameter, stored: Mapping[str, StoredTensor]) -> Parameter:
+    """A parameter under the key and with the vocabulary padding that a checkpoint has it with."""
+    key = parameter.key if parameter.key in stored else parameter.other_key
+    if key not in stored:
+        return parameter
+    rows, num_stack = parameter.shape[0], len(parameter.stack)
+    if parameter.partition is Partition.VOCAB and stored[key].spec.shape:
+        rows = max(rows, stored[key].spec.shape[num_stack])
+    return dataclasses.replace(parameter, key=key, shape=(rows, *parameter.shape[1:]))
+
+
+def compare_specs(
+    path: Path,
+    found: Mapping[str, TensorSpec],
+    expected: Mapping[str, Sequence[int]],
+    *,
+    ignored: Sequence[str] = (),
+) -> None:
+    """Raise DataError unless a checkpoint has exactly the tensors that its config.json implies, in these shapes."""
+    remedy = "give the config.json of this very model, or copy the checkpoint again"
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(found.keys() - expected.keys() - set(ignored))
+    if missing or unknown:
+        raise DataError(
+            f"{path}: tensors expected by config.json and the family's table but missing: {_few(missing)}; got but not "
+            f"expected: {_few(unknown)}; {remedy}"
+        )
+    for name, shape in expected.items():
+        if found[name].shape != tuple(shape):
+            raise DataError(f"{path}: {name}: expected shape {tuple(shape)}, got {found[name].shape}; {remedy}")
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (", ".join(names[:_NAMED]) or "none") + more
+
+
+def check_dtype(path: Path, spec: ModelSpec, specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse weights none of which has the type that config.json names."""
+    declared = declared_dtype(spec)
+    got = sorted({str(each.dtype).removeprefix("torch.") for each in specs.values()})
+    if declared is not None and declared not in got:
+        raise DataError(
+            f"{path}: dtype: expected {declared}, as config.json says, got {got}; correct dtype in config.json"
+        )
+
+
+def declared_dtype(spec: ModelSpec) -> str | None:
+    """The type of the weights that a config.json names, under its new or its old key."""
+    dtype = spec.hf_config.get("dtype", spec.hf_config.get("torch_dtype"))
+    return None if dtype is None else str(dtype)
+
+
+def read_weight_map(path: Path) -> dict[str, str] | None:
+    """Tensor → file of a model in several files; kept by conversions, so that there and back changes no index."""
+    index = path / INDEX_NAME
+    if not index.is_file():
+        return None
+    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return weight_map
+
+
+def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of files: whether a conversion continues with what it started with."""
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

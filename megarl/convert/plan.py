@@ -1,0 +1,242 @@
+"""What a conversion will write: files of known size, made of pieces that do not depend on who writes them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megarl.convert.dist_format import Chunk, StoredTensor, empty_object, saved_size
+from megarl.convert.mapping import Parameter, extra_state_keys
+from megarl.errors import DataError
+from megarl.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
+
+# What a worker holds of an output file at a time.
+PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Rows of a Hugging Face tensor that become rows of a piece."""
+
+    tensor: str
+    tensor_row: int
+    row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows of an output tensor, the range of the file they take, and where they come from; other rows are 0.
+
+    chunk_shape: the shape under which torch.save stores them; None: the range holds the bare elements.
+    """
+
+    name: str
+    file: str
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...] | None = None
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    copies: tuple[Copy, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the elements, without what the file format adds."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def peak_bytes(self) -> int:
+        """What converting it needs: a buffer, and a second one for another type."""
+        source = math.prod(self.shape) * self.source_dtype.itemsize
+        return source if self.dtype == self.source_dtype else source + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFile:
+    """A file to preallocate, with what lies at fixed places in it besides pieces."""
+
+    name: str
+    num_bytes: int
+    fixed: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Files and pieces of a conversion.
+
+    hf_files: file → its tensors, of a Hugging Face model. tensors, objects: of a torch_dist checkpoint.
+    """
+
+    files: tuple[OutputFile, ...]
+    pieces: tuple[Piece, ...]
+    hf_files: Mapping[str, Mapping[str, TensorSpec]] = field(default_factory=dict)
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    objects: Mapping[str, Chunk] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(piece.peak_bytes for piece in self.pieces)
+
+
+def plan_hf(
+    source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec], *, weight_map: Mapping[str, str] | None
+) -> Plan:
+    """A Hugging Face model: in the files of `weight_map` if it names the same tensors, else of at most 5 GiB.
+
+    specs: what becomes of the tensors of the source, of which only the type may differ.
+    """
+    groups = _grouped(specs, weight_map) if weight_map and weight_map.keys() == specs.keys() else plan_files(specs)
+    files, pieces = [], []
+    for file, group in groups.items():
+        layout = file_layout(group)
+        files.append(OutputFile(name=file, num_bytes=layout.num_bytes, fixed=((0, layout.head),)))
+        for name, spec in group.items():
+            for row, num_rows in row_ranges(spec.shape, max(spec.dtype.itemsize, source[name].dtype.itemsize)):
+                row_bytes = spec.num_bytes // spec.shape[0]
+                pieces.append(
+                    Piece(
+                        name=name,
+                        file=file,
+                        offset=layout.offsets[name] + row * row_bytes,
+                        length=num_rows * row_bytes,
+                        shape=(num_rows, *spec.shape[1:]),
+                        source_dtype=source[name].dtype,
+                        dtype=spec.dtype,
+                        copies=(Copy(tensor=name, tensor_row=row, row=0, num_rows=num_rows),),
+                    )
+                )
+    return Plan(files=tuple(files), pieces=tuple(pieces), hf_files=groups)
+
+
+def _grouped(specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str]) -> dict[str, dict[str, TensorSpec]]:
+    groups: dict[str, dict[str, TensorSpec]] = {file: {} for file in sorted(set(weight_map.values()))}
+    for name, spec in specs.items():
+        groups[weight_map[name]][name] = spec
+    return groups
+
+
+def plan_dist(
+    parameters: Sequence[Parameter], source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]
+) -> Plan:
+    """A torch_dist checkpoint, in files of at most 5 GiB; a chunk of a global tensor is a piece.
+
+    target: the Hugging Face tensors of the source in the types they are to have.
+    """
+    packer = _Packer()
+    pieces: list[Piece] = []
+    chunks: dict[str, list[Chunk]] = {}
+    specs: dict[str, TensorSpec] = {}
+    for parameter in parameters:
+        source_dtype = _common_dtype(parameter, source)
+        spec = TensorSpec(shape=parameter.global_shape, dtype=_common_dtype(parameter, target))
+        if specs.setdefault(parameter.key, spec) != spec:
+            raise DataError(
+                f"{parameter.key}: expected {specs[parameter.key].dtype}, the type of other layers, got {spec.dtype} "
+                f"at {parameter.place}; convert with --dtype"
+            )
+        for chunk, piece in _chunks_of(parameter, source_dtype, spec.dtype, packer):
+            chunks.setdefault(parameter.key, []).append(chunk)
+            pieces.append(piece)
+    objects = {key: packer.place_bytes(empty_object()) for key in extra_state_keys(parameters)}
+    return Plan(
+        files=tuple(packer.files()),
+        pieces=tuple(pieces),
+        tensors={key: StoredTensor(spec=specs[key], chunks=tuple(found)) for key, found in chunks.items()},
+        objects=objects,
+    )
+
+
+def _chunks_of(
+    parameter: Parameter, source_dtype: torch.dtype, dtype: torch.dtype, packer: "_Packer"
+) -> Iterator[tuple[Chunk, Piece]]:
+    for row, num_rows in row_ranges(parameter.shape, max(dtype.itemsize, source_dtype.itemsize)):
+        shape = (num_rows, *parameter.shape[1:])
+        chunk_shape = (1,) * len(parameter.stack) + shape
+        chunk = packer.place(
+            saved_size(chunk_shape, dtype),
+            offsets=(*parameter.place, row, *(0 for _ in shape[1:])),
+            sizes=chunk_shape,
+        )
+        piece = Piece(
+            name=f"{parameter.key}{list(parameter.place) if parameter.place else ''}",
+            file=chunk.file,
+            offset=chunk.offset,
+            length=chunk.length,
+            shape=shape,
+            chunk_shape=chunk_shape,
+            source_dtype=source_dtype,
+            dtype=dtype,
+            copies=tuple(_copies(parameter, row, num_rows)),
+        )
+        yield chunk, piece
+
+
+def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> torch.dtype:
+    found: dict[torch.dtype, str] = {}
+    for block in parameter.blocks:
+        found.setdefault(source[block.tensor].dtype, block.tensor)
+    if len(found) > 1:
+        (first, name), (second, other) = list(found.items())[:2]
+        raise DataError(
+            f"{other}: expected {first}, the type of {name}, got {second}; Megatron keeps both in {parameter.key}, so "
+            f"convert with --dtype"
+        )
+    return next(iter(found))
+
+
+def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
+    """What rows [row, row + num_rows) of a parameter are made of."""
+    for block in parameter.blocks:
+        start, stop = max(row, block.row), min(row + num_rows, block.row + block.num_rows)
+        if start < stop:
+            yield Copy(
+                tensor=block.tensor,
+                tensor_row=block.tensor_row + start - block.row,
+                row=start - row,
+                num_rows=stop - start,
+            )
+
+
+def row_ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first row, number) of the pieces of a tensor; a larger row is a piece of its own."""
+    step = max(1, PIECE_BYTES // (math.prod(shape[1:]) * item_bytes))
+    yield from ((row, min(step, shape[0] - row)) for row in range(0, shape[0], step))
+
+
+class _Packer:
+    """Places ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = [0]
+        self._fixed: dict[str, list[tuple[int, bytes]]] = {}
+
+    def place(self, length: int, *, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Chunk:
+        """The next range, for a chunk."""
+        if self._sizes[-1] and self._sizes[-1] + length > MAX_FILE_BYTES:
+            self._sizes.append(0)
+        start = self._sizes[-1]
+        self._sizes[-1] += length
+        file = self._name(len(self._sizes) - 1)
+        return Chunk(offsets=offsets, sizes=sizes, file=file, offset=start, length=length)
+
+    def place_bytes(self, data: bytes) -> Chunk:
+        """The next range, whose content is known already."""
+        chunk = self.place(len(data))
+        self._fixed.setdefault(chunk.file, []).append((chunk.offset, data))
+        return chunk
+
+    def files(self) -> Iterator[OutputFile]:
+        for number, size in enumerate(self._sizes):
+            name = self._name(number)
+            yield OutputFile(name=name, num_bytes=size, fixed=tuple(self._fixed.get(name, ())))
+
+    @staticmethod
+    def _name(number: int) -> str:
+        return f"__{number}_0.distcp"

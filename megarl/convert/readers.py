@@ -1,0 +1,133 @@
+"""Readers of Hugging Face tensors by rows: of a Hugging Face directory, and out of a torch_dist checkpoint."""
+
+import bisect
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megarl.convert.dist_format import Chunk, StoredTensor, find_record
+from megarl.convert.files import FileReader
+from megarl.convert.mapping import Parameter, RowBlock
+from megarl.errors import DataError
+from megarl.safetensors_map import TensorSpec, locate_tensors, model_files
+
+# Headers of chunks are read when a chunk is first needed, and again if this many others came in between.
+_KNOWN_RECORDS = 1024
+
+
+class TensorReader(Protocol):
+    """A checkpoint as Hugging Face tensors, in the order of the family's table."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def num_bytes_read(self) -> int: ...
+
+    def read(self, name: str, row: int, out: torch.Tensor) -> None:
+        """Fill `out` [rows, ...] with rows of a tensor from `row` on."""
+
+
+class SafetensorsReader:
+    """Tensors of a Hugging Face directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = FileReader(path)
+        self._places: dict[str, tuple[str, TensorSpec, int]] = {}
+        for file in model_files(path):
+            for name, (spec, offset) in locate_tensors(file).items():
+                if name in self._places:
+                    raise DataError(f"{file}: {name} is also in {self._places[name][0]}; copy the model again")
+                self._places[name] = (file.name, spec, offset)
+        self.found = {name: spec for name, (_, spec, _) in self._places.items()}
+        self.specs: Mapping[str, TensorSpec] = self.found
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Leave out what nobody asks for."""
+        self.specs = {name: self.found[name] for name in names}
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._files.num_bytes
+
+    def read(self, name: str, row: int, out: torch.Tensor) -> None:
+        file, spec, offset = self._places[name]
+        row_bytes = spec.num_bytes // spec.shape[0]
+        self._files.read_into(file, offset + row * row_bytes, out)
+
+
+class DistReader:
+    """Hugging Face tensors out of a torch_dist checkpoint, whatever layout wrote it."""
+
+    def __init__(
+        self,
+        path: Path,
+        stored: Mapping[str, StoredTensor],
+        parameters: Sequence[Parameter],
+        names: Sequence[str],
+    ) -> None:
+        self._files, self._stored = FileReader(path), stored
+        self._record = functools.lru_cache(maxsize=_KNOWN_RECORDS)(functools.partial(find_record, self._files))
+        self._chunks: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {}
+        for key, num_axes in {parameter.key: len(parameter.stack) for parameter in parameters}.items():
+            for chunk in stored[key].chunks:
+                self._chunks.setdefault((key, chunk.offsets[:num_axes]), []).append(chunk)
+        self._blocks: dict[str, list[tuple[Parameter, RowBlock]]] = {}
+        for parameter in parameters:
+            for block in parameter.blocks:
+                self._blocks.setdefault(block.tensor, []).append((parameter, block))
+        for blocks in self._blocks.values():
+            blocks.sort(key=lambda pair: pair[1].tensor_row)
+        self.specs = {name: self._spec(name) for name in names}
+
+    def check_records(self) -> None:
+        """Raise DataError unless every chunk lies where the checkpoint says. Reads headers only."""
+        for (key, _), chunks in self._chunks.items():
+            for chunk in chunks:
+                find_record(self._files, chunk, self._stored[key].spec)
+
+    def _spec(self, name: str) -> TensorSpec:
+        blocks = self._blocks[name]
+        parameter, rows = blocks[0][0], sum(block.num_rows for _, block in blocks)
+        return TensorSpec(shape=(rows, *parameter.shape[1:]), dtype=self._stored[parameter.key].spec.dtype)
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._files.num_bytes
+
+    def read(self, name: str, row: int, out: torch.Tensor) -> None:
+        blocks, end = self._blocks[name], row + len(out)
+        first = bisect.bisect_right(blocks, row, key=lambda pair: pair[1].tensor_row) - 1
+        for parameter, block in blocks[first:]:
+            if block.tensor_row >= end:
+                break
+            start, stop = max(row, block.tensor_row), min(end, block.tensor_row + block.num_rows)
+            self._read_parameter(parameter, block.row + start - block.tensor_row, out[start - row : stop - row])
+
+    def _read_parameter(self, parameter: Parameter, row: int, out: torch.Tensor) -> None:
+        """Rows of a parameter, out of the chunks that overlap them."""
+        num_axes, covered = len(parameter.stack), 0
+        spec = self._stored[parameter.key].spec
+        for chunk in self._chunks.get((parameter.key, parameter.place), ()):
+            offsets, sizes = chunk.offsets[num_axes:], chunk.sizes[num_axes:]
+            start, stop = max(row, offsets[0]), min(row + len(out), offsets[0] + sizes[0])
+            if start >= stop:
+                continue
+            columns = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
+            target = out[(slice(start - row, stop - row), *columns)]
+            record, row_bytes = self._record(chunk, spec), spec.dtype.itemsize
+            for size in sizes[1:]:
+                row_bytes *= size
+            whole = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
+            self._files.read_into(record.file, record.offset + (start - offsets[0]) * row_bytes, whole)
+            if whole is not target:
+                target.copy_(whole)
+            covered += target.numel()
+        if covered != out.numel():
+            raise DataError(
+                f"{parameter.key}: chunks hold {covered} of the {out.numel()} elements of {parameter.place} from row "
+                f"{row}; copy the checkpoint again"
+            )

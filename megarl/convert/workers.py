@@ -1,0 +1,139 @@
+"""A function over many numbered tasks in several forked processes, which end with the process that started them."""
+
+import itertools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from megarl.errors import DataError, WorkerError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+# One that is worked on, and the next, so that no worker waits for the parent.
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a task raised that is the user's to mend."""
+
+    message: str
+
+
+class _Worker(Generic[Task, Result]):
+    def __init__(self, function: Callable[[Task], Result], others: "Sequence[_Worker[Task, Result]]") -> None:
+        fork = multiprocessing.get_context("fork")
+        self.connection, theirs = fork.Pipe()
+        inherited = [self.connection, *(other.connection for other in others)]
+        self.process = fork.Process(target=_serve, args=(function, theirs, inherited), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.num_pending = 0
+
+    def give(self, task: Task) -> None:
+        self.connection.send(task)
+        self.num_pending += 1
+
+    def take(self) -> Result:
+        try:
+            result: Result | _Failure = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise WorkerError(
+                f"a converting process ended with exit code {self.process.exitcode}; give it memory, or fewer "
+                f"--workers, and run the command again to continue"
+            ) from None
+        if isinstance(result, _Failure):
+            raise DataError(result.message)
+        self.num_pending -= 1
+        return result
+
+
+class WorkerPool(Generic[Task, Result]):
+    """Processes that hold a function; with one worker everything happens in this process."""
+
+    def __init__(self, function: Callable[[Task], Result], num_workers: int) -> None:
+        self._function = function
+        self._workers: list[_Worker[Task, Result]] = []
+        if num_workers > 1:
+            for _ in range(num_workers):
+                self._workers.append(_Worker(function, self._workers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that work, this one if there is no other."""
+        return [worker.process.pid or 0 for worker in self._workers] or [os.getpid()]
+
+    def map_unordered(self, tasks: Sequence[Task]) -> Iterator[Result]:
+        """Results in the order they are ready.
+
+        Raises:
+            DataError: a task raised it, or an OSError.
+            WorkerError: a process died.
+        """
+        if self._workers:
+            yield from _distribute(self._workers, tasks)
+        else:
+            yield from (_run(self._function, task) for task in tasks)
+
+
+def _distribute(workers: Sequence[_Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[Result]:
+    queue = iter(tasks)
+    by_connection = {worker.connection: worker for worker in workers}
+    for worker, task in zip([*workers] * _IN_FLIGHT, queue, strict=False):
+        worker.give(task)
+    while any(worker.num_pending for worker in workers):
+        for ready in wait([w.connection for w in workers if w.num_pending]):
+            assert isinstance(ready, Connection)
+            worker = by_connection[ready]
+            yield worker.take()
+            for task in itertools.islice(queue, 1):
+                worker.give(task)
+
+
+def _run(function: Callable[[Task], Result], task: Task) -> Result:
+    try:
+        return function(task)
+    except OSError as error:
+        raise DataError(f"reading or writing failed: {error}; check the storage and run the command again") from error
+
+
+def _serve(function: Callable[[Task], Result], connection: Connection, inherited: Sequence[Connection]) -> None:
+    for other in inherited:
+        other.close()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # A forked process must not use the threads that OpenMP had before.
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            result: Result | _Failure = _run(function, task)
+        except DataError as error:
+            result = _Failure(str(error))
+        connection.send(result)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,71 @@
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434) on Megatron's local layers."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.parallel.rope import YarnRope
+from megarl.parallel.weights.families import ModelSpec
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """y = x·Wᵀ with all of W on every tensor-parallel rank, of which each has its own tokens.
+
+    Megatron's local layers would split the rows of W, and lose part of the gradient of what all heads share.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The product, and no bias to add later."""
+        return F.linear(x, self.weight), None
+
+
+if not isinstance(multi_latent_attention.TELinear, type):
+    # Megatron takes its wrappers for Transformer Engine itself, and then compares with types that are none.
+    multi_latent_attention.HAVE_TE = False
+    # The layer besides its own ones that it accepts for projections into latents.
+    multi_latent_attention.Linear = ReplicatedLinear
+
+
+def latent_options(spec: ModelSpec) -> dict[str, Any]:
+    """Fields of Megatron's configuration of latent attention; none for a model without."""
+    latent, rope = spec.dims.latent, spec.rope_scaling
+    if latent is None:
+        return {}
+    options: dict[str, Any] = {
+        "q_lora_rank": latent.q_latent,
+        "kv_lora_rank": latent.kv_latent,
+        "qk_head_dim": latent.nope,
+        "qk_pos_emb_head_dim": latent.rope,
+        "v_head_dim": latent.values,
+        "rotary_base": spec.rope_theta,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+    if isinstance(rope, YarnRope):
+        options |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope.factor,
+            "original_max_position_embeddings": math.floor(rope.original_max_position_embeddings),
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+        }
+    return options
+
+
+def scale_rotary_embedding(model: GPTModel, spec: ModelSpec) -> None:
+    """Give a model the frequencies that it was trained with; latent attention has its own, from its options."""
+    if spec.dims.latent is None:
+        assert not isinstance(spec.rope_scaling, YarnRope)
+        model.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(model.rotary_pos_emb.inv_freq)

@@ -1,0 +1,68 @@
+"""How evenly a layer's experts are used: the auxiliary loss, and the load that metrics report.
+
+Of a layer with E experts, k of which see a token, and a row of n tokens (prompt and response),
+
+    f_e = (times that expert e sees a token of the row) / (k·n),     P_e = (Σ_t p_{t,e}) / n,
+    aux(row) = E · Σ_e f_e·P_e,
+
+where p are the router's probabilities over all experts (Fedus et al. 2022, eq. 4, with k experts per token; taken per
+sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). It is 1 under perfect balance; f carries no gradient. The loss of
+an optimizer mini-batch with rows r of n_r tokens, N in all, is
+
+    coef · Σ_layers Σ_r (n_r / N) · aux(r).
+
+So every layer adds its own, as in Megatron-Core with `moe_aux_loss_coeff=coef` and one row per micro-batch;
+transformers' `load_balancing_loss_func` takes one f and one P of all layers and rows together. As no row's share
+depends on its neighbours, results do not depend on micro-batches, packing or parallelism.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def row_loads(routing_map: torch.Tensor, rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """How often each expert sees a token of each row, [num_rows, E] float32, summed over the ranks of a group.
+
+    Args:
+        routing_map: [T, E] bool, the experts of this rank's tokens.
+        rows: [T] the row of each token, -1 for padding, which does not count.
+    """
+    real = rows >= 0
+    loads = torch.zeros(num_rows, routing_map.shape[1], dtype=torch.float32, device=routing_map.device)
+    loads.index_add_(0, rows[real], routing_map[real].float())
+    if group.size() > 1:
+        dist.all_reduce(loads, group=group)
+    return loads
+
+
+def balance_loss(
+    probabilities: torch.Tensor, loads: torch.Tensor, rows: torch.Tensor, experts_per_token: int
+) -> torch.Tensor:
+    """Σ_r n_r · aux(r), this rank's part of it: the sum over its tokens of E · Σ_e f_e·p_{t,e}.
+
+    Args:
+        probabilities: [T, E] of the router over all experts, with a graph.
+        loads: [num_rows, E] of complete rows, from `row_loads`.
+        rows: [T] the row of each token, -1 for padding.
+    """
+    real = rows >= 0
+    num_tokens = loads.sum(1, keepdim=True) / experts_per_token
+    fractions = loads / (experts_per_token * num_tokens).clamp(min=1)
+    return loads.shape[1] * (fractions[rows[real]] * probabilities[real]).sum()
+
+
+def load_metrics(loads: torch.Tensor, balance: torch.Tensor, num_tokens: int) -> dict[str, float]:
+    """Metrics of a mini-batch, means over layers with experts unless named otherwise.
+
+    Args:
+        loads: [layers, E] how often each expert saw a token.
+        balance: [layers] Σ_r n_r · aux(r).
+        num_tokens: N.
+    """
+    peaks = loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)
+    return {
+        "moe/load_max_over_mean": peaks.mean().item(),
+        "moe/load_max_over_mean_worst_layer": peaks.max().item(),
+        "moe/idle_experts": (loads == 0).to(loads.dtype).mean().item(),
+        "moe/aux_loss": (balance / num_tokens).mean().item(),
+    }

@@ -1,0 +1,134 @@
+"""Megarl's router: Megatron's, over the tokens of a pack, with a balance loss by row and with forced experts.
+
+A layer tells its router which pack it is about to see, also when it runs again in backward, so any number of
+micro-batches may be in flight.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megarl.parallel.moe.balance import balance_loss, row_loads
+from megarl.parallel.packing import Pack, PackSeqParams
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Megatron asks for it everywhere, and defines it only where Transformer Engine is.
+    moe_utils.te_general_gemm = None
+
+_TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForcedExperts:
+    """In place of a router's choice: indices [T, k], where a token with -1 chooses freely. Scores stay the router's.
+
+    `get_replay_topk` is what Megatron's top-k routing asks instead of choosing itself.
+    """
+
+    indices: torch.Tensor
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores [T, k] of the experts of every token, and these."""
+        _, own = choose(scores, topk, num_groups, group_topk)
+        indices = torch.where(self.indices < 0, own, self.indices)
+        return scores.gather(1, indices), indices
+
+
+class PackRouter(TopKRouter):
+    """A router over packs that counts the load of its experts.
+
+    pack: what the next forward is over. `begin` starts an optimizer mini-batch; after its passes `loads` [E] and
+    `balance` hold this rank's sums over it (`moe/balance.py`).
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.pack: Pack | None = None
+        self.begin(aux_loss_scale=0.0)
+
+    def begin(self, *, aux_loss_scale: float) -> None:
+        """Forget the last mini-batch; of the next, Σ_r n_r · aux(r) counts this much in the loss."""
+        self._aux_loss_scale = aux_loss_scale
+        self.loads: torch.Tensor | float = 0.0
+        self.balance: torch.Tensor | float = 0.0
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of a token's experts (0 for the others), and which these are: both [T, E]."""
+        assert self.pack is not None, "a router needs the pack that its input belongs to"
+        forced = self.pack.routed_experts
+        self.router_replay = None
+        if forced is not None:
+            # Layers count from 1.
+            self.router_replay = ForcedExperts(indices=self._own_tokens(forced[:, self.layer_number - 1]))
+        weights, routing_map = super().routing(logits)
+        if torch.is_grad_enabled():
+            weights = self._count(logits.flatten(0, 1), weights, routing_map)
+        return weights, routing_map
+
+    def _count(self, logits: torch.Tensor, weights: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+        """Add to the sums of the mini-batch; the weights with the balance loss in their graph.
+
+        Only where gradients are wanted: of a layer that is computed again in backward that is once as well.
+        """
+        assert self.pack is not None
+        rows = self._own_tokens(self.pack.token_rows)
+        loads = row_loads(routing_map, rows, self.pack.batch_shape[0], self.tp_cp_group)
+        balance = balance_loss(self._probabilities(logits), loads, rows, self.topk)
+        self.loads = self.loads + routing_map[rows >= 0].sum(0).double()
+        self.balance = self.balance + balance.detach().double()
+        if self._aux_loss_scale == 0:
+            return weights
+        scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(weights, self._aux_loss_scale * balance)
+        return scaled
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """[T, E] over all experts, adding up to 1."""
+        if self.score_function == "softmax":
+            return logits.softmax(-1, dtype=torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
+    def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values for all tokens of a pack, those of the tokens that this rank has under sequence parallelism."""
+        if not self.config.sequence_parallel:
+            return values
+        return values.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+
+class RoutedLayer(TransformerLayer):
+    """A decoder layer with experts that tells its router which pack it is over."""
+
+    def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
+        assert isinstance(packed_seq_params, PackSeqParams)
+        self.mlp.router.pack = packed_seq_params.pack
+        try:
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **named)
+        finally:
+            self.mlp.router.pack = None
+
+
+def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
+    """Give those of the layers that have experts our router."""
+    for layer in layers:
+        if layer.submodules.mlp.module is MoELayer:
+            layer.module = RoutedLayer
+            layer.submodules.mlp.submodules.router = PackRouter
+
+
+def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
+    """The layers with experts of a rank's model chunks."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, MoELayer))

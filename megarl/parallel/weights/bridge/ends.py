@@ -1,0 +1,143 @@
+"""Both ends of a transfer: pack slices of local shards into messages, unpack messages into full-shape tensors."""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from megarl.parallel.weights.bridge.boxes import Box, box_of, intersection, num_elements, slices_of
+from megarl.parallel.weights.bridge.plan import Part
+from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
+from megarl.parallel.weights.slices import Slice, checksum
+from megarl.safetensors_map import TensorSpec
+
+# Tensor → a box of it and the view that holds it, in the shape of the box.
+_Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
+
+
+def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
+    """What a rank holds, replicas of others included. A tensor held twice (tied, on one rank) counts once."""
+    return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
+
+
+class BridgeSender:
+    """A trainer rank's end."""
+
+    def __init__(self, share: Share, wire: SendingEnd) -> None:
+        self._share, self._wire = share, wire
+
+    @torch.no_grad()
+    def send(self, slices: Iterable[Slice], transfer: int, *, with_checksums: bool) -> dict[int, dict[str, int]]:
+        """Send this rank's messages; returns sink → tensor → checksum of what was sent, empty unless asked for."""
+        views = _views_of(slices, self._share.specs)
+        sums = defaultdict[int, dict[str, int]](dict)
+        self._wire.start(transfer)
+        for message in self._share.messages:
+            buffer = self._wire.buffer(message)
+            for part in message.parts:
+                self._pack(part, views, buffer)
+                if with_checksums:
+                    _add(sums[message.sink], part, self._checksum(part, views))
+            self._wire.send(message)
+        self._wire.flush()
+        return dict(sums)
+
+    def _pack(self, part: Part, views: _Views, buffer: torch.Tensor) -> None:
+        target = _tensor_of(part, self._share.specs[part.tensor], buffer)
+        for box, view in _overlaps(part, views):
+            target[slices_of(box, part.box)].copy_(view)
+
+    def _checksum(self, part: Part, views: _Views) -> int:
+        spec = self._share.specs[part.tensor]
+        parts = ((box, view.to(spec.dtype)) for box, view in _overlaps(part, views))
+        return sum(checksum(view, slices_of(box), spec.shape) for box, view in parts)
+
+
+class BridgeReceiver:
+    """An engine worker's end."""
+
+    def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
+        self._share, self._wire, self._device = share, wire, device
+        self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
+        self.wire_bytes = 0
+
+    @torch.no_grad()
+    def receive(self, transfer: int, *, fill: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of full shape in which only what this worker needs is filled, each once it is complete.
+
+        fill: what the rest holds; by default anything. Counts what came over the wire in `wire_bytes`.
+        """
+        self.wire_bytes = 0
+        missing, tensors = self._elements_to_come(), dict[str, torch.Tensor]()
+        self._wire.start(transfer)
+        yield from ((name, self._allocate(name, fill)) for name in self._share.needs if name not in missing)
+        for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
+            self._wire.expect([*bucket, *following])
+            for message in bucket:
+                buffer = self._wire.receive(message)
+                self.wire_bytes += 0 if message.local else buffer.nbytes
+                for part in message.parts:
+                    if part.tensor not in tensors:
+                        tensors[part.tensor] = self._allocate(part.tensor, fill)
+                    source = _tensor_of(part, self._share.specs[part.tensor], buffer)
+                    tensors[part.tensor][slices_of(part.box)].copy_(source)
+                    missing[part.tensor] -= num_elements(part.box)
+                    if missing[part.tensor] == 0:
+                        yield part.tensor, tensors.pop(part.tensor)
+                self._wire.release(message)
+        assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
+
+    def checksum(self, name: str, tensor: torch.Tensor) -> int:
+        """Of the part of a received tensor that this worker needs, comparable with the sums of those who sent it."""
+        index = slices_of(self._share.needs[name])
+        return checksum(tensor[index], index, self._share.specs[name].shape)
+
+    def _elements_to_come(self) -> Counter[str]:
+        """How many of each tensor are sent."""
+        count = Counter[str]()
+        for part in (part for message in self._share.messages for part in message.parts):
+            count[part.tensor] += num_elements(part.box)
+        return count
+
+    def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
+        spec = self._share.specs[name]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        return tensor if fill is None else tensor.fill_(fill)
+
+
+def _tensor_of(part: Part, spec: TensorSpec, buffer: torch.Tensor) -> torch.Tensor:
+    """A part's bytes in a message, in the shape of its box."""
+    num_bytes = num_elements(part.box) * spec.dtype.itemsize
+    raw = buffer[part.offset : part.offset + num_bytes]
+    return raw.view(spec.dtype).view([end - start for start, end in part.box])
+
+
+def _views_of(slices: Iterable[Slice], specs: Mapping[str, TensorSpec]) -> _Views:
+    views = defaultdict[str, list[tuple[Box, torch.Tensor]]](list)
+    for part in slices:
+        if part.tensor in specs:
+            views[part.tensor] = list(_flat_views(box_of(part.index, specs[part.tensor].shape), part.view))
+    return views
+
+
+def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A slice as views in the shape of boxes: one, or where its rows are interleaved with others' one per group."""
+    try:
+        yield box, view.view([end - start for start, end in box])
+    except RuntimeError:
+        (start, end), *others = box
+        rows = (end - start) // len(view)
+        for i, group in enumerate(view):
+            yield from _flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
+
+
+def _overlaps(part: Part, views: _Views) -> Iterator[tuple[Box, torch.Tensor]]:
+    """What of a part each view holds."""
+    for box, view in views[part.tensor]:
+        if (common := intersection(part.box, box)) is not None:
+            yield common, view[slices_of(common, box)]
+
+
+def _add(sums: dict[str, int], part: Part, value: int) -> None:
+    sums[part.tensor] = (sums.get(part.tensor, 0) + value) % (1 << 64)

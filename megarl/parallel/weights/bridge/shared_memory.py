@@ -1,0 +1,130 @@
+"""The wire between processes of one host: segments of shared memory, and a store in which ends tell each other."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import WeightSyncError
+from megarl.parallel.weights.bridge.plan import Message
+from megarl.parallel.weights.bridge.wires import DEPTH, Share
+
+
+class _Segments:
+    """The segments of a process's pairs: each as large as the largest message that uses it, mapped on first use."""
+
+    def __init__(self, share: Share) -> None:
+        meeting, self._prefix = share.meeting, share.segments
+        self._timeout = timedelta(seconds=meeting.timeout_s)
+        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=self._timeout)
+        self.sizes = defaultdict[Path, int](int)
+        for message in share.messages:
+            path = self.path(message)
+            self.sizes[path] = max(self.sizes[path], message.num_bytes)
+        self._maps: dict[Path, torch.Tensor] = {}
+        self._transfer = 0
+
+    def start(self, transfer: int) -> None:
+        self._transfer = transfer
+
+    def path(self, message: Message) -> Path:
+        return Path(f"{self._prefix}-{message.source}-{message.sink}-{message.turn % DEPTH}")
+
+    def bytes_of(self, message: Message) -> torch.Tensor:
+        path = self.path(message)
+        if path not in self._maps:
+            self._maps[path] = torch.from_file(str(path), shared=True, size=self.sizes[path], dtype=torch.uint8)
+        return self._maps[path][: message.num_bytes]
+
+    def say(self, what: str, message: Message) -> None:
+        self._store.set(self._key(what, message), "")
+
+    def wait(self, what: str, message: Message) -> None:
+        """For the other end to say it."""
+        key = self._key(what, message)
+        try:
+            self._store.wait([key], self._timeout)
+        except dist.DistStoreError as error:
+            raise WeightSyncError(
+                f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} was not "
+                f"{what} within {self._timeout.total_seconds():.0f} s; see what the other process says in RUN/logs"
+            ) from error
+        self._store.delete_key(key)
+
+    def _key(self, what: str, message: Message) -> str:
+        return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"
+
+
+class SharedMemorySender:
+    """`SendingEnd` that makes the segments; they live until `close`."""
+
+    def __init__(self, share: Share) -> None:
+        self._segments = _Segments(share)
+        for path, size in self._segments.sizes.items():
+            create_segment(path, size)
+        self._under_way = list[Message]()
+
+    def start(self, transfer: int) -> None:
+        # What an earlier transfer left behind when it failed is not waited for.
+        self._under_way.clear()
+        self._segments.start(transfer)
+
+    def buffer(self, message: Message) -> torch.Tensor:
+        path = self._segments.path(message)
+        for earlier in [each for each in self._under_way if self._segments.path(each) == path]:
+            self._wait_taken(earlier)
+        return self._segments.bytes_of(message)
+
+    def send(self, message: Message) -> None:
+        self._segments.say("sent", message)
+        self._under_way.append(message)
+
+    def flush(self) -> None:
+        for message in list(self._under_way):
+            self._wait_taken(message)
+
+    def close(self) -> None:
+        """Unlink the segments."""
+        for path in self._segments.sizes:
+            path.unlink(missing_ok=True)
+
+    def _wait_taken(self, message: Message) -> None:
+        self._segments.wait("taken", message)
+        self._under_way.remove(message)
+
+
+class SharedMemoryReceiver:
+    """`ReceivingEnd` of a `SharedMemorySender`."""
+
+    def __init__(self, share: Share) -> None:
+        self._segments = _Segments(share)
+
+    def start(self, transfer: int) -> None:
+        self._segments.start(transfer)
+
+    def expect(self, messages: Iterable[Message]) -> None:
+        """Senders need not be told."""
+
+    def receive(self, message: Message) -> torch.Tensor:
+        self._segments.wait("sent", message)
+        return self._segments.bytes_of(message)
+
+    def release(self, message: Message) -> None:
+        self._segments.say("taken", message)
+
+
+def create_segment(path: Path, num_bytes: int) -> None:
+    """Reserve shared memory now: touching a page for which there is no room would kill the process."""
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise WeightSyncError(
+                f"weight sync needs {num_bytes / 2**30:.2f} GiB in {path.parent} for {path.name}: {error.strerror}; "
+                f"enlarge it, or remove what other runs left there"
+            ) from error

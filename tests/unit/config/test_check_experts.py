@@ -1,0 +1,95 @@
+"""Rules of models with experts, by their messages."""
+
+import re
+
+import pytest
+
+from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
+from megarl.config.check_layout import check_layout
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig, RolloutConfig
+from megarl.errors import ConfigError
+
+QWEN = {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 80}
+MIXTRAL = {"num_local_experts": 6, "intermediate_size": 80}
+DENSE = {"intermediate_size": 80}
+
+
+def test_experts_are_split_over_the_ranks_of_a_stage() -> None:
+    message = (
+        "x.ep: ep 2 × etp 3 = 6, expected a divisor of the tp 2 × cp 1 × dp 2 = 4 ranks of a pipeline stage, over "
+        "which experts are split; change one of them"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_layout(LayoutConfig(tp=2, pp=3, dp=2, ep=2, etp=3), "x")
+    for layout in (LayoutConfig(tp=2, ep=2), LayoutConfig(cp=2, dp=3, ep=3, etp=2), LayoutConfig(pp=2, dp=4, ep=2)):
+        check_layout(layout, "x")
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "message"),
+    [
+        (
+            LayoutConfig(dp=4, ep=4),
+            QWEN,
+            "actor.layout.ep: got 4, which does not divide the model's num_experts=6; valid values: 1, 2, 3, 6",
+        ),
+        (
+            LayoutConfig(dp=4, ep=4),
+            MIXTRAL,
+            "actor.layout.ep: got 4, which does not divide the model's num_local_experts=6; valid values: 1, 2, 3, 6",
+        ),
+        (
+            LayoutConfig(dp=3, etp=3),
+            QWEN,
+            "actor.layout.etp: got 3, which does not divide the model's moe_intermediate_size=40; valid values: 1, 2, "
+            "4, 5, 8, 10, 20, 40",
+        ),
+        (
+            LayoutConfig(dp=3, etp=3),
+            MIXTRAL,
+            "actor.layout.etp: got 3, which does not divide the model's intermediate_size=80; valid values: 1, 2, 4, "
+            "5, 8, 10, 16, 20, 40, 80",
+        ),
+        (
+            LayoutConfig(tp=2),
+            QWEN,
+            "actor.layout.sequence_parallel: got false with tp=2, but Megatron trains models with experts only with "
+            "it; set actor.layout.sequence_parallel=true or actor.layout.tp=1",
+        ),
+        (
+            LayoutConfig(dp=2, ep=2),
+            DENSE,
+            "actor.layout.ep: got 2, but the model has no experts to split; set actor.layout.ep=1",
+        ),
+        (
+            LayoutConfig(dp=2, etp=2),
+            DENSE,
+            "actor.layout.etp: got 2, but the model has no experts to split; set actor.layout.etp=1",
+        ),
+    ],
+)
+def test_what_does_not_split(layout: LayoutConfig, model: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_experts(layout, model, "actor")
+
+
+def test_what_splits() -> None:
+    for model in (QWEN, MIXTRAL):
+        check_experts(LayoutConfig(tp=2, sequence_parallel=True, dp=3, ep=3, etp=2), model, "actor")
+    check_experts(LayoutConfig(tp=2), DENSE, "actor")
+
+
+def test_settings_for_experts_need_some() -> None:
+    config = Config(actor=ActorConfig(moe=MoeConfig(freeze_router=True)))
+    with pytest.raises(ConfigError, match=r"^actor\.moe: is set, but the model has no experts; remove it$"):
+        check_moe_settings(config, DENSE)
+    check_moe_settings(config, QWEN)
+    check_moe_settings(Config(), DENSE)
+
+
+def test_routing_is_replayed_from_records() -> None:
+    actor = ActorConfig(moe=MoeConfig(replay_routing=True))
+    with pytest.raises(ConfigError, match=r"^actor\.moe\.replay_routing: got true with rollout\.source=vllm, but only"):
+        check_replayed_routing(Config(actor=actor))
+    check_replayed_routing(Config(actor=actor, rollout=RolloutConfig(source="replay", replay_dir="records")))
+    check_replayed_routing(Config())

@@ -1,0 +1,192 @@
+"""Tensors reach engine workers bit for bit over every wire; processes are threads."""
+
+import errno
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.parallel.weights.bridge import shared_memory
+from megarl.parallel.weights.bridge.boxes import num_elements, slices_of
+from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
+from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
+from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
+from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
+from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
+from megarl.parallel.weights.bridge.wires import Share
+from megarl.parallel.weights.collective import Meeting, open_store
+from megarl.parallel.weights.slices import Slice
+from megarl.safetensors_map import TensorSpec
+from tests.unit.parallel.test_slices import hf_tensors, make_spec, rank_slices
+
+CPU = torch.device("cpu")
+TP, DP, ENGINE_TP = 4, 2, 2
+NUM_RANKS = TP * DP
+# Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
+ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.int32).view(torch.float32)
+WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
+    "shared memory": (SharedMemorySender, SharedMemoryReceiver),
+    "both": (RoutedSender, RoutedReceiver),
+    "process group": (
+        lambda share: PointToPointSender(share, open_group(share)),
+        lambda share: PointToPointReceiver(share, open_group(share)),
+    ),
+}
+wires = pytest.mark.parametrize("wire", WIRES)
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of calls that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(call) for call in calls]]
+
+
+def make_slices() -> list[list[Slice]]:
+    """Every rank's; one row of one tensor has odd bits in all replicas."""
+    ranks = rank_slices(TP, DP, tied=False)
+    for part in (part for rank in ranks for part in rank if part.tensor == "model.norm.weight"):
+        part.view.copy_(ODD)
+    return ranks
+
+
+def full_tensors() -> dict[str, torch.Tensor]:
+    return {**hf_tensors(tied=False), "model.norm.weight": ODD}
+
+
+def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int) -> Plan:
+    spec = make_spec(tied=False)
+    shapes = spec.expected_tensors()
+    needs = {NUM_RANKS + i: engine_shards(spec, EnginePosition(rank=i, size=ENGINE_TP)) for i in range(ENGINE_TP)}
+    return build_plan(
+        {name: TensorSpec(shape=shape, dtype=torch.float32) for name, shape in shapes.items()},
+        {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},
+        needs,
+        neighbours={NUM_RANKS: [0], NUM_RANKS + 1: [3]},
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def open_ends(plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0) -> tuple[list[Any], list[Any]]:
+    store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
+
+    def share(process: int, messages: list[Message]) -> Share:
+        meeting = Meeting(address="127.0.0.1", port=store.port, rank=process, size=size, timeout_s=timeout_s)
+        return Share(
+            messages=tuple(messages),
+            specs=plan.specs,
+            needs=plan.needs.get(process, {}),
+            segments=str(path / "segment"),
+            meeting=meeting,
+            # Ranks 0 to 3 and the first worker on one host, the others on another.
+            hosts=tuple("near" if i < TP or i == NUM_RANKS else "far" for i in range(size)),
+        )
+
+    def sender(i: int) -> BridgeSender:
+        mine = share(i, plan.of_source(i))
+        return BridgeSender(mine, WIRES[wire][0](mine))
+
+    def receiver(i: int) -> BridgeReceiver:
+        mine = share(i, plan.of_sink(i))
+        return BridgeReceiver(mine, WIRES[wire][1](mine), CPU)
+
+    members: list[Callable[[], Any]] = [lambda i=i: sender(i) for i in range(NUM_RANKS)]  # type: ignore[misc]
+    members += [lambda i=i: receiver(NUM_RANKS + i) for i in range(ENGINE_TP)]  # type: ignore[misc]
+    opened = at_once(members)
+    # The store lives as long as somebody holds it.
+    opened[0].store = store
+    return opened[:NUM_RANKS], opened[NUM_RANKS:]
+
+
+def run(
+    senders: Sequence[BridgeSender], receivers: Sequence[BridgeReceiver], ranks: Sequence[Sequence[Slice]], turn: int
+) -> tuple[list[dict[int, dict[str, int]]], list[list[tuple[str, torch.Tensor]]]]:
+    calls: list[Callable[[], Any]] = [
+        lambda s=s, slices=slices: s.send(slices, turn, with_checksums=True)  # type: ignore[misc]
+        for s, slices in zip(senders, ranks, strict=True)
+    ]
+    calls += [lambda r=r: list(r.receive(turn, fill=math.nan)) for r in receivers]  # type: ignore[misc]
+    results = at_once(calls)
+    return results[: len(senders)], results[len(senders) :]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(torch.int32).flatten().tolist()
+
+
+@wires
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20], ids=["many buckets", "one bucket"])
+def test_workers_get_what_they_need_and_nothing_else(wire: str, bucket_bytes: int, tmp_path: Path) -> None:
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, bucket_bytes)
+    senders, receivers = open_ends(plan, wire, tmp_path)
+    for turn in (1, 2):
+        for part in (part for rank in ranks for part in rank if part.tensor == "model.layers.1.mlp.up_proj.weight"):
+            part.view.add_(1000.0)
+        expected["model.layers.1.mlp.up_proj.weight"] += 1000.0
+        _, received = run(senders, receivers, ranks, turn)
+        for i, tensors in enumerate(received):
+            needs = plan.needs[NUM_RANKS + i]
+            assert {name for name, _ in tensors} == set(expected)
+            assert len(tensors) == len(expected)
+            for name, tensor in tensors:
+                index = slices_of(needs[name])
+                assert bits(tensor[index]) == bits(expected[name][index])
+                rest = torch.ones(tensor.shape, dtype=torch.bool)
+                rest[index] = False
+                assert tensor[rest].isnan().all()
+            assert receivers[i].wire_bytes == plan.received_bytes(NUM_RANKS + i)
+
+
+@wires
+def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_path: Path) -> None:
+    ranks = make_slices()
+    plan = make_plan(ranks, 300)
+    senders, receivers = open_ends(plan, wire, tmp_path)
+    sent, received = run(senders, receivers, ranks, 1)
+    for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+        expected = merged([sums.get(NUM_RANKS + i, {}) for sums in sent])
+        needs = plan.needs[NUM_RANKS + i]
+        # The second worker has no word of a vocabulary of ten.
+        assert expected.keys() == {name for name, box in needs.items() if num_elements(box)}
+        tensors = [(name, tensor) for name, tensor in tensors if name in expected]
+        assert {name: receiver.checksum(name, tensor) for name, tensor in tensors} == expected
+        name, tensor = tensors[3]
+        row = tensor[slices_of(needs[name])][0].view(torch.int32)
+        row[-1] ^= 1
+        assert receiver.checksum(name, tensor) != expected[name]
+
+
+def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = {name for part in parts for name in part}
+    return {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
+
+
+def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    with pytest.raises(WeightSyncError, match=r"needs 2\.00 GiB in .* for segment: No space left on device"):
+        create_segment(tmp_path / "segment", 2 << 30)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_is_gone_is_an_error_and_the_next_transfer_works(tmp_path: Path) -> None:
+    """Ranks do not wait for ever for one that takes nothing."""
+    ranks = make_slices()
+    plan = make_plan(ranks, 200)
+    senders, receivers = open_ends(plan, "shared memory", tmp_path, timeout_s=6.0)
+    with pytest.raises(WeightSyncError, match=r"rank \d to engine worker \d+ was not taken within 6 s"):
+        at_once([lambda i=i: senders[i].send(ranks[i], 1, with_checksums=False) for i in range(NUM_RANKS)])  # type: ignore[misc]
+    _, received = run(senders, receivers, ranks, 2)
+    needs = plan.needs[NUM_RANKS]
+    for name, tensor in received[0]:
+        assert bits(tensor[slices_of(needs[name])]) == bits(full_tensors()[name][slices_of(needs[name])])

@@ -1,0 +1,88 @@
+"""The balance loss by transformers' own function, by hand, and over ranks that share rows; metrics of load."""
+
+import math
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from megarl.parallel.moe.balance import balance_loss, load_metrics, row_loads
+
+NUM_EXPERTS, PER_TOKEN = 6, 2
+
+
+class OneRank:
+    def size(self) -> int:
+        return 1
+
+
+def routed(logits: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(logits).scatter(1, logits.topk(PER_TOKEN).indices, 1).bool()
+
+
+def balance(logits: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    loads = row_loads(routed(logits), rows, num_rows, OneRank())  # type: ignore[arg-type]
+    return balance_loss(logits.softmax(-1), loads, rows, PER_TOKEN)
+
+
+def test_a_row_of_a_layer_is_what_transformers_computes() -> None:
+    """Which does not divide by the experts per token."""
+    logits = torch.randn(11, NUM_EXPERTS, generator=torch.Generator().manual_seed(0))
+    got = balance(logits, torch.zeros(11, dtype=torch.int64), 1) / 11
+    expected = load_balancing_loss_func((logits,), NUM_EXPERTS, PER_TOKEN) / PER_TOKEN
+    assert got.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_rows_add_up_by_their_tokens() -> None:
+    """Whatever their order in a pack; padding does not count."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(10, NUM_EXPERTS, generator=generator)
+    rows = torch.tensor([1, 1, 1, 0, 0, -1, 0, 0, 1, -1])
+    parts = [balance(logits[rows == i], torch.zeros(4, dtype=torch.int64), 1) for i in (0, 1)]
+    assert balance(logits, rows, 2).item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
+    changed = logits.clone()
+    changed[rows < 0] = 9.0
+    assert balance(changed, rows, 2).item() == balance(logits, rows, 2).item()
+    # A row that has no token here, and a pack that has none at all.
+    assert balance(logits, rows, 3).item() == balance(logits, rows, 2).item()
+    assert balance(logits, torch.full((10,), -1), 0).item() == 0
+
+
+def test_by_hand() -> None:
+    """Two experts, one per token; of three tokens two go to expert 0, whose probabilities are 3/4, 3/4 and 1/4."""
+    odds = math.log(3)
+    logits = torch.tensor([[odds, 0.0], [odds, 0.0], [0.0, odds]])
+    loads = torch.tensor([[2.0, 1.0]])
+    rows = torch.zeros(3, dtype=torch.int64)
+    # E · Σ f·P = 2 · (2/3 · 7/12 + 1/3 · 5/12) = 19/18, times three tokens.
+    got = balance_loss(logits.softmax(-1), loads, rows, 1)
+    assert got.item() == pytest.approx(3 * 19 / 18, rel=1e-6)
+    # 1 where all experts are used alike.
+    even = balance_loss(torch.full((3, 2), 0.5), torch.tensor([[1.5, 1.5]]), rows, 1)
+    assert even.item() == pytest.approx(3)
+
+
+def test_ranks_with_parts_of_a_row_add_up() -> None:
+    """Loads are those of all ranks, probabilities each rank's own; so are the gradients."""
+    logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    rows = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+    loads = row_loads(routed(logits), rows, 2, OneRank())  # type: ignore[arg-type]
+    whole = balance_loss(logits.softmax(-1), loads, rows, PER_TOKEN)
+    parts = [
+        balance_loss(logits[part].softmax(-1), loads, rows[part], PER_TOKEN) for part in (slice(0, 3), slice(3, 9))
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)  # type: ignore[union-attr]
+    (gradient,) = torch.autograd.grad(whole, logits, retain_graph=True)
+    (summed,) = torch.autograd.grad(sum(parts), logits)  # type: ignore[arg-type]
+    torch.testing.assert_close(summed, gradient)
+
+
+def test_metrics_by_hand() -> None:
+    loads = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]], dtype=torch.float64)
+    found = load_metrics(loads, torch.tensor([12.0, 8.0], dtype=torch.float64), num_tokens=8)
+    assert found == {
+        "moe/load_max_over_mean": 1.5,
+        "moe/load_max_over_mean_worst_layer": 2.0,
+        "moe/idle_experts": 0.125,
+        "moe/aux_loss": 1.25,
+    }

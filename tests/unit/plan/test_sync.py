@@ -1,0 +1,65 @@
+"""What ranks hold by arithmetic: as their parameters say, and as many elements as are counted elsewhere."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import LayoutConfig
+from megarl.parallel.weights.bridge.boxes import num_elements
+from megarl.parallel.weights.bridge.ends import holding_of
+from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.plan.shards import num_stage_parameters, padded_vocab
+from megarl.plan.sync import rank_holdings
+from tests.helpers.small_model import write_config
+from tests.unit.parallel.test_slices import make_spec, rank_slices
+from tests.unit.plan.test_experts import EXPERTS
+
+LAYOUTS = [
+    LayoutConfig(),
+    LayoutConfig(tp=2, dp=2),
+    LayoutConfig(pp=2),
+    LayoutConfig(pp=2, virtual_pp=2),
+    LayoutConfig(tp=2, pp=2, dp=2),
+    LayoutConfig(pp=2, first_stage_layers=1),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_hold_what_their_parameters_say(tp: int, dp: int, tied: bool) -> None:
+    """These parameters have 16 rows of vocabulary."""
+    spec = make_spec(tied=tied)
+    held = rank_holdings(spec, LayoutConfig(tp=tp, dp=dp), vocab_multiple=16 // tp)
+    shapes = spec.expected_tensors()
+    seen = [holding_of(slices, shapes) for slices in rank_slices(tp, dp, tied=tied)]
+    # A rank without a word of the vocabulary has no slice of it.
+    assert [{n: b for n, b in rank.items() if num_elements(b)} for rank in held] == seen
+
+
+def experts_of(path: Path) -> ModelSpec:
+    return read_model_spec(write_config(path, **EXPERTS))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, LayoutConfig(dp=2, ep=2), LayoutConfig(tp=2, dp=2, ep=2, etp=2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_as_many_elements_as_are_counted(layout: LayoutConfig, tied: bool, tmp_path: Path) -> None:
+    """A vocabulary of 10 divides without padding."""
+    spec = read_model_spec(write_config(tmp_path, **EXPERTS, tie_word_embeddings=tied))
+    held = rank_holdings(spec, layout, vocab_multiple=1)
+    missing = padded_vocab(spec.dims.vocab, layout, 1) - spec.dims.vocab
+    assert missing == 0
+    for rank, holding in enumerate(held):
+        stage = rank // layout.stage_size
+        counted = num_stage_parameters(spec, layout, stage, vocab_multiple=1).total
+        assert sum(num_elements(box) for box in holding.values()) == counted
+
+
+def test_experts_lie_in_blocks_of_ranks(tmp_path: Path) -> None:
+    """Ranks count etp fastest, then ep: of six experts ranks 0 and 1 share 0 to 2, ranks 2 and 3 share 3 to 5."""
+    held = rank_holdings(experts_of(tmp_path), LayoutConfig(tp=2, dp=2, ep=2, etp=2), vocab_multiple=1)
+    gate = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    blocks, widths = [(0, 1, 2), (3, 4, 5)], [(0, 5), (5, 10)]
+    for rank, (experts, rows) in enumerate(itertools.product(blocks, widths)):
+        for expert in range(6):
+            assert held[rank].get(gate.format(expert)) == ((rows, (0, 8)) if expert in experts else None)
