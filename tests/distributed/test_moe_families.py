@@ -94,6 +94,9 @@ LAYOUTS = {
 
 GetPool = Callable[[int], RankPool]
 
+# Minutes of layouts; test_moe_training.py has experts trained in the default set.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:

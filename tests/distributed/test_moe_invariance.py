@@ -78,6 +78,9 @@ LONG = ("tp1, full recompute, plain optimizer", "dp2", "tp2-sp etp2", "pp2 vpp2"
 
 GetPool = Callable[[int], RankPool]
 
+# Minutes of layouts; test_moe_training.py has experts trained in the default set.
+pytestmark = pytest.mark.long
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
