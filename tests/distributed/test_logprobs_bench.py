@@ -37,6 +37,7 @@ def assert_agrees(report: dict[str, Any], *contenders: str) -> None:
         assert all(0 <= difference <= 1e-5 for difference in each["differences"].values()), each
 
 
+@pytest.mark.long
 def test_head_beside_megatron(tmp_path: Path) -> None:
     contenders = ("recompute", "in_chunk", "megatron_verl")
     report, printed = run_bench(tmp_path, *contenders, options=["--main-grad"])
@@ -64,6 +65,7 @@ def test_head_beside_megatron(tmp_path: Path) -> None:
     assert "collectives in forward, recompute and keep" in printed
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_LIGER, reason="liger-kernel is not installed; on CUDA and for comparisons it can be")
 def test_liger(tmp_path: Path) -> None:
     report, _ = run_bench(tmp_path, "liger_fallback")

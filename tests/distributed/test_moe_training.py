@@ -106,11 +106,11 @@ def assert_metrics(measured: Sequence[Measured], routers: Routers) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "recompute"),
     [
-        ("normalized", "tp1", "none"),
+        pytest.param("normalized", "tp1", "none", marks=pytest.mark.long),
         ("normalized", "ep2", "full"),
-        ("normalized", "tp2-sp ep2", "full"),
-        ("normalized", "tp2-sp", "none"),
-        ("normalized", "pp2", "none"),
+        pytest.param("normalized", "tp2-sp ep2", "full", marks=pytest.mark.long),
+        pytest.param("normalized", "tp2-sp", "none", marks=pytest.mark.long),
+        pytest.param("normalized", "pp2", "none", marks=pytest.mark.long),
         ("dense-stage", "pp2", "none"),
         ("mixed", "tp2-sp ep2", "none"),
         pytest.param("mixed", "tp2-sp pp2 dp2 ep2", "full", marks=pytest.mark.long),
@@ -140,7 +140,9 @@ def test_balance_loss_is_seen(path: Callable[[str], Path], watched: Callable[[st
     assert difference > 0.1 * without[key].abs().max()
 
 
-@pytest.mark.parametrize("layout", ["tp1", "ep2", "tp2-sp ep2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", ["ep2", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("tp1", "tp2-sp ep2", "pp2"))]
+)
 def test_forced_experts_equal_a_dense_computation(
     rank_pool: GetPool, path: Callable[[str], Path], watched: Callable[[str], Watched], tmp_path: Path, layout: str
 ) -> None:
@@ -170,7 +172,7 @@ def score(pool: RankPool, path: Path, rows: Sequence[Row], *, replay_routing: bo
     return [scores.scores["logprobs"][i] for i in range(len(rows))]
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_routers_own_experts_change_nothing(
     rank_pool: GetPool, path: Callable[[str], Path], watched: Callable[[str], Watched], cp: int
 ) -> None:

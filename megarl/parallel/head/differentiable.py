@@ -163,7 +163,10 @@ class GradientsInChunk(torch.autograd.Function):
         used_logprobs, used_entropy = ctx.saved_tensors
         _require_same("log-probs", used_logprobs, grad_logprobs)
         _require_same("entropy", used_entropy, grad_entropy)
-        grad_hidden, grad_weight = ctx.gradients
+        if ctx.gradients is None:
+            raise RuntimeError("log-prob head, regime in_chunk: a second backward, but gradients are made once")
+        # Kept here too, they would be copied.
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         return grad_hidden, grad_weight, None, None, None
 
 
