@@ -105,7 +105,7 @@ class _LogitsModel(torch.nn.Module):
         super().__init__()
         self.module = policy
 
-    def forward(self, pack: Any, request: Any) -> torch.Tensor:
+    def forward(self, pack: Any, request: Any, loss_gradients: None = None) -> torch.Tensor:
         policy = self.module
         hidden: torch.Tensor = policy.hidden_states(pack)
         if not policy.post_process:
