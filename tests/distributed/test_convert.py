@@ -17,6 +17,9 @@ from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, ma
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
+# Minutes beside what the default set has of it.
+pytestmark = pytest.mark.long
+
 Pools: TypeAlias = Callable[[int], RankPool]
 
 LAYOUTS = {

@@ -11,6 +11,9 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.expert_checkpoint import make_moe
 from tests.helpers.rank_pool import RankPool
 
+# Minutes beside what the default set has of it.
+pytestmark = pytest.mark.long
+
 # float32 rounding of two implementations; wrong or stale weights are off by 1e-2 and more.
 NATS = 1e-5
 TP2 = "actor.layout={tp: 2, sequence_parallel: true}"

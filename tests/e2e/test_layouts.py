@@ -14,6 +14,9 @@ from tests.e2e.layouts_run import Report, Seen
 from tests.helpers.checkpoints import add_value_head, make_checkpoint
 from tests.helpers.rank_pool import RankPool
 
+# Minutes beside what the default set has of it.
+pytestmark = pytest.mark.long
+
 # float32 rounding; an optimizer step moves scores by 1e-2 and more.
 SCORE = 1e-5
 MOVED = 1e-3
