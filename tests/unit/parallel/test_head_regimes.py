@@ -293,7 +293,7 @@ def test_frozen_weight_or_hidden_states(regime: str) -> None:
     assert_within("gradient of weight", grad_weight[:11], expected.grad_weight, atol=1e-12)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", ["recompute", "keep"])
 def test_backward_twice(regime: str) -> None:
     """The first backward of keep overwrites its logits; the second has the same gradients all the same."""
     problem = head_problem()
