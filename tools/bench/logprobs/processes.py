@@ -7,7 +7,6 @@ import pickle
 import shutil
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -40,7 +39,6 @@ class UnavailableError(ConfigError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reply:
     value: Any = None
-    error: str | None = None
     import_error: str | None = None
 
 
@@ -117,17 +115,18 @@ class Contestants:
     def _receive(self, rank: int) -> Any:
         try:
             reply = pickle.loads(self._connections[rank].recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionResetError) as error:
             self._processes[rank].join()
             exit_code = self._processes[rank].exitcode
-            reply = _Reply(error=f"the process ended with exit code {exit_code}; -9 may mean that memory ran out")
+            raise WorkerError(
+                f"{self._contender}, rank {rank}: the process ended with exit code {exit_code}; its traceback is "
+                f"above, and -9 may mean that memory ran out"
+            ) from error
         if reply.import_error is not None:
             raise UnavailableError(
                 f"{self._contender} cannot be imported ({reply.import_error}); install what it needs into the folder "
                 f"of --kernels, or leave it out of --contenders"
             )
-        if reply.error is not None:
-            raise WorkerError(f"{self._contender}, rank {rank}: {reply.error}")
         return reply.value
 
 
@@ -153,11 +152,9 @@ def _serve(connection: Connection, spec: RankSpec) -> None:
 def _answer(method: Callable[..., Any], arguments: Sequence[Any]) -> _Reply:
     try:
         return _Reply(value=method(*arguments))
+    # Anything else ends the process, with its traceback on stderr.
     except ImportError as error:
         return _Reply(import_error=f"{type(error).__name__}: {error}")
-    # Whatever else a contender raises is for the parent to report.
-    except Exception:
-        return _Reply(error=traceback.format_exc())
 
 
 def _exit_with_parent(directory: str) -> None:
