@@ -25,8 +25,10 @@ install: python ## Make .venv and install all of it for CPU; does nothing if tha
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
+# Unit tests use one core each; the others bring as many processes as they need.
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests -m "not long and not gpu"
+	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit -m "not long and not gpu"
 
 test-long: install ## Run further combinations of layouts, algorithms and processes
 	"$(VENV)/bin/python" -m pytest tests -m long
