@@ -28,21 +28,36 @@ _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForcedExperts:
-    """In place of a router's choice: indices [T, k], where a token with -1 chooses freely. Scores stay the router's.
+class ExpertChoice:
+    """Which experts see a token, in place of Megatron's choice; scores stay the router's.
 
-    `get_replay_topk` is what Megatron's top-k routing asks instead of choosing itself.
+    Where experts lie in groups, a group is rated by the sum of its `group_rating` best scores: 1 in DeepSeek-V2
+    (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437), while Megatron takes k / (groups of a token).
+
+    forced: indices [T, k], where a token with -1 chooses freely; None: all do.
     """
 
-    indices: torch.Tensor
+    group_rating: int
+    forced: torch.Tensor | None
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores [T, k] of the experts of every token, and these."""
-        _, own = choose(scores, topk, num_groups, group_topk)
-        indices = torch.where(self.indices < 0, own, self.indices)
+        """The scores [T, k] of the experts of every token, and these; what Megatron's top-k routing asks for."""
+        rated = scores
+        if num_groups is not None and group_topk is not None:
+            rated = scores.masked_fill(~self._in_best_groups(scores, num_groups, group_topk), -torch.inf)
+        _, indices = choose(rated, topk)
+        if self.forced is not None:
+            indices = torch.where(self.forced < 0, indices, self.forced)
         return scores.gather(1, indices), indices
+
+    def _in_best_groups(self, scores: torch.Tensor, num_groups: int, groups_per_token: int) -> torch.Tensor:
+        """[T, E] bool: whether an expert is in one of a token's best groups."""
+        ratings = scores.unflatten(1, (num_groups, -1)).topk(self.group_rating, dim=-1).values.sum(-1)
+        best = ratings.topk(groups_per_token, dim=-1).indices
+        chosen = torch.zeros_like(ratings, dtype=torch.bool).scatter_(1, best, value=True)
+        return chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
 
 
 class PackRouter(TopKRouter):
@@ -55,6 +70,7 @@ class PackRouter(TopKRouter):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.pack: Pack | None = None
+        self.group_rating = 1
         self.begin(aux_loss_scale=0.0)
 
     def begin(self, *, aux_loss_scale: float) -> None:
@@ -69,10 +85,9 @@ class PackRouter(TopKRouter):
         """Weights of a token's experts (0 for the others), and which these are: both [T, E]."""
         assert self.pack is not None, "a router needs the pack that its input belongs to"
         forced = self.pack.routed_experts
-        self.router_replay = None
-        if forced is not None:
-            # Layers count from 1.
-            self.router_replay = ForcedExperts(indices=self._own_tokens(forced[:, self.layer_number - 1]))
+        # Layers count from 1.
+        mine = None if forced is None else self._own_tokens(forced[:, self.layer_number - 1])
+        self.router_replay = ExpertChoice(group_rating=self.group_rating, forced=mine)
         weights, routing_map = super().routing(logits)
         if torch.is_grad_enabled():
             weights = self._count(logits.flatten(0, 1), weights, routing_map)
