@@ -67,6 +67,13 @@ def load_transformers(path: Path) -> PreTrainedModel:
     return hf.eval()
 
 
+@torch.no_grad()
+def dense_logits(path: Path) -> list[FloatArray]:
+    """[row tokens, V] of transformers, row by row."""
+    hf = load_transformers(path)
+    return [hf(torch.from_numpy(row.token_ids)[None]).logits[0].numpy() for row in make_rows()]
+
+
 def run_transformers(path: Path, routers: Routers | None = None) -> Reference:
     """Row by row, without packing or padding, reading the same config.json; with experts, `routers` watches these."""
     rows, hf = make_rows(), load_transformers(path)
