@@ -115,7 +115,7 @@ WITH_EXPERTS = {
         config=DeepseekV2Config,
         keys={**_DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 2, "rope_parameters": _DEFAULT_ROPE},
     ),
-    # The best groups are those of the best experts, and of these three belong to a token.
+    # Groups as rated by their best expert; Megatron itself would take two.
     "deepseek_v2": HFModel(
         config=DeepseekV2Config,
         keys={
@@ -123,12 +123,12 @@ WITH_EXPERTS = {
             "topk_method": "group_limited_greedy",
             "n_group": 3,
             "topk_group": 2,
-            "num_experts_per_tok": 3,
+            "num_experts_per_tok": 4,
             "routed_scaling_factor": 1.7,
             "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
-    # Groups as rated by their two best experts, with biases.
+    # Groups as rated by their two best experts, with biases; Megatron itself would take one.
     "deepseek_v3": HFModel(config=DeepseekV3Config, keys={**_DEEPSEEK_V3, "rope_parameters": _DEFAULT_ROPE}),
     "deepseek_v3-yarn": HFModel(config=DeepseekV3Config, keys={**_DEEPSEEK_V3, "rope_parameters": _YARN}),
 }
