@@ -35,7 +35,7 @@ def _attention_products(dims: Dims) -> int:
     hidden, latent, q = dims.hidden, dims.latent, dims.dim("q")
     if latent is None:
         return 2 * hidden * q + 2 * hidden * dims.dim("kv")
-    queries = latent.q_latent * (hidden + q)
+    queries = latent.q_latent * (hidden + q) if latent.q_latent else hidden * q
     keys = hidden * dims.dim("kv_latent_and_rope") + latent.kv_latent * dims.dim("keys_and_values")
     return queries + keys + hidden * dims.dim("values")
 

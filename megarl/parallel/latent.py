@@ -42,7 +42,7 @@ def latent_options(spec: ModelSpec) -> dict[str, Any]:
     if latent is None:
         return {}
     options: dict[str, Any] = {
-        "q_lora_rank": latent.q_latent,
+        "q_lora_rank": latent.q_latent or None,
         "kv_lora_rank": latent.kv_latent,
         "qk_head_dim": latent.nope,
         "qk_pos_emb_head_dim": latent.rope,

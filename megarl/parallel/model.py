@@ -1,5 +1,6 @@
 """Actor, reference and critic as Megatron GPT models that return log-probs or values instead of logits."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from megarl.parallel.head.shard import vocab_shard
 from megarl.parallel.latent import latent_options, scale_rotary_embedding
 from megarl.parallel.layout import Layout
 from megarl.parallel.messages import Head
-from megarl.parallel.moe.setup import expert_options
+from megarl.parallel.moe.setup import expert_options, rate_groups
 from megarl.parallel.packing import Pack
 from megarl.parallel.platform import platform
 from megarl.parallel.weights.families import ModelSpec
+from megarl.parallel.weights.rules import Activation
 from megarl.parallel.weights.slices import Slice, load_slices, shard_slices
 from megarl.parallel.weights.tables import VALUE_HEAD
 from megarl.safetensors_map import dtype_of, map_model, model_files
@@ -71,6 +73,9 @@ class PackedModel(GPTModel):
             vp_stage=vp_stage,
         )
         scale_rotary_embedding(self, spec)
+        rate_groups(self, spec.dims)
+        if spec.family.scales_embedding and self.pre_process:
+            self.embedding.register_forward_hook(_times_root_hidden)
         self.spec, self.layout, self.replays_routing = spec, layout, False
         self.vocab_shard = vocab_shard(layout.tp_group, padded_vocab // layout.config.tp, spec.dims.vocab)
 
@@ -221,8 +226,8 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         kv_channels=dims.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
+        layernorm_zero_centered_gamma=family.norms_add_one,
         gated_linear_unit=True,
-        activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_layernorm,
@@ -248,15 +253,28 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         bf16=dtype is torch.bfloat16,
         # We divide by our own global denominators; Megatron must not divide again.
         calculate_per_token_loss=True,
-        **platform().config_overrides(),
+        **{**platform().config_overrides(), **_ACTIVATIONS[family.activation]},
     )
 
 
+_ACTIVATIONS: dict[Activation, dict[str, Any]] = {
+    Activation.SILU: {"activation_func": F.silu},
+    # Megatron fuses it only under the name of the exact one.
+    Activation.GELU_TANH: {
+        "activation_func": functools.partial(F.gelu, approximate="tanh"),
+        "bias_activation_fusion": False,
+    },
+}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+
+
+def _times_root_hidden(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+    """[T, 1, H] of an embedding times √H, rounded to the model's type as Gemma has it."""
+    return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)
 
 
 def _round_up(value: int, multiple: int) -> int:

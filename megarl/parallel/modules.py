@@ -25,19 +25,23 @@ from megarl.parallel.packing import zigzag_indices
 class RMSNorm(torch.nn.Module):
     """y = w · x / sqrt(mean(x²) + ε) over the last dimension, statistics in float32 (Zhang & Sennrich 2019).
 
-    Under sequence parallelism each rank sees part of the tokens, so the weight is marked for Megatron to
-    all-reduce its gradient over tensor-parallel ranks.
+    Where Megatron's configuration centres weights at zero, 1 + w takes the place of w, in float32 (Gemma). Under
+    sequence parallelism each rank sees part of the tokens, so the weight is marked for Megatron to all-reduce its
+    gradient over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.adds_one = eps, config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.adds_one else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.adds_one:
+            return (normed * (1 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 

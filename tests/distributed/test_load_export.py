@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from megarl import safetensors_map
@@ -16,6 +16,7 @@ from megarl.export import export_model, weight_specs
 from megarl.parallel.messages import Role, RoleSpec, StoreResult
 from megarl.parallel.weights.families import read_model_spec
 from tests.helpers import ranks
+from tests.helpers.hf_models import assert_same_bits, read_tensors
 from tests.helpers.rank_pool import RankPool
 
 LAYOUTS = {
@@ -45,24 +46,6 @@ class PoolWriters:
         return functools.reduce(StoreResult.merged, self.by_rank)
 
 
-def read_model(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory, read by the safetensors library."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        part = load_file(file)
-        assert not tensors.keys() & part.keys()
-        tensors |= part
-    return tensors
-
-
-def assert_same_bits(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (got[name].shape, got[name].dtype) == (tensor.shape, tensor.dtype), name
-        bits = torch.int32 if tensor.dtype == torch.float32 else torch.int16
-        assert torch.equal(got[name].view(bits), tensor.view(bits)), name
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("files", ["one", "several"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -78,7 +61,7 @@ def test_export_equals_what_was_loaded(
     tied = dtype == "float32"
     source = checkpoint(tied=tied, dtype=dtype, max_shard_size=SHARD_BYTES if files == "several" else "50GB")
     assert (len(list(source.glob("*.safetensors"))) > 2) == (files == "several")
-    expected = read_model(source)
+    expected = read_tensors(source)
     assert ("lm_head.weight" in expected) == (not tied)
     if files == "several":
         plan = functools.partial(safetensors_map.plan_files, max_bytes=SHARD_BYTES)
@@ -92,7 +75,7 @@ def test_export_equals_what_was_loaded(
 
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     assert (len(list(target.glob("*.safetensors"))) > 2) == (files == "several")
-    assert_same_bits(read_model(target), expected)
+    assert_same_bits(read_tensors(target), expected)
     if files == "several":
         index = json.loads((target / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == expected.keys()
@@ -142,7 +125,7 @@ def test_checksums_do_not_depend_on_the_layout(rank_pool: GetPool, checkpoint: G
 
 def test_a_tied_checkpoint_may_carry_the_head(rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path) -> None:
     source = checkpoint(tied=True)
-    expected = read_model(source)
+    expected = read_tensors(source)
     with_head = tmp_path / "with-head"
     with_head.mkdir()
     (with_head / "config.json").write_text((source / "config.json").read_text())
@@ -150,4 +133,4 @@ def test_a_tied_checkpoint_may_carry_the_head(rank_pool: GetPool, checkpoint: Ge
     model = ModelConfig(path=str(with_head), dtype="float32")
     writers = PoolWriters(rank_pool(1), LayoutConfig(), model)
     export_model(writers, writers.role, tmp_path / "export")
-    assert_same_bits(read_model(tmp_path / "export"), expected)
+    assert_same_bits(read_tensors(tmp_path / "export"), expected)

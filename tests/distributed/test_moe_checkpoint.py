@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from tests.helpers.checkpoint_ranks import load_train, train_save_train
-from tests.helpers.family_parity import Model, make_checkpoint
+from tests.helpers.hf_models import make_model
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
 
@@ -20,42 +19,6 @@ OTHERS = {
     "tp2-sp etp2": LayoutConfig(tp=2, sequence_parallel=True, etp=2),
     "pp2": LayoutConfig(pp=2),
 }
-MODELS = {
-    # Layers that checkpoints stack, and layers of two kinds.
-    "mixtral": Model(config=MixtralConfig, keys={"num_local_experts": 6, "num_hidden_layers": 4}),
-    "deepseek-v3": Model(
-        config=DeepseekV3Config,
-        keys={
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 28,
-            "moe_intermediate_size": 40,
-            "n_group": 1,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 6,
-            "num_mtp_layers": 0,
-            "q_lora_rank": 40,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "rms_norm_eps": 1e-6,
-            "topk_group": 1,
-            "v_head_dim": 16,
-        },
-    ),
-    "mixed": Model(
-        config=Qwen3MoeConfig,
-        keys={
-            "head_dim": 24,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "mlp_only_layers": [1],
-            "num_hidden_layers": 4,
-        },
-    ),
-}
-
 History = list[tuple[float, float]]
 
 
@@ -71,15 +34,16 @@ def history_of(results: Sequence[History]) -> History:
 @pytest.mark.parametrize(
     ("name", "freeze_router"),
     [
+        # Layers that checkpoints stack, then layers of two kinds.
         ("mixtral", False),
-        pytest.param("mixed", True, marks=pytest.mark.long),
-        pytest.param("deepseek-v3", False, marks=pytest.mark.long),
+        pytest.param("qwen3_moe-mixed", True, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", False, marks=pytest.mark.long),
     ],
 )
 def test_experts_continue_over_other_ranks(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str, freeze_router: bool
 ) -> None:
-    path = make_checkpoint(tmp_path / "model", MODELS[name], tied=False)
+    path = make_model(tmp_path / "model", name, tied=False, num_hidden_layers=4)
     model = ModelConfig(path=str(path), dtype="float32")
     moe, saved = MoeConfig(aux_loss_coef=0.01, freeze_router=freeze_router), tmp_path / "saved"
 

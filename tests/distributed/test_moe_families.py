@@ -7,76 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.export import weight_specs
 from megarl.parallel.weights.families import read_model_spec
 from megarl.safetensors_map import create_model_files
 from tests.helpers import ranks
-from tests.helpers.family_parity import (
-    Model,
-    Reference,
-    assert_equals_transformers,
-    make_checkpoint,
-    run_transformers,
-)
+from tests.helpers.family_parity import Reference, assert_equals_transformers, run_transformers
+from tests.helpers.hf_models import WITH_EXPERTS, make_model
 from tests.helpers.rank_pool import RankPool
 
-EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-DEEPSEEK = {
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 6,
-    "q_lora_rank": 40,
-    "kv_lora_rank": 28,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 6,
-    "n_group": 3,
-    "topk_group": 2,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 40,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.8,
-}
-MODELS = {
-    "qwen3-moe": Model(
-        config=Qwen3MoeConfig,
-        keys={"head_dim": 24, "num_experts": 6, "moe_intermediate_size": 40, "norm_topk_prob": True, **EXPERTS},
-    ),
-    # Probabilities among all experts; dense layers 0 and 2, and 3 by its exception.
-    "qwen3-moe-mixed": Model(
-        config=Qwen3MoeConfig,
-        keys={
-            "head_dim": 24,
-            "num_experts": 6,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [4],
-            **EXPERTS,
-        },
-    ),
-    # Attention through latents, a dense layer first, biased routing in groups, shared experts.
-    "deepseek-v3": Model(
-        config=DeepseekV3Config,
-        keys={**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    ),
-    "deepseek-v3-yarn": Model(config=DeepseekV3Config, keys={**DEEPSEEK, "rope_parameters": YARN}),
-    "mixtral": Model(config=MixtralConfig, keys={"num_local_experts": 6, **EXPERTS}),
-}
 LAYOUTS = {
     "tp1": LayoutConfig(),
     "ep2": LayoutConfig(dp=2, ep=2),
@@ -102,23 +43,13 @@ pytestmark = pytest.mark.long
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     @functools.cache
     def get(name: str) -> Reference:
-        return run_transformers(make_checkpoint(tmp_path_factory.mktemp(name), MODELS[name], tied=name == "mixtral"))
+        return run_transformers(make_model(tmp_path_factory.mktemp(name), name, tied=name == "mixtral"))
 
     return get
 
 
-def is_short(name: str, layout: str) -> bool:
-    return LAYOUTS[layout].world_size <= 2 and (name == "qwen3-moe" or layout in ("tp1", "tp2-sp ep2", "pp2"))
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=() if is_short(name, layout) else pytest.mark.long)
-        for name in MODELS
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("name", list(WITH_EXPERTS))
 def test_family_equals_transformers(
     rank_pool: GetPool, reference: Callable[[str], Reference], tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -128,7 +59,7 @@ def test_family_equals_transformers(
 
 def test_bfloat16_weights_are_written_as_they_were_read(rank_pool: GetPool, tmp_path: Path) -> None:
     """Biases of routers stay in float32, as transformers keeps them."""
-    wide = make_checkpoint(tmp_path / "wide", MODELS["deepseek-v3"], tied=False)
+    wide = make_model(tmp_path / "wide", "deepseek_v3", tied=False)
     source, target = tmp_path / "source", tmp_path / "target"
     AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16).save_pretrained(source)
     files = create_model_files(target, weight_specs(read_model_spec(source), "bfloat16"))

@@ -4,22 +4,21 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3MoeConfig
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig
 from megarl.types import Row
 from tests.helpers import ranks
 from tests.helpers.family_parity import (
-    Model,
     Reference,
     assert_equals_transformers,
-    make_checkpoint,
     make_rows,
     run_transformers,
 )
+from tests.helpers.hf_models import make_model
 from tests.helpers.measure import Measured
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.routers import Routers
@@ -28,18 +27,8 @@ NUM_LAYERS, NUM_EXPERTS, PER_TOKEN = 5, 6, 2
 COEF = 0.7
 # Of the last, the first pipeline stage has no experts at all.
 DENSE_LAYERS = {"mixed": [1], "dense-stage": [0, 1, 2]}
-MODELS = {
-    name: Model(
-        config=Qwen3MoeConfig,
-        keys={
-            "head_dim": 24,
-            "num_experts": NUM_EXPERTS,
-            "num_experts_per_tok": PER_TOKEN,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": name != "mixed",
-            "mlp_only_layers": DENSE_LAYERS.get(name, []),
-        },
-    )
+MODELS: dict[str, dict[str, Any]] = {
+    name: {"norm_topk_prob": name != "mixed", "mlp_only_layers": DENSE_LAYERS.get(name, [])}
     for name in ("normalized", "mixed", "dense-stage")
 }
 LAYOUTS = {
@@ -64,7 +53,9 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return functools.cache(lambda name: make_checkpoint(tmp_path_factory.mktemp(name), MODELS[name], tied=False))
+    return functools.cache(
+        lambda name: make_model(tmp_path_factory.mktemp(name), "qwen3_moe", tied=False, **MODELS[name])
+    )
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ MODELS = {
     "tied": lambda path: make_checkpoint(path, tied=True),
     "untied": lambda path: make_checkpoint(path, tied=False),
     # vLLM's CPU kernels pad a worker's part of an expert to a multiple of 32, and cannot reload what is padded.
-    "experts": lambda path: make_moe(path, seed=0, expert_size=64),
+    "experts": lambda path: make_moe(path, seed=0, moe_intermediate_size=64),
 }
 
 

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.data.tasks.generate import TaskFiles
-from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE
-from tests.helpers.checkpoints import VOCAB_SIZE
+from tests.helpers.expert_checkpoint import make_moe
 
 pytestmark = pytest.mark.long
 
@@ -43,32 +40,14 @@ REPLAYS = {
 }
 
 
-def make_model(path: Path) -> Path:
-    """Three layers, of which the second has no experts; two of six experts per token."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=6,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        max_position_embeddings=512,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(0.12 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(path)
-    make_byte_tokenizer().save_pretrained(path)
-    return path
+# Three layers, of which the second has no experts; two of six experts per token.
+MODEL = {
+    "num_hidden_layers": 3,
+    "num_experts": 6,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "initializer_range": 0.12,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +76,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def recorded(sums: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = tmp_path_factory.mktemp("experts")
-    model = make_model(directory / "model")
+    model = make_moe(directory / "model", seed=0, **MODEL)
     runs = Runs(directory=directory, inputs=(f"model.path={model}", f"data.train=[{sums.train}]"))
     runs.run("recorded", TP2_EP2, "rollout.record=true")
     return runs

@@ -1,34 +1,55 @@
 """What the tests of converted checkpoints run on every rank: the trainer's model, loaded and saved by Megatron."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.messages import Role, StoreResult
-from megarl.types import Row
+from megarl.parallel.messages import Role
+from megarl.parallel.worker import PolicyWorker
+from megarl.types import FloatArray, Row
 from tests.helpers.checkpoint_ranks import open_worker, train
+from tests.helpers.measure import dense_logits
 from tests.helpers.rank_pool import RankContext
-from tests.helpers.ranks import load_worker
 
 
-def load_converted(
-    context: RankContext, actor: ActorConfig, model: ModelConfig, directory: str, files: Sequence[str]
-) -> StoreResult:
-    """Overwrite a model's weights with those of a torch_dist checkpoint, and write them as Hugging Face tensors."""
-    worker = load_worker(context, actor, model)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrip:
+    """A model, its converted checkpoint `dist`, rows for its logits, and where to save and export it again."""
+
+    actor: ActorConfig
+    model: ModelConfig
+    rows: Sequence[Row]
+    micro_batches: Sequence[Sequence[Sequence[int]]]
+    dist: str
+    saved: str
+    exported: Sequence[str]
+
+
+def through_the_trainer(context: RankContext, case: RoundTrip) -> dict[int, FloatArray]:
+    """Load the converted checkpoint, save and export; logits by row of what was loaded."""
+    worker = open_worker(context, case.actor, case.model)
+    load_over_nan(worker.roles[Role.ACTOR].chunks, case.dist)
+    logits = dense_logits(worker, case.rows, case.micro_batches[worker.layout.dp_rank])
+    save(worker, case.saved)
+    worker.store_weights(case.exported, with_checksums=False)
+    return logits
+
+
+def load_over_nan(chunks: Sequence[torch.nn.Module], directory: str) -> None:
+    """Overwrite all weights by NaN, and then with those of a torch_dist checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     from megarl.parallel.checkpoint import _METADATA, _chunk_key
 
-    chunks = worker.roles[Role.ACTOR].chunks
     with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(torch.nan)
+        for tensor in itertools.chain.from_iterable(map(weights, chunks)):
+            tensor.fill_(torch.nan)
     wanted: dict[str, Any] = {
         _chunk_key(i): chunk.sharded_state_dict(metadata=dict(_METADATA)) for i, chunk in enumerate(chunks)
     }
@@ -36,9 +57,23 @@ def load_converted(
     state = dist_checkpointing.load(wanted, directory, strict=StrictHandling.RAISE_ALL)
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[_chunk_key(i)])
-        for name, parameter in chunk.named_parameters():
-            assert parameter.isfinite().all(), name
-    return worker.store_weights(files, with_checksums=False)
+        assert all(tensor.isfinite().all() for tensor in weights(chunk))
+
+
+def weights(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and biases of routers."""
+    yield from chunk.parameters()
+    yield from (buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias"))
+
+
+def save(worker: PolicyWorker, directory: str) -> None:
+    """The trainer's checkpoint, complete on return."""
+    from megarl.parallel.checkpoint import end_writer
+
+    Path(directory).mkdir(exist_ok=True)
+    worker.save_checkpoint(directory)
+    assert worker.finish_checkpoint(wait=True)
+    end_writer()
 
 
 def train_and_save(
@@ -51,11 +86,6 @@ def train_and_save(
 ) -> None:
     """A step of training, the trainer's checkpoint, and its export."""
     worker = open_worker(context, actor, model)
-    from megarl.parallel.checkpoint import end_writer
-
     train(worker, actor, rows, range(1))
-    Path(directory).mkdir(exist_ok=True)
-    worker.save_checkpoint(directory)
-    assert worker.finish_checkpoint(wait=True)
-    end_writer()
+    save(worker, directory)
     worker.store_weights(files, with_checksums=False)

@@ -1,19 +1,18 @@
 """A small random model in transformers and in a layout of ranks: logits, log-probs, gradients, and files as read."""
 
 import functools
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.export import weight_specs
@@ -22,37 +21,16 @@ from megarl.parallel.weights.families import read_model_spec
 from megarl.rollout.weight_sync import check_complete
 from megarl.safetensors_map import create_model_files
 from megarl.types import FloatArray, Row
+from tests.helpers.hf_models import VOCAB_SIZE, assert_same_tensors
 from tests.helpers.measure import MeasureCase, Measured, measure
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.routers import Routers
 
-# 517 is prime: no layout divides it. Six query heads share two key/value heads; five layers are 3 + 2.
-VOCAB_SIZE = 517
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 96,
-    "intermediate_size": 80,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
 # (prompt, response) tokens; one-token prompts and responses, equal neighbours, odd sums.
 LENGTHS = [(9, 6), (1, 1), (1, 50), (4, 1), (3, 2), (17, 8), (2, 3), (30, 30)]
 TOLERANCE = 1e-5
 # Of a gradient's largest element. Gradients of key biases nearly cancel, in transformers as well.
 GRADIENT_TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A transformers config, and changes to the config.json it writes: keys set, and keys left out."""
-
-    config: type[PreTrainedConfig]
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,33 +61,17 @@ def make_rows() -> list[Row]:
     ]
 
 
-def make_checkpoint(path: Path, model: Model, *, tied: bool) -> Path:
-    """Random weights on which nothing is trivially 0 or 1: biases of deviation 1, norms in [0.5, 2]."""
-    hf = AutoModelForCausalLM.from_config(model.config(**{**SIZES, **model.keys}, tie_word_embeddings=tied))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in hf.named_parameters():
-            random = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
-                parameter.copy_(random)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.5 + 1.5 * torch.rand(parameter.shape, generator=generator))
-            else:
-                parameter.copy_(0.06 * random)
-        for name, buffer in hf.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-    hf.save_pretrained(path)
-    file = path / "config.json"
-    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in model.left_out}
-    file.write_text(json.dumps({**config, **model.written}))
-    return path
-
-
 def load_transformers(path: Path) -> PreTrainedModel:
     """The model as transformers reads it, with its plain attention."""
     hf: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return hf.eval()
+
+
+@torch.no_grad()
+def dense_logits(path: Path) -> list[FloatArray]:
+    """[row tokens, V] of transformers, row by row."""
+    hf = load_transformers(path)
+    return [hf(torch.from_numpy(row.token_ids)[None]).logits[0].numpy() for row in make_rows()]
 
 
 def run_transformers(path: Path, routers: Routers | None = None) -> Reference:
@@ -190,13 +152,6 @@ def assert_rows(what: str, measured: list[Mapping[int, FloatArray]], expected: l
     assert error <= TOLERANCE, f"{what}: max |Δ| is {error:.2e}"
 
 
-def assert_same_bits(written: Path, source: Path) -> None:
-    got, expected = load_file(written), load_file(source)
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name].view(torch.int32), tensor.view(torch.int32)), name
-
-
 def assert_gradients(written: Path, expected: dict[str, torch.Tensor]) -> None:
     got = load_file(written)
     assert got.keys() == expected.keys()
@@ -224,7 +179,7 @@ def assert_equals_transformers(
     measured = run_ranks(pool, expected.path, layout, target, rows or make_rows(), moe or MoeConfig(), recompute)
     assert_rows("logits", [m.logits for m in measured], expected.logits)
     assert_rows("log-probs", [m.logprobs for m in measured], expected.logprobs)
-    assert_same_bits(target / "weights/model.safetensors", expected.path / "model.safetensors")
+    assert_same_tensors(target / "weights", expected.path)
     assert_gradients(target / "gradients/model.safetensors", expected.gradients)
     norms = [m.grad_norm for m in measured if m.grad_norm]
     assert norms == pytest.approx([expected.grad_norm] * layout.dp, rel=1e-5)

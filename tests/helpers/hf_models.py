@@ -1,5 +1,6 @@
 """Small models of every family as transformers writes them, with sizes that no layout divides evenly."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -19,78 +22,152 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+VOCAB_SIZE = 517
 # 517 is prime. Six query heads share two key/value heads; five layers are 3 + 2.
 SIZES: dict[str, Any] = {
-    "vocab_size": 517,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 40,
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModel:
-    """A transformers config, and keys of it."""
+    """A transformers config, and changes to the config.json it writes: keys set, and keys left out."""
 
     config: type[PreTrainedConfig]
     keys: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
+# With θ = 10000 and 8 dimensions the wavelengths are 6, 63, 628, …: below 64/4, between, and above 64/1.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 DENSE = {
-    "llama": HFModel(config=LlamaConfig),
-    "mistral": HFModel(config=MistralConfig, keys={"sliding_window": None}),
+    # As older versions of transformers wrote it.
+    "llama": HFModel(
+        config=LlamaConfig,
+        keys={"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        written={"rope_theta": 500.0, "rope_scaling": None},
+        left_out=("head_dim", "rope_parameters"),
+    ),
+    "llama-3": HFModel(config=LlamaConfig, keys={"rope_parameters": _LLAMA3_ROPE}),
+    "llama-linear": HFModel(
+        config=LlamaConfig,
+        keys={"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        written={"rope_scaling": {"type": "linear", "factor": 4.0}},
+        left_out=("head_dim", "rope_parameters"),
+    ),
+    "mistral": HFModel(config=MistralConfig, keys={"sliding_window": None}, left_out=("head_dim",)),
     "qwen2": HFModel(config=Qwen2Config),
     "qwen3": HFModel(config=Qwen3Config, keys={"head_dim": 12}),
+    # The activation as published.
+    "gemma": HFModel(config=GemmaConfig, keys={"head_dim": 12}, written={"hidden_act": "gelu"}),
 }
-_EXPERTS = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 12}
+_QWEN3_MOE = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 12}
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+# Attention through latents, a dense layer first, shared experts.
+_DEEPSEEK = {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK_V3 = {**_DEEPSEEK, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "num_mtp_layers": 0}
 WITH_EXPERTS = {
-    "qwen3_moe": HFModel(config=Qwen3MoeConfig, keys={**_EXPERTS, "mlp_only_layers": []}),
-    "qwen3_moe-mixed": HFModel(config=Qwen3MoeConfig, keys={**_EXPERTS, "mlp_only_layers": [0]}),
-    "deepseek_v3": HFModel(
-        config=DeepseekV3Config,
-        keys={
-            "num_key_value_heads": 6,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 28,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_routed_experts": 6,
-            "n_group": 3,
-            "topk_group": 2,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 20,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
+    "qwen3_moe": HFModel(config=Qwen3MoeConfig, keys={**_QWEN3_MOE, "norm_topk_prob": True}),
+    # Probabilities among all experts; layers 0, 2 and 4 are dense.
+    "qwen3_moe-mixed": HFModel(config=Qwen3MoeConfig, keys={**_QWEN3_MOE, "decoder_sparse_step": 2}),
     "mixtral": HFModel(
         config=MixtralConfig, keys={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}
     ),
+    # Queries without latents, experts without groups.
+    "deepseek_v2-lite": HFModel(
+        config=DeepseekV2Config,
+        keys={**_DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 2, "rope_parameters": _DEFAULT_ROPE},
+    ),
+    # Groups as rated by their best expert; Megatron itself would take two.
+    "deepseek_v2": HFModel(
+        config=DeepseekV2Config,
+        keys={
+            **_DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    # Groups as rated by their two best experts, with biases; Megatron itself would take one.
+    "deepseek_v3": HFModel(config=DeepseekV3Config, keys={**_DEEPSEEK_V3, "rope_parameters": _DEFAULT_ROPE}),
+    "deepseek_v3-yarn": HFModel(config=DeepseekV3Config, keys={**_DEEPSEEK_V3, "rope_parameters": _YARN}),
 }
 MODELS = {**DENSE, **WITH_EXPERTS}
 
 
 def make_model(
-    path: Path, family: str, *, tied: bool, dtype: str = "float32", max_shard_size: str | int = "50GB", **changes: Any
+    path: Path,
+    name: str,
+    *,
+    tied: bool,
+    dtype: str = "float32",
+    max_shard_size: str | int = "50GB",
+    **changes: Any,
 ) -> Path:
-    """Random weights, none of them 0 or 1."""
-    described = MODELS[family]
+    """Random weights on which nothing is trivially 0 or 1: biases of deviation 1, norms that scale by [0.5, 2]."""
+    described = MODELS[name]
     config = described.config(**{**SIZES, **described.keys, **changes}, tie_word_embeddings=tied)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    hf = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        for key, parameter in hf.named_parameters():
+            random = torch.randn(parameter.shape, generator=generator)
+            if key.endswith("bias"):
+                parameter.copy_(random)
+            elif parameter.ndim == 1:
+                scales = 0.5 + 1.5 * torch.rand(parameter.shape, generator=generator)
+                # Gemma's are kept without the 1.
+                parameter.copy_(scales - float(described.config is GemmaConfig))
+            else:
+                parameter.copy_(0.09 * random)
         # Biases of routers are buffers; those of rotary embeddings are not saved.
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-        for tensor in [*model.parameters(), *biases]:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    model.save_pretrained(path, max_shard_size=max_shard_size)
+        for key, buffer in hf.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+    hf.save_pretrained(path, max_shard_size=max_shard_size)
+    file = path / "config.json"
+    written = {key: value for key, value in json.loads(file.read_text()).items() if key not in described.left_out}
+    file.write_text(json.dumps({**written, **described.written}))
     (path / "tokenizer.json").write_text("{}")
     return path
 
@@ -107,9 +184,13 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(got: Path, expected: Path) -> None:
     """The same names, shapes, types and bits in two model directories."""
-    ours, theirs = read_tensors(got), read_tensors(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name].shape, ours[name].dtype) == (tensor.shape, tensor.dtype), name
+    assert_same_bits(read_tensors(got), read_tensors(expected))
+
+
+def assert_same_bits(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same names, shapes, types and bits."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (got[name].shape, got[name].dtype) == (tensor.shape, tensor.dtype), name
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
-        assert torch.equal(ours[name].view(bits), tensor.view(bits)), name
+        assert torch.equal(got[name].view(bits), tensor.view(bits)), name

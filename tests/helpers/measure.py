@@ -51,7 +51,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
     mine = case.micro_batches[worker.layout.dp_rank]
     scores = worker.score(case.rows, mine, role=Role.ACTOR, temperature=1.0, step=0)
-    logits = _dense_logits(worker, case.rows, mine)
+    logits = dense_logits(worker, case.rows, mine)
     weights = worker.store_weights(case.weight_files, with_checksums=False)
 
     algorithm = SftAlgorithm()
@@ -77,7 +77,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
 
 
 @torch.no_grad()
-def _dense_logits(
+def dense_logits(
     worker: PolicyWorker, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]
 ) -> dict[int, FloatArray]:
     """Logits of every token of the rows, through the pipeline, gathered over the vocabulary."""

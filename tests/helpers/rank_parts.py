@@ -137,13 +137,21 @@ def packed_attention(
 
 
 def rms_norm(
-    context: RankContext, weight: torch.Tensor, x: torch.Tensor, *, eps: float, sequence_parallel: bool
+    context: RankContext,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    *,
+    eps: float,
+    sequence_parallel: bool,
+    adds_one: bool = False,
 ) -> tuple[torch.Tensor, bool]:
     """Output of the norm, and whether its weight asks for a reduction of its gradient."""
     PolicyWorker(context.rank).prepare()
     from megarl.parallel.modules import RMSNorm
 
-    config = SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=sequence_parallel)
+    config = SimpleNamespace(
+        params_dtype=weight.dtype, sequence_parallel=sequence_parallel, layernorm_zero_centered_gamma=adds_one
+    )
     norm = RMSNorm(config, len(weight), eps=eps)
     assert norm.weight.dtype == weight.dtype
     with torch.no_grad():

@@ -50,6 +50,11 @@ def test_latent_attention() -> None:
     attention = 8 * 6 + 6 * 8 + 8 * (5 + 1) + 5 * 4 * (1 + 3) + 4 * 3 * 8
     expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
     assert forward_flops(replace(DIMS, latent=latent), num_tokens=5, num_scored_tokens=0) == expected
+    # Queries without latents: one product with their four heads of two.
+    without = replace(latent, q_latent=0)
+    attention += 8 * 8 - 8 * 6 - 6 * 8
+    expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
+    assert forward_flops(replace(DIMS, latent=without), num_tokens=5, num_scored_tokens=0) == expected
 
 
 def test_update_is_three_forward_passes() -> None:

@@ -4,8 +4,7 @@ A layer tells its router which pack it is about to see, also when it runs again 
 micro-batches may be in flight.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,31 +17,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.parallel.moe.balance import balance_loss, row_loads
+from megarl.parallel.moe.choice import ExpertChoice
 from megarl.parallel.packing import Pack, PackSeqParams
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron asks for it everywhere, and defines it only where Transformer Engine is.
     moe_utils.te_general_gemm = None
-
-_TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForcedExperts:
-    """In place of a router's choice: indices [T, k], where a token with -1 chooses freely. Scores stay the router's.
-
-    `get_replay_topk` is what Megatron's top-k routing asks instead of choosing itself.
-    """
-
-    indices: torch.Tensor
-
-    def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores [T, k] of the experts of every token, and these."""
-        _, own = choose(scores, topk, num_groups, group_topk)
-        indices = torch.where(self.indices < 0, own, self.indices)
-        return scores.gather(1, indices), indices
 
 
 class PackRouter(TopKRouter):
@@ -55,6 +35,7 @@ class PackRouter(TopKRouter):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.pack: Pack | None = None
+        self.group_rating = 1
         self.begin(aux_loss_scale=0.0)
 
     def begin(self, *, aux_loss_scale: float) -> None:
@@ -69,10 +50,9 @@ class PackRouter(TopKRouter):
         """Weights of a token's experts (0 for the others), and which these are: both [T, E]."""
         assert self.pack is not None, "a router needs the pack that its input belongs to"
         forced = self.pack.routed_experts
-        self.router_replay = None
-        if forced is not None:
-            # Layers count from 1.
-            self.router_replay = ForcedExperts(indices=self._own_tokens(forced[:, self.layer_number - 1]))
+        # Layers count from 1.
+        mine = None if forced is None else self._own_tokens(forced[:, self.layer_number - 1])
+        self.router_replay = ExpertChoice(group_rating=self.group_rating, forced=mine)
         weights, routing_map = super().routing(logits)
         if torch.is_grad_enabled():
             weights = self._count(logits.flatten(0, 1), weights, routing_map)

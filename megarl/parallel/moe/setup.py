@@ -7,7 +7,7 @@ import torch
 
 from megarl.config.schema import LayoutConfig, MoeConfig
 from megarl.parallel.moe.router import moe_layers
-from megarl.parallel.weights.dims import BiasedRouting, Dims
+from megarl.parallel.weights.dims import Dims, Routing
 
 
 def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
@@ -35,19 +35,27 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
     }
 
 
-def _routing_options(routing: BiasedRouting | None) -> dict[str, Any]:
+def _routing_options(routing: Routing | None) -> dict[str, Any]:
     if routing is None:
         return {}
-    grouped = routing.num_groups > 1
+    grouped, biased = routing.num_groups > 1, routing.biased
     return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid" if biased else "softmax",
+        "moe_router_enable_expert_bias": biased,
         # Pre-training moves the bias towards balance; here it stays as it was read.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": routing.scale,
         "moe_router_num_groups": routing.num_groups if grouped else None,
         "moe_router_group_topk": routing.groups_per_token if grouped else None,
     }
+
+
+def rate_groups(model: torch.nn.Module, dims: Dims) -> None:
+    """Tell routers by how many of its best experts a group of experts is rated; Megatron has no option for it."""
+    if dims.experts is None or dims.experts.routing is None:
+        return
+    for layer in moe_layers([model]):
+        layer.router.group_rating = dims.experts.routing.group_rating
 
 
 def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> None:

@@ -21,24 +21,30 @@ class Experts:
     normalized: bool
     layers: tuple[int, ...]
     shared_ffn: int = 0
-    routing: "BiasedRouting | None" = None
+    routing: "Routing | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BiasedRouting:
-    """Routing by sigmoid scores and a bias that counts only for the choice; weights add up to `scale`.
+class Routing:
+    """Routing among `num_groups` groups of experts, of which a token sees those of the best `groups_per_token`.
 
-    Experts lie in `num_groups` groups, and a token sees those of the best `groups_per_token` (DeepSeek-V3).
+    A group counts as much as its `group_rating` best experts together. Weights are multiplied by `scale`. biased:
+    scores are sigmoids, with a bias that counts only for the choice (DeepSeek-V3); else softmax (DeepSeek-V2).
     """
 
     num_groups: int
     groups_per_token: int
+    group_rating: int
     scale: float
+    biased: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Sizes of attention through latents: these, and a head's parts without and with position, and its values."""
+    """Sizes of attention through latents: these, and a head's parts without and with position, and its values.
+
+    q_latent: 0 where only keys and values have latents.
+    """
 
     q_latent: int
     kv_latent: int
@@ -83,6 +89,7 @@ class Dims:
             return {}
         return {
             "q_latent": latent.q_latent,
+            "q_without_latent": 0 if latent.q_latent else self.num_heads * self.head_dim,
             "kv_latent": latent.kv_latent,
             "kv_latent_and_rope": latent.kv_latent + latent.rope,
             "keys_and_values": self.num_heads * (latent.nope + latent.values),
@@ -121,7 +128,7 @@ def _read_latent(config: Mapping[str, Any]) -> LatentAttention | None:
     if "kv_lora_rank" not in config:
         return None
     return LatentAttention(
-        q_latent=int(config["q_lora_rank"]),
+        q_latent=int(config["q_lora_rank"] or 0),
         kv_latent=config["kv_lora_rank"],
         nope=config["qk_nope_head_dim"],
         rope=config["qk_rope_head_dim"],
@@ -142,22 +149,25 @@ def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
         normalized=normalized,
         layers=tuple(layer for layer in range(config["num_hidden_layers"]) if _has_experts(layer, config)),
         shared_ffn=(config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
-        routing=_read_routing(config) if "n_group" in config else None,
+        routing=None if family.group_rating is None else _read_routing(family, family.group_rating, config),
     )
 
 
-def _read_routing(config: Mapping[str, Any]) -> BiasedRouting:
-    groups, per_token = config["topk_group"], config["num_experts_per_tok"]
-    if config["n_group"] > 1 and per_token != 2 * groups:
-        # The models rate a group by its two best experts, Megatron by as many as each chosen group gives on average.
+def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any]) -> Routing:
+    grouped = config.get("topk_method") != "greedy"
+    num_groups, groups_per_token = (config[key] if grouped else 1 for key in ("n_group", "topk_group"))
+    seen = groups_per_token * config["n_routed_experts"] // num_groups
+    if config["num_experts_per_tok"] > seen:
         raise ConfigError(
-            f"num_experts_per_tok: got {per_token}, expected 2 × topk_group = {2 * groups} where experts lie in "
-            f"groups; other variants are not supported"
+            f"num_experts_per_tok: got {config['num_experts_per_tok']}, expected at most {seen}, the experts in "
+            f"topk_group={groups_per_token} of n_group={num_groups} groups; copy the model's config.json again"
         )
-    return BiasedRouting(
-        num_groups=config["n_group"],
-        groups_per_token=config["topk_group"],
+    return Routing(
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        group_rating=group_rating,
         scale=float(config["routed_scaling_factor"]),
+        biased=family.biased_routers,
     )
 
 

@@ -78,13 +78,16 @@ class ModelSpec:
             )
             yield from (f"model.layers.{layer}.{name}.weight" for name in _EXTRA_PREDICTION)
 
+    def _has(self, rule: WeightRule) -> bool:
+        return all(self.dims.dim(symbol) for tensor in rule.tensors for symbol in tensor.shape)
+
     def is_copy(self, rule: WeightRule) -> bool:
         """Whether a rule's parameter is a copy of another tensor in this model."""
         return self.dims.tied and rule.tied_to is not None
 
     def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
         """The rule of every parameter of the model, or of a part of it with these experts of each layer."""
-        table = self.family.weights
+        table = [rule for rule in self.family.weights if self._has(rule)]
         yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
         experts = range(self.dims.dim("experts")) if experts is None else experts
         for layer in range(self.dims.num_layers):
@@ -161,11 +164,11 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
 
 def _require_described(file: Path, family: Family, config: Mapping[str, Any]) -> None:
     """Refuse variants of a family that its table does not describe."""
-    for key, value in family.required.items():
-        if config.get(key, value) != value:
+    for key, values in family.required.items():
+        if config.get(key, values[0]) not in values:
             raise ConfigError(
-                f"{file}: {key}: got {config[key]!r}, expected {value!r}; other variants of {family.name} "
-                f"are not supported"
+                f"{file}: {key}: got {config[key]!r}, expected {' or '.join(map(repr, values))}; other variants of "
+                f"{family.name} are not supported"
             )
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     positions = config["max_position_embeddings"]

@@ -28,6 +28,13 @@ class Layers(StrEnum):
     EXPERTS = "experts"  # those with experts in its place
 
 
+class Activation(StrEnum):
+    """What an MLP applies to its gate, under the names that a config.json has for it."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A tensor of the checkpoint: its name and its symbolic shape.
@@ -44,7 +51,7 @@ class WeightRule:
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
     `names`: the parameter's names, by the local spec and by Transformer Engine's where they differ. A rule with
-    `{expert}` in its names holds for every expert of a layer.
+    `{expert}` in its names holds for every expert of a layer. A model one of whose sizes is 0 lacks the parameter.
     """
 
     names: tuple[str, ...]
@@ -62,10 +69,14 @@ class Family:
     """A model family: the architectures it covers, Megatron options, and its weight table.
 
     `defaults`: what transformers takes for keys that a config.json leaves out, where that is not the common rule.
-    `required`: values of keys whose other values change the model in ways that this table does not describe.
+    `required`: the values of keys whose other values change the model in ways that this table does not describe; the
+    first is what transformers takes for a key that is left out.
     `ignored`: tensors that a checkpoint may carry though nothing reads them.
     `expert_ffn_key`: the key of a config.json that holds the width of an expert, for families with experts.
     `normalizes_experts`: whether the weights of a token's experts add up to 1; None: `norm_topk_prob` says.
+    `group_rating`: by how many of its best experts a group of experts is rated, for families that have groups.
+    `biased_routers`: routers score by sigmoid, with a bias that counts only for the choice; else by softmax.
+    `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     """
 
     name: str
@@ -73,11 +84,16 @@ class Family:
     weights: tuple[WeightRule, ...]
     qk_layernorm: bool = False
     qkv_bias: bool = False
+    activation: Activation = Activation.SILU
+    norms_add_one: bool = False
+    scales_embedding: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    required: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     expert_ffn_key: str | None = None
     normalizes_experts: bool | None = None
+    group_rating: int | None = None
+    biased_routers: bool = False
 
     @property
     def value_architectures(self) -> tuple[str, ...]:

@@ -4,234 +4,52 @@ Adding a family is adding a `Family` below: no code elsewhere knows a model's na
 and the plan's sizes all derive from the same rows. Nothing here imports torch or megatron.
 """
 
-from megarl.parallel.weights.rules import Family, HFTensor, Layers, Partition, WeightRule
+from megarl.parallel.weights.blocks import (
+    DECODER,
+    DENSE_MLP,
+    LATENT_DECODER,
+    OUTPUT_HEAD,
+    QK_NORM,
+    QKV_BIAS,
+    ROTARY_FREQUENCIES,
+    ROUTER_BIAS,
+    VALUE_HEAD,
+    expert_mlps,
+)
+from megarl.parallel.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
 
 __all__ = ["FAMILIES", "OUTPUT_HEAD", "VALUE_HEAD", "Family", "HFTensor", "Layers", "Partition", "WeightRule"]
 
-
-def _rule(
-    partition: Partition,
-    names: str,
-    *tensors: tuple[str, str],
-    layers: Layers = Layers.ALL,
-    is_float32: bool = False,
-    tied_to: str | None = None,
-) -> WeightRule:
-    return WeightRule(
-        names=tuple(names.split(" | ")),
-        partition=partition,
-        tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
-        layers=layers,
-        is_float32=is_float32,
-        tied_to=tied_to,
-    )
-
-
-_L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-# The scalar head of a critic or reward model; a language model's checkpoint has none.
-VALUE_HEAD = "score.weight"
-# What a scalar head takes the place of.
-OUTPUT_HEAD = "lm_head.weight"
-
-_ENDS = (
-    _rule(Partition.VOCAB, "embedding.word_embeddings.weight", ("model.embed_tokens.weight", "vocab hidden")),
-    _rule(Partition.REPLICATED, "decoder.final_layernorm.weight", ("model.norm.weight", "hidden")),
-    _rule(Partition.VOCAB, "output_layer.weight", (OUTPUT_HEAD, "vocab hidden"), tied_to="model.embed_tokens.weight"),
-    _rule(Partition.REPLICATED, "value_head.weight", (VALUE_HEAD, "one hidden")),
-)
-
-_INPUT_NORM = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}input_layernorm.weight | {_L}self_attention.linear_qkv.layer_norm_weight",
-        (f"{_HF}input_layernorm.weight", "hidden"),
-    ),
-)
-
-_MLP_NORM = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}pre_mlp_layernorm.weight | {_L}mlp.linear_fc1.layer_norm_weight",
-        (f"{_HF}post_attention_layernorm.weight", "hidden"),
-    ),
-)
-
-_ATTENTION = (
-    _rule(
-        Partition.QKV,
-        f"{_L}self_attention.linear_qkv.weight",
-        (f"{_HF}self_attn.q_proj.weight", "q hidden"),
-        (f"{_HF}self_attn.k_proj.weight", "kv hidden"),
-        (f"{_HF}self_attn.v_proj.weight", "kv hidden"),
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}self_attention.linear_proj.weight",
-        (f"{_HF}self_attn.o_proj.weight", "hidden q"),
-    ),
-)
-_DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _MLP_NORM
-
-# Through latents (DeepSeek-V2, arXiv:2405.04434). Projections into them are small, and whole on every rank.
-_LATENT_ATTENTION = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.linear_q_down_proj.weight",
-        (f"{_HF}self_attn.q_a_proj.weight", "q_latent hidden"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.q_layernorm.weight | {_L}self_attention.linear_q_up_proj.layer_norm_weight",
-        (f"{_HF}self_attn.q_a_layernorm.weight", "q_latent"),
-    ),
-    _rule(
-        Partition.ROWS,
-        f"{_L}self_attention.linear_q_up_proj.weight",
-        (f"{_HF}self_attn.q_b_proj.weight", "q q_latent"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.linear_kv_down_proj.weight",
-        (f"{_HF}self_attn.kv_a_proj_with_mqa.weight", "kv_latent_and_rope hidden"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.kv_layernorm.weight | {_L}self_attention.linear_kv_up_proj.layer_norm_weight",
-        (f"{_HF}self_attn.kv_a_layernorm.weight", "kv_latent"),
-    ),
-    _rule(
-        Partition.ROWS,
-        f"{_L}self_attention.linear_kv_up_proj.weight",
-        (f"{_HF}self_attn.kv_b_proj.weight", "keys_and_values kv_latent"),
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}self_attention.linear_proj.weight",
-        (f"{_HF}self_attn.o_proj.weight", "hidden values"),
-    ),
-)
-
-_DENSE_MLP = (
-    _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.linear_fc1.weight",
-        (f"{_HF}mlp.gate_proj.weight", "ffn hidden"),
-        (f"{_HF}mlp.up_proj.weight", "ffn hidden"),
-        layers=Layers.DENSE,
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}mlp.linear_fc2.weight",
-        (f"{_HF}mlp.down_proj.weight", "hidden ffn"),
-        layers=Layers.DENSE,
-    ),
-)
-
-
-def _expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Router and experts; `block`, `gate`, `up` and `down` are what a checkpoint calls them."""
-    local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
-    return (
-        _rule(
-            Partition.REPLICATED,
-            f"{_L}mlp.router.weight",
-            (f"{_HF}{block}.gate.weight", "experts hidden"),
-            layers=Layers.EXPERTS,
-        ),
-        _rule(
-            Partition.GATE_UP,
-            f"{local}linear_fc1.weight | {grouped}linear_fc1.weight{{expert}}",
-            (f"{_HF}{block}.experts.{{expert}}.{gate}.weight", "expert_ffn hidden"),
-            (f"{_HF}{block}.experts.{{expert}}.{up}.weight", "expert_ffn hidden"),
-            layers=Layers.EXPERTS,
-        ),
-        _rule(
-            Partition.COLUMNS,
-            f"{local}linear_fc2.weight | {grouped}linear_fc2.weight{{expert}}",
-            (f"{_HF}{block}.experts.{{expert}}.{down}.weight", "hidden expert_ffn"),
-            layers=Layers.EXPERTS,
-        ),
-    )
-
-
-_SHARED_EXPERTS = (
-    _rule(
-        Partition.GATE_UP,
-        f"{_L}mlp.shared_experts.linear_fc1.weight",
-        (f"{_HF}mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
-        (f"{_HF}mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
-        layers=Layers.EXPERTS,
-    ),
-    _rule(
-        Partition.COLUMNS,
-        f"{_L}mlp.shared_experts.linear_fc2.weight",
-        (f"{_HF}mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
-        layers=Layers.EXPERTS,
-    ),
-)
-
-# Added to scores where experts are chosen; a buffer of Megatron's router, in float32 whatever the model's type.
-_ROUTER_BIAS = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}mlp.router.expert_bias",
-        (f"{_HF}mlp.gate.e_score_correction_bias", "experts"),
-        layers=Layers.EXPERTS,
-        is_float32=True,
-    ),
-)
-
-_QK_NORM = (
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.q_layernorm.weight",
-        (f"{_HF}self_attn.q_norm.weight", "head_dim"),
-    ),
-    _rule(
-        Partition.REPLICATED,
-        f"{_L}self_attention.k_layernorm.weight",
-        (f"{_HF}self_attn.k_norm.weight", "head_dim"),
-    ),
-)
-
-_QKV_BIAS = (
-    _rule(
-        Partition.QKV,
-        f"{_L}self_attention.linear_qkv.bias",
-        (f"{_HF}self_attn.q_proj.bias", "q"),
-        (f"{_HF}self_attn.k_proj.bias", "kv"),
-        (f"{_HF}self_attn.v_proj.bias", "kv"),
-    ),
-)
+# transformers takes this for the norms of latents, whatever config.json names for the others.
+_LATENT_NORM_EPS = 1e-6
 
 FAMILIES = (
     Family(
         name="llama",
         architectures=("LlamaForCausalLM",),
-        weights=_DECODER + _DENSE_MLP,
-        required={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        ignored=(f"{_HF}self_attn.rotary_emb.inv_freq",),
+        weights=DECODER + DENSE_MLP,
+        required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        ignored=(ROTARY_FREQUENCIES,),
     ),
     Family(
         name="mistral",
         architectures=("MistralForCausalLM",),
-        weights=_DECODER + _DENSE_MLP,
+        weights=DECODER + DENSE_MLP,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        required={"hidden_act": "silu"},
+        required={"hidden_act": ("silu",)},
     ),
     Family(
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
-        weights=_DECODER + _DENSE_MLP + _QKV_BIAS,
+        weights=DECODER + DENSE_MLP + QKV_BIAS,
         qkv_bias=True,
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
-        required={"hidden_act": "silu"},
+        required={"hidden_act": ("silu",)},
     ),
     Family(
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
-        weights=_DECODER + _DENSE_MLP + _QK_NORM,
+        weights=DECODER + DENSE_MLP + QK_NORM,
         qk_layernorm=True,
         defaults={
             "num_key_value_heads": 32,
@@ -239,12 +57,27 @@ FAMILIES = (
             "sliding_window": 4096,
             "use_sliding_window": False,
         },
-        required={"hidden_act": "silu", "attention_bias": False},
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    ),
+    Family(
+        name="gemma",
+        architectures=("GemmaForCausalLM",),
+        weights=DECODER + DENSE_MLP,
+        activation=Activation.GELU_TANH,
+        norms_add_one=True,
+        scales_embedding=True,
+        defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+        required={
+            # Published files say gelu, and mean this.
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (None, False),
+        },
     ),
     Family(
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
-        weights=_DECODER + _DENSE_MLP + _expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + _QK_NORM,
+        weights=DECODER + DENSE_MLP + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + QK_NORM,
         qk_layernorm=True,
         defaults={
             "num_key_value_heads": 4,
@@ -254,29 +87,42 @@ FAMILIES = (
             "mlp_only_layers": None,
             "norm_topk_prob": False,
         },
-        required={"hidden_act": "silu", "attention_bias": False},
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
         expert_ffn_key="moe_intermediate_size",
     ),
     Family(
         name="mixtral",
         architectures=("MixtralForCausalLM",),
-        weights=_DECODER + _expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
+        weights=DECODER + expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
         defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
-        required={"hidden_act": "silu", "router_jitter_noise": 0.0},
+        required={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
         expert_ffn_key="intermediate_size",
         normalizes_experts=True,
     ),
     Family(
+        name="deepseek_v2",
+        architectures=("DeepseekV2ForCausalLM",),
+        weights=LATENT_DECODER,
+        qk_layernorm=True,
+        defaults={"n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy"},
+        required={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            # DeepSeek's code, transformers and vLLM disagree on what True means.
+            "norm_topk_prob": (False,),
+            "quantization_config": (None,),
+            "rms_norm_eps": (_LATENT_NORM_EPS,),
+        },
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=False,
+        group_rating=1,
+    ),
+    Family(
         name="deepseek_v3",
         architectures=("DeepseekV3ForCausalLM",),
-        weights=_ENDS
-        + _INPUT_NORM
-        + _LATENT_ATTENTION
-        + _MLP_NORM
-        + _DENSE_MLP
-        + _expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
-        + _SHARED_EXPERTS
-        + _ROUTER_BIAS,
+        weights=LATENT_DECODER + ROUTER_BIAS,
         qk_layernorm=True,
         defaults={
             "num_key_value_heads": 128,
@@ -286,15 +132,16 @@ FAMILIES = (
             "topk_group": 4,
         },
         required={
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "norm_topk_prob": True,
-            "rope_interleave": True,
-            "quantization_config": None,
-            # transformers takes this for the norms of latents, whatever it is for the others.
-            "rms_norm_eps": 1e-6,
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "norm_topk_prob": (True,),
+            "rope_interleave": (True,),
+            "quantization_config": (None,),
+            "rms_norm_eps": (_LATENT_NORM_EPS,),
         },
         expert_ffn_key="moe_intermediate_size",
         normalizes_experts=True,
+        group_rating=2,
+        biased_routers=True,
     ),
 )

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import ConfigError
 from megarl.parallel.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
-from megarl.parallel.weights.dims import BiasedRouting, Experts
+from megarl.parallel.weights.dims import Experts, Routing
 from megarl.parallel.weights.families import find_family, read_model_spec
 from megarl.parallel.weights.tables import FAMILIES, Family
 from megarl.safetensors_map import check_tensors
@@ -131,6 +131,15 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -155,15 +164,7 @@ DEEPSEEK_V3 = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
+    "rope_scaling": DEEPSEEK_YARN,
     "rope_theta": 10000,
     "routed_scaling_factor": 2.5,
     "tie_word_embeddings": False,
@@ -171,13 +172,81 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+# DeepSeek-V2, and the small one without latents of queries and without groups.
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
+# Tied without a word about it.
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
 PUBLISHED = {
+    "gemma": GEMMA_2B,
     "llama": LLAMA_3_1_8B,
     "mistral": MISTRAL_7B_V03,
     "qwen2": QWEN2_5_7B,
     "qwen3": QWEN3_0_6B,
     "qwen3_moe": QWEN3_30B_A3B,
     "mixtral": MIXTRAL_8X7B,
+    "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
 }
 # What no family can do without.
@@ -192,19 +261,20 @@ ESSENTIAL = (
     "rms_norm_eps",
     "vocab_size",
 )
+LATENT_KEYS = (
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 EXPERT_KEYS = {
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    "deepseek_v3": (
-        "kv_lora_rank",
-        "moe_intermediate_size",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "q_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "routed_scaling_factor",
-        "v_head_dim",
-    ),
+    "deepseek_v2": LATENT_KEYS,
+    "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
     "mixtral": ("num_local_experts", "num_experts_per_tok"),
 }
 
@@ -231,6 +301,9 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         (MIXTRAL_8X7B, 46_702_792_704),
         # With 58 biases of 256 experts.
         (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),
+        (DEEPSEEK_V2, 235_741_434_880),
+        (DEEPSEEK_V2_LITE, 15_706_484_224),
+        (GEMMA_2B, 2_506_172_416),
     ],
     ids=[
         "llama-3.1-8b",
@@ -241,6 +314,9 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         "qwen3-30b-a3b",
         "mixtral-8x7b",
         "deepseek-v3",
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "gemma-2b",
     ],
 )
 def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
@@ -299,7 +375,8 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, famil
     assert spec.dims.num_kv_heads == hf.num_key_value_heads
     assert spec.dims.tied == hf.tie_word_embeddings
     assert spec.rope_theta == hf.rope_parameters["rope_theta"]
-    for key, value in (*family.defaults.items(), *family.required.items()):
+    required = {key: values[0] for key, values in family.required.items()}
+    for key, value in (*family.defaults.items(), *required.items()):
         assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None) == value
 
 
@@ -312,20 +389,23 @@ SMALL_EXPERTS = {
     "vocab_size": 517,
     "num_experts_per_tok": 3,
 }
-DEEPSEEK_SMALL = {
+LATENT_SMALL = {
     "first_k_dense_replace": 2,
     "kv_lora_rank": 12,
     "moe_intermediate_size": 16,
-    "n_group": 1,
     "n_routed_experts": 5,
     "n_shared_experts": 2,
     "num_key_value_heads": 6,
-    "num_mtp_layers": 0,
     "q_lora_rank": 20,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-    "topk_group": 1,
     "v_head_dim": 6,
+}
+DEEPSEEK_SMALL = {**LATENT_SMALL, "n_group": 1, "num_mtp_layers": 0, "topk_group": 1}
+ONE_GROUP = {"num_groups": 1, "groups_per_token": 1}
+ROUTINGS = {
+    "deepseek_v2": Routing(**ONE_GROUP, group_rating=1, scale=1.0, biased=False),
+    "deepseek_v3": Routing(**ONE_GROUP, group_rating=2, scale=2.5, biased=True),
 }
 QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
 
@@ -337,9 +417,11 @@ QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
         # Every second layer, 1 and 3, but for layer 3.
         ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
         ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
+        ("deepseek_v2", LATENT_SMALL, (2, 3, 4)),
+        ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
         ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
     ],
-    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral", "deepseek_v3"],
+    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3"],
 )
 def test_experts_are_what_transformers_writes(
     tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
@@ -352,14 +434,15 @@ def test_experts_are_what_transformers_writes(
     spec = read_model_spec(tmp_path)
     width = 24 if model_type == "mixtral" else 16
     assert spec.expected_tensors() == expected
-    if model_type == "deepseek_v3":
-        routing = BiasedRouting(num_groups=1, groups_per_token=1, scale=2.5)
-        assert spec.dims.experts == Experts(
-            num=5, per_token=3, ffn=16, normalized=True, layers=layers, shared_ffn=32, routing=routing
-        )
-        return
+    routing = ROUTINGS.get(model_type)
     assert spec.dims.experts == Experts(
-        num=5, per_token=3, ffn=width, normalized=model_type == "mixtral", layers=layers
+        num=5,
+        per_token=3,
+        ffn=width,
+        normalized=model_type in ("mixtral", "deepseek_v3"),
+        layers=layers,
+        shared_ffn=32 if routing else 0,
+        routing=routing,
     )
 
 
@@ -382,12 +465,39 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
     assert len(ignored) == len(set(ignored))
     assert not set(ignored) & spec.expected_tensors().keys()
     for change, message in (
-        ({"num_experts_per_tok": 6}, r"num_experts_per_tok: got 6, expected 2 × topk_group = 8"),
+        ({"num_experts_per_tok": 129}, r"num_experts_per_tok: got 129, expected at most 128, the experts in topk_gr"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: got .*not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope type 'linear' is not supported; known: .*'yarn'"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_model_spec(write_config(tmp_path, DEEPSEEK_V3 | change))
+
+
+def test_deepseek_v2_as_published(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, DEEPSEEK_V2))
+    assert spec.dims.experts is not None
+    assert spec.dims.experts.routing == Routing(
+        num_groups=8, groups_per_token=3, group_rating=1, scale=16.0, biased=False
+    )
+    assert not spec.dims.experts.normalized
+    assert spec.float32_tensors() == frozenset()
+    queries = "model.layers.0.self_attn.q"
+    assert {f"{queries}_a_proj.weight", f"{queries}_b_proj.weight"} < spec.expected_tensors().keys()
+    assert f"{queries}_proj.weight" not in spec.expected_tensors()
+
+    lite = read_model_spec(write_config(tmp_path, DEEPSEEK_V2_LITE))
+    tensors = lite.expected_tensors()
+    # 16 heads of 128 + 64.
+    assert tensors[f"{queries}_proj.weight"] == (3072, 2048)
+    assert not [name for name in tensors if ".q_a_" in name or ".q_b_" in name]
+    assert lite.dims.experts is not None
+    assert lite.dims.experts.routing == Routing(**ONE_GROUP, group_rating=1, scale=1.0, biased=False)
+    for change, message in (
+        ({"norm_topk_prob": True}, r"norm_topk_prob: got True, expected False; other variants of deepseek_v2"),
+        ({"topk_method": "noaux_tc"}, r"topk_method: got 'noaux_tc', expected 'greedy' or 'group_limited_greedy'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, DEEPSEEK_V2 | change))
 
 
 def test_a_rank_numbers_its_experts_from_0() -> None:
@@ -495,7 +605,8 @@ def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
         (LLAMA_3_1_8B, "attention_bias", True),
         (LLAMA_3_1_8B, "mlp_bias", True),
         (QWEN3_0_6B, "attention_bias", True),
-        *((config, "hidden_act", "gelu") for config in PUBLISHED.values()),
+        (GEMMA_2B, "use_bidirectional_attention", True),
+        *((config, "hidden_act", "relu") for config in PUBLISHED.values()),
     ],
 )
 def test_variants_of_a_family_are_refused(tmp_path: Path, config: dict[str, Any], key: str, value: object) -> None:
@@ -521,9 +632,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         read_model_spec(write_config(tmp_path, QWEN3_0_6B | {"rms_norm_eps": "small"}))
 
 
-@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["Gemma2ForCausalLM"], [], None, "Qwen3ForCausalLM"])
 def test_unknown_architecture(architectures: object) -> None:
-    message = r"is not supported; known: \['DeepseekV3ForCausalLM', 'LlamaForCausalLM', 'Mistral"
+    message = r"is not supported; known: \['DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'Gemma"
     with pytest.raises(ConfigError, match=message):
         find_family(architectures)
 

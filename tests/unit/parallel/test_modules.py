@@ -65,6 +65,13 @@ def test_rms_norm(rank_pool: GetPool, sequence_parallel: bool) -> None:
     assert reduced is sequence_parallel
 
 
+def test_rms_norm_that_adds_one(rank_pool: GetPool) -> None:
+    """Of weights 1 less than above, the same."""
+    weight, x = torch.tensor([1.0, -0.5]), torch.tensor([[3.0, 4.0]])
+    got, _ = rank_pool(1).run(rank_parts.rms_norm, weight, x, eps=0.5, sequence_parallel=False, adds_one=True)[0]
+    assert_within("norm", got, [[6 / math.sqrt(13), 2 / math.sqrt(13)]], atol=1e-6)
+
+
 def test_rms_norm_keeps_float32_statistics(rank_pool: GetPool) -> None:
     """Squares of 300 over 4096 entries: summed in bfloat16 they would stall at a fraction of their sum."""
     x = torch.full((1, 4096), 300.0, dtype=torch.bfloat16)
