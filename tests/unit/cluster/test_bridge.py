@@ -1,17 +1,15 @@
 """The sync by the bridge: who gets what, what is checked and counted. Ends are real, processes are threads."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.processes import Location, Process
 from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
@@ -21,13 +19,13 @@ from megarl.parallel.weights.collective import open_store
 from megarl.parallel.weights.slices import Slice
 from megarl.rollout.engine import Received
 from megarl.safetensors_map import TensorSpec
+from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
 SHAPE = (4, 3)
 SPECS = {"a": TensorSpec(shape=SHAPE, dtype=torch.float32)}
 VALUES = torch.arange(1.0, 13.0).view(SHAPE)
 # Two workers per engine: the upper rows and the lower ones.
 NEEDS = ({"a": ((0, 2), (0, 3))}, {"a": ((2, 4), (0, 3))})
-MakeProcess: TypeAlias = Callable[[str, Any], Process]
 
 
 class Rank:
@@ -79,23 +77,8 @@ class Engine:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProcess]:
-    """Makes a process of an object: remote calls run in threads, and `wait_all` waits for these."""
-    with ThreadPoolExecutor(8) as pool:
-
-        class Actor:
-            def __init__(self, target: Any) -> None:
-                self.call = type("Call", (), {"remote": staticmethod(self.remote)})
-                self.target = target
-
-            def remote(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-                return pool.submit(getattr(self.target, method), *args, **kwargs)
-
-        def wait_all(calls: Sequence[tuple[Process, Future[Any]]], **_: Any) -> list[Any]:
-            return [future.result(timeout=30) for _, future in calls]
-
-        monkeypatch.setattr(bridge, "wait_all", wait_all)
-        here = Location(host="here", address="127.0.0.1", device_ids=())
-        yield lambda name, target: Process(name=name, actor=Actor(target), location=here)
+    with threaded_processes(monkeypatch, bridge) as make:
+        yield make
 
 
 def open_sync(

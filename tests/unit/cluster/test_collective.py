@@ -1,23 +1,21 @@
 """The sync without files: who meets where, and what is checked. Channels are real, processes are threads."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from megarl.cluster import collective
 from megarl.cluster.collective import CollectiveSync
-from megarl.cluster.processes import Location, Process
 from megarl.errors import WeightSyncError
 from megarl.parallel.messages import StoreResult
 from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
 from megarl.parallel.weights.slices import Slice, checksum, count_elements, slice_checksums
 from megarl.safetensors_map import TensorSpec
+from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
 SPECS = {"a": TensorSpec(shape=(4, 3), dtype=torch.float32)}
-MakeProcess: TypeAlias = Callable[[str, Any], Process]
 VALUES = torch.arange(1.0, 13.0).view(4, 3)
 ENGINE_TP = 2
 
@@ -72,23 +70,8 @@ class Engine:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProcess]:
-    """Makes a process of an object: remote calls run in threads, and `wait_all` waits for these."""
-    with ThreadPoolExecutor(8) as pool:
-
-        class Actor:
-            def __init__(self, target: Any) -> None:
-                self.call = type("Call", (), {"remote": staticmethod(self.remote)})
-                self.target = target
-
-            def remote(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-                return pool.submit(getattr(self.target, method), *args, **kwargs)
-
-        def wait_all(calls: Sequence[tuple[Process, Future[Any]]], **_: Any) -> list[Any]:
-            return [future.result(timeout=30) for _, future in calls]
-
-        monkeypatch.setattr(collective, "wait_all", wait_all)
-        here = Location(host="here", address="127.0.0.1", device_ids=())
-        yield lambda name, target: Process(name=name, actor=Actor(target), location=here)
+    with threaded_processes(monkeypatch, collective) as make:
+        yield make
 
 
 def open_sync(process: MakeProcess, ranks: Sequence[Rank], engines: Sequence[Engine]) -> CollectiveSync:
