@@ -42,6 +42,8 @@ class Platform(ABC):
 
     name: str
     backend: str
+    # What vLLM pads the width of a worker's part of an expert to; padded experts cannot take new weights.
+    expert_width_multiple: int = 1
 
     @abstractmethod
     def environment(self) -> dict[str, str]:
@@ -142,6 +144,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     backend = "gloo"
+    expert_width_multiple = 32
 
     def environment(self) -> dict[str, str]:
         return COMMON_ENVIRONMENT | {
