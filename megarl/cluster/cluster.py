@@ -12,7 +12,7 @@ from typing import Any, Self
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from megarl.cluster.actors import EngineActor, RankActor
+from megarl.cluster.actors import EngineActor, RankActor, RunActor
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engines import EngineGroup
@@ -108,8 +108,9 @@ class Cluster:
     def _create_processes(self, plan: PlacementPlan) -> None:
         reservation = Reservation(plan, timeout_s=self._config.cluster.start_timeout_s)
 
-        def create(cls: type, seat: Seat, *args: Any) -> Any:
-            return ray.remote(cls).options(**reservation.options(seat)).remote(*args)
+        def create(cls: type[RunActor], seat: Seat, *args: Any) -> Any:
+            remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
+            return remote.options(**reservation.options(seat)).remote(*args)
 
         seats = [plan.ranks, *plan.other_ranks]
         actors = {
