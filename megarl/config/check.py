@@ -19,7 +19,13 @@ from megarl.config.check_batches import (
 )
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
-from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
+from megarl.config.check_placement import (
+    check_bridge_options,
+    check_engine_tp,
+    check_engines,
+    check_trainer_nodes,
+    check_transport,
+)
 from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
 from megarl.config.schema import Config
@@ -176,6 +182,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_train_outlasts_warmup,
     check_engines,
     check_transport,
+    check_bridge_options,
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,
@@ -189,6 +196,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_trainer_nodes,
     check_engines,
     check_transport,
+    check_bridge_options,
 )
 
 

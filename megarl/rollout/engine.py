@@ -154,13 +154,18 @@ class VllmEngine:
         # As bytes: between processes vLLM carries only plain types.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})
 
-    def receive_over_bridge(self, transfer: int, *, version: int, with_checksums: bool) -> list[Received]:
+    def receive_over_bridge(
+        self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
+    ) -> list[Received]:
         """Replace the weights by what the trainer's ranks send at the same time, each worker what it needs.
+
+        scales: of the tensors that travel with one.
 
         Raises:
             WeightSyncError: as `load_weights`.
         """
-        checksums = self._take_weights("load_bridge", version, transfer=transfer, with_checksums=with_checksums)
+        arguments = {"transfer": transfer, "with_checksums": with_checksums, "scales": dict(scales)}
+        checksums = self._take_weights("load_bridge", version, **arguments)
         wire_bytes = self.llm.collective_rpc("bridge_bytes")
         return [Received(checksums=c, wire_bytes=n) for c, n in zip(checksums, wire_bytes, strict=True)]
 
