@@ -1,7 +1,7 @@
 """Remote processes for tests of what calls them: calls run in threads of this process."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -27,7 +27,11 @@ def threaded_processes(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> I
                 return pool.submit(getattr(self.target, method), *args, **kwargs)
 
         def wait_all(calls: Sequence[tuple[Process, Future[Any]]], **_: Any) -> list[Any]:
-            return [future.result(timeout=30) for _, future in calls]
+            """Raises what failed first, when all have ended, so that the next call finds them idle."""
+            ended = list(as_completed([future for _, future in calls], timeout=30))
+            for future in ended:
+                future.result()
+            return [future.result() for _, future in calls]
 
         monkeypatch.setattr(module, "wait_all", wait_all)
         here = Location(host="here", address="127.0.0.1", device_ids=())

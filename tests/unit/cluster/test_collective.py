@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,11 +43,23 @@ class Rank:
         return StoreResult(num_elements=count_elements(self.slices), checksums=sums)
 
 
-class Engine:
-    """Keeps what its two workers receive, and may lose a bit of it."""
+class Flipping:
+    """A process group that changes one bit of what a member receives."""
 
-    def __init__(self, lost: float = 0.0) -> None:
-        self.lost, self.received = lost, list[tuple[int, torch.Tensor]]()
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.group.allreduce(tensors).wait()
+        tensors[0][-1] ^= 1 << 62
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Engine:
+    """Keeps what its two workers receive, the second perhaps with another bit."""
+
+    def __init__(self, *, flips: bool = False) -> None:
+        self.flips, self.received = flips, list[tuple[int, torch.Tensor]]()
 
     def open_channel(self, meeting: Meeting, specs: dict[str, TensorSpec]) -> None:
         def join(worker: int) -> WeightChannel:
@@ -60,10 +74,12 @@ class Engine:
 
         with ThreadPoolExecutor(ENGINE_TP) as pool:
             self.channels = list(pool.map(join, range(ENGINE_TP)))
+        if self.flips:
+            self.channels[1]._group = Flipping(self.channels[1]._group)  # type: ignore[assignment]
 
     def receive_weights(self, *, version: int, with_checksums: bool) -> list[dict[str, int]]:
         with ThreadPoolExecutor(ENGINE_TP) as pool:
-            received = list(pool.map(lambda channel: dict(channel.receive())["a"] - self.lost, self.channels))
+            received = list(pool.map(lambda channel: dict(channel.receive())["a"], self.channels))
         self.received += [(version, tensor) for tensor in received]
         return [{"a": checksum(t, (), (4, 3))} if with_checksums else {} for t in received]
 
@@ -102,8 +118,8 @@ def test_ranks_that_own_too_little_never_send(process: MakeProcess) -> None:
     assert engine.received == []
 
 
-def test_verify_compares_every_worker(process: MakeProcess) -> None:
-    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(lost=1e-3)])
+def test_verify_finds_one_flipped_bit_of_one_worker(process: MakeProcess) -> None:
+    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(flips=True)])
     sync.push(1, verify=False)
     with pytest.raises(WeightSyncError, match=r"1 tensors differ between trainer and engine after a sync: \['a'\]"):
         sync.push(2, verify=True)
