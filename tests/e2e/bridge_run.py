@@ -1,6 +1,6 @@
 """Run in a process of its own (`RankPool`): one cluster whose engines get their weights over the bridge."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,20 +61,22 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         plan, num_ranks = sync.plan, len(boxes)
         shapes = {name: spec.shape for name, spec in plan.specs.items()}
         # Colocated: worker i is on the device of rank i.
-        minimum = [4 * _lacking(plan.needs[sink], boxes[sink - num_ranks], shapes) for sink in sorted(plan.needs)]
+        widths = {name: spec.dtype.itemsize for name, spec in plan.specs.items()}
+        minimum = [
+            sum(widths[name] * count for name, count in lacking)
+            for lacking in (_lacking(plan.needs[s], boxes[s - num_ranks], shapes) for s in sorted(plan.needs))
+        ]
         sync.close()
         assert not list(Path("/dev/shm").glob(f"{cluster.scope.shm_file('bridge').name}*"))
         planned = [plan.received_bytes(sink) for sink in sorted(plan.needs)]
         return Report(engine=engine, trainer=trainer, minimum=minimum, planned=planned, measured=measured)
 
 
-def _lacking(needed: Holding, held: Holding, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Elements that one process needs and another does not hold."""
-    count = 0
+def _lacking(needed: Holding, held: Holding, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+    """(tensor, elements) that one process needs and another does not hold."""
     for name, box in needed.items():
         lacking = np.zeros(shapes[name], dtype=bool)
         lacking[slices_of(box)] = True
         if name in held:
             lacking[slices_of(held[name])] = False
-        count += int(lacking.sum())
-    return count
+        yield name, int(lacking.sum())
