@@ -85,6 +85,15 @@ def _require_sound_layout(config: Config) -> None:
     check_layout(config.actor.layout, "actor.layout")
 
 
+def _require_ipc(config: Config) -> None:
+    here = platform()
+    if config.sync.cuda_ipc and not here.has_ipc:
+        raise ConfigError(
+            f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {here.name}; set "
+            f"sync.cuda_ipc=false"
+        )
+
+
 # --- RL training
 
 
@@ -183,6 +192,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_engines,
     check_transport,
     check_bridge_options,
+    _require_ipc,
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,
@@ -197,6 +207,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_engines,
     check_transport,
     check_bridge_options,
+    _require_ipc,
 )
 
 

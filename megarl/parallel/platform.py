@@ -44,6 +44,8 @@ class Platform(ABC):
     backend: str
     # What vLLM pads the width of a worker's part of an expert to; padded experts cannot take new weights.
     expert_width_multiple: int = 1
+    # Whether processes can share memory of a device.
+    has_ipc: bool = False
 
     @abstractmethod
     def environment(self) -> dict[str, str]:
@@ -232,6 +234,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     backend = "nccl"
+    has_ipc = True
 
     def environment(self) -> dict[str, str]:
         return COMMON_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

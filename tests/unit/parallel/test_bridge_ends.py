@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | 
 
 
 def open_ends(
-    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, delta: bool = False
+    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **options: bool
 ) -> tuple[list[Any], list[Any]]:
     store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
 
@@ -88,7 +88,7 @@ def open_ends(
             meeting=meeting,
             # Ranks 0 to 3 and the first worker on one host, the others on another.
             hosts=tuple("near" if i < TP or i == NUM_RANKS else "far" for i in range(size)),
-            delta=delta,
+            **options,
         )
 
     def sender(i: int) -> BridgeSender:
@@ -236,6 +236,45 @@ def test_casts_are_those_of_whole_tensors(dtype: str, delta: bool, tmp_path: Pat
 def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     names = {name for part in parts for name in part}
     return {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
+
+
+def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is memory of this process: tests/gpu has a real one."""
+
+    class Device:
+        segments: ClassVar[dict[Path, torch.Tensor]] = {}
+        num_synchronized: ClassVar[list[int]] = []
+
+        def __init__(self, store: Any) -> None:
+            pass
+
+        def create(self, path: Path, num_bytes: int) -> torch.Tensor:
+            self.segments[path] = torch.empty(num_bytes, dtype=torch.uint8)
+            return self.segments[path]
+
+        def open(self, path: Path) -> torch.Tensor:
+            return self.segments[path]
+
+        def synchronize(self) -> None:
+            self.num_synchronized.append(1)
+
+    monkeypatch.setattr(shared_memory, "DeviceSegments", Device)
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 300)
+    senders, receivers = open_ends(plan, "shared memory", tmp_path, cuda_ipc=True)
+    _, received = run(senders, receivers, ranks, 1)
+    for i, tensors in enumerate(received):
+        for name, tensor in tensors:
+            index = slices_of(plan.needs[NUM_RANKS + i][name])
+            assert bits(tensor[index]) == bits(expected[name][index])
+    local = [message for message in plan.messages if message.local]
+    pairs = {f"segment-{message.source}-{message.sink}" for message in local}
+    assert {path.name.rpartition("-")[0] for path in Device.segments} == pairs
+    files = {path.name.rpartition("-")[0] for path in tmp_path.iterdir()}
+    assert files
+    assert not files & pairs
+    # By either end of every message, before it tells the other one.
+    assert len(Device.num_synchronized) == 2 * len(local)
 
 
 def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
