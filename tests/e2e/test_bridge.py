@@ -96,3 +96,11 @@ def test_engines_after_a_cast_answer_as_new_ones_on_cast_weights(
     assert mean_difference(report.engine[-1], report.trainer[-1]) > 1e-4
     # A scale of four bytes for each of two workers.
     assert report.measured == [sum(report.minimum) + 2 * 4 * len(scaled)] * (1 + bridge_run.ROUNDS)
+
+
+def test_an_engine_that_dies_while_it_receives_ends_the_run(tmp_path: Path) -> None:
+    path = MODELS["tied"](tmp_path / "model")
+    with RankPool(1, timeout_s=120.0) as pool:
+        message, left = pool.run(bridge_run.run_killed, str(path))[0]
+    assert message == "WorkerError: syncing weights: engine 0 died; see RUN/logs"
+    assert left == []
