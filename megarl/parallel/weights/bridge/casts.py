@@ -16,6 +16,8 @@ from megarl.parallel.weights.tables import Partition
 from megarl.safetensors_map import TensorSpec
 
 SCALED = torch.float8_e4m3fn
+# Float32 cannot divide by less.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(SCALED).max
 _MATRICES = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV)
 
@@ -23,13 +25,18 @@ _MATRICES = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV
 def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
     """The tensors as they travel with `sync.dtype`.
 
-    In bfloat16 that is all of them. In float8_e4m3 only the matrices that tensor parallelism splits: vocabularies,
-    norms, biases and routers are small or sensitive, and keep their type.
+    In bfloat16 that is all but those that are in float32 whatever the model's type. In float8_e4m3 it is only the
+    matrices that tensor parallelism splits: vocabularies, norms, biases and routers are small or sensitive, and keep
+    their type.
     """
     if dtype is None:
         return dict(specs)
     if dtype == "bfloat16":
-        return {name: TensorSpec(shape=each.shape, dtype=torch.bfloat16) for name, each in specs.items()}
+        kept = spec.float32_tensors()
+        return {
+            name: each if name in kept else TensorSpec(shape=each.shape, dtype=torch.bfloat16)
+            for name, each in specs.items()
+        }
     matrices = {
         placed.name(tensor.name)
         for placed in spec.rules()
@@ -47,7 +54,8 @@ def scale_of(largest: float) -> float:
     if largest == 0:
         return 1.0
     mantissa, exponent = math.frexp(largest / _LARGEST)
-    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+    scale = math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
+    return max(scale, _SMALLEST_SCALE)
 
 
 def largest_magnitude(name: str, view: torch.Tensor) -> float:

@@ -26,18 +26,22 @@ Span = tuple[str, int, int, int]
 
 def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | None:
     """What turns `previous` into `current`; None where all of `current` is no longer than that."""
-    pairs = [(_words(previous, span), _words(current, span)) for span in spans]
-    masks = [old != new for old, new in pairs]
-    counts = [_block_counts(mask) for mask in masks]
-    size = _CRC_BYTES + sum(
-        _CRC_BYTES + _size(each, width) for each, (_, _, _, width) in zip(counts, spans, strict=True)
-    )
+    masks = [_words(previous, span) != _words(current, span) for span in spans]
+    if sum(np.count_nonzero(mask) * span[3] for mask, span in zip(masks, spans, strict=True)) >= len(current):
+        return None
+    changed = [np.flatnonzero(mask) for mask in masks]
+    counts = [
+        np.bincount(places // BLOCK, minlength=_num_blocks(len(mask))).astype(np.uint32)
+        for places, mask in zip(changed, masks, strict=True)
+    ]
+    size = _CRC_BYTES + sum(_CRC_BYTES + _size(each, span[3]) for each, span in zip(counts, spans, strict=True))
     if size >= len(current):
         return None
     payload = np.empty(size, np.uint8)
     at = _CRC_BYTES
-    for mask, count, (_, new), (_, start, end, _) in zip(masks, counts, pairs, spans, strict=True):
-        for section in (_crc(current[start:end]), count, *_places(mask, count), new[mask]):
+    for span, mask, places, count in zip(spans, masks, changed, counts, strict=True):
+        crc, values = _crc(current[span[1] : span[2]]), _words(current, span)[places]
+        for section in (crc, count, *_places(mask, places, count), values):
             raw = section.view(np.uint8).ravel()
             payload[at : at + len(raw)] = raw
             at += len(raw)
@@ -93,11 +97,6 @@ def _num_blocks(length: int) -> int:
     return -(-length // BLOCK)
 
 
-def _block_counts(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
-    starts = np.arange(0, len(mask), BLOCK)
-    return np.add.reduceat(mask, starts, dtype=np.uint32) if len(mask) else np.zeros(0, np.uint32)
-
-
 def _has_bitmap(counts: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
     return counts > _BITMAP_BYTES // 2
 
@@ -108,14 +107,15 @@ def _size(counts: npt.NDArray[np.uint32], width: int) -> int:
     return 4 * len(counts) + int(places.sum()) + width * int(counts.sum())
 
 
-def _places(mask: npt.NDArray[np.bool_], counts: npt.NDArray[np.uint32]) -> tuple[Bytes, npt.NDArray[np.uint16]]:
+def _places(
+    mask: npt.NDArray[np.bool_], changed: npt.NDArray[np.int64], counts: npt.NDArray[np.uint32]
+) -> tuple[Bytes, npt.NDArray[np.uint16]]:
     """The bitmaps of the blocks that have one, and the places in the others."""
     with_bitmap = _has_bitmap(counts)
     bitmaps = np.zeros((int(with_bitmap.sum()), BLOCK), np.bool_)
     for row, block in enumerate(np.flatnonzero(with_bitmap)):
         part = mask[block * BLOCK : (block + 1) * BLOCK]
         bitmaps[row, : len(part)] = part
-    changed = np.flatnonzero(mask)
     alone = changed[~with_bitmap[changed // BLOCK]]
     return np.packbits(bitmaps, axis=1), (alone % BLOCK).astype(np.uint16)
 
