@@ -63,6 +63,14 @@ class Platform(ABC):
         """The accelerators of this host, without using them."""
         return []
 
+    def device_index(self) -> int:
+        """Which of the devices that this process sees it uses."""
+        return 0
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when the device has done what this thread asked of it."""
+
     @abstractmethod
     def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
         """A process group over the devices' own connections, beside torch's default group; all members at once."""
@@ -176,6 +184,9 @@ class CpuPlatform(Platform):
     def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
         return gloo_group(store, rank, size, timeout)
 
+    def synchronize(self) -> None:
+        """What was asked of it is done already."""
+
     def config_overrides(self) -> dict[str, Any]:
         return {
             "use_cpu_initialization": True,
@@ -258,6 +269,16 @@ class CudaPlatform(Platform):
         options._timeout = timeout
         # torch's stubs do not say that it is one.
         return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, rank, size, options))
+
+    def device_index(self) -> int:
+        import torch
+
+        return torch.cuda.current_device()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()
 
     def devices(self) -> "list[Device]":
         from megarl.parallel.platform_devices import nvidia_devices

@@ -31,10 +31,10 @@ class DeviceSegments:
         """The memory itself, on this process's device: it may have another number here than in the other process."""
         rebuild, arguments = pickle.loads(base64.b64decode(self._store.get(str(path))))
         own = [*arguments]
-        own[_DEVICE] = torch.cuda.current_device()
+        own[_DEVICE] = platform().device_index()
         segment: torch.Tensor = rebuild(*own)
         return segment
 
     def synchronize(self) -> None:
         """Return when copies to or from segments are done: the other process does not see this one's stream."""
-        torch.cuda.current_stream().synchronize()
+        platform().synchronize()
