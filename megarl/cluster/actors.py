@@ -1,7 +1,7 @@
 """Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import psutil
 import ray
@@ -10,12 +10,14 @@ from megarl.cluster.processes import Location
 from megarl.cluster.rows import RowShards
 from megarl.parallel.platform import platform
 from megarl.parallel.worker import PolicyWorker
-from megarl.rollout.engine import EngineSpec, VllmEngine
+from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
 from megarl.rollout.transport import HostFile
 
 
 class RunActor:
     """What every process of a run can be asked."""
+
+    concurrency_groups: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
         self._host_file = HostFile()
@@ -62,8 +64,14 @@ class RankActor(RunActor):
         return bound(rows, micro_batches, *args, **kwargs)
 
 
+# Beside the actor's other calls, which run one after the other.
+_GENERATION = "generation"
+
+
 class EngineActor(RunActor):
-    """One engine in a Ray actor."""
+    """One engine in a Ray actor. It answers other calls while it generates, a sync too."""
+
+    concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +88,11 @@ class EngineActor(RunActor):
 
     def lost_workers(self) -> list[int]:
         return [i for i, worker in enumerate(self._workers) if not _is_alive(worker)]
+
+    @ray.method(concurrency_group=_GENERATION)
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """`VllmEngine.generate`."""
+        return self.engine.generate(requests)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)

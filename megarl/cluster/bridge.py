@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.cluster.processes import Process, wait_all
 from megarl.parallel.weights.bridge.boxes import num_elements
+from megarl.parallel.weights.bridge.casts import SCALED, scale_of
 from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Message, Plan, build_plan
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting
@@ -14,12 +15,15 @@ from megarl.rollout.weight_sync import WIRE_BYTES, compare_checksums
 from megarl.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
+# A scale counts as float32.
+_SCALE_BYTES = 4
 
 
 class BridgeSync:
     """As `WeightSync`, by a plan made once: sources are the actor's ranks, sinks the workers of all engines in turn.
 
-    needs: what each worker of an engine needs; shares: of each engine the ranks whose devices its workers use.
+    specs: the tensors as they travel; needs: what each worker of an engine needs; shares: of each engine the ranks
+    whose devices its workers use; delta_full_every: send differences, and each time after so many syncs everything.
     """
 
     def __init__(
@@ -31,11 +35,17 @@ class BridgeSync:
         *,
         shares: Sequence[Sequence[int]],
         segments: Path,
-        over_devices: bool,
         timeout_s: float,
+        over_devices: bool = False,
+        cuda_ipc: bool = False,
+        delta_full_every: int | None = None,
     ) -> None:
         self._ranks, self._engines, self._timeout_s = list(ranks), list(engines), timeout_s
         self._tp, self._transfer = len(needs), 0
+        self._scaled = [name for name, spec in specs.items() if spec.dtype == SCALED]
+        # Syncs since both sides last had everything in full; None: they may differ.
+        self._full_every = delta_full_every
+        self._since_full: int | None = None
         held = self._call(self._ranks, [("held_weights", ())] * len(ranks))
         sinks = range(len(ranks), len(ranks) + len(engines) * self._tp)
         neighbours = {
@@ -50,21 +60,39 @@ class BridgeSync:
             neighbours=neighbours,
             bucket_bytes=BUCKET_BYTES,
         )
-        self._open(self.plan, segments, over_devices=over_devices)
+        self._open(
+            self.plan, segments, over_devices=over_devices, cuda_ipc=cuda_ipc, delta=delta_full_every is not None
+        )
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]:
         """See `PolicySync`. A worker receives only what it needs and shares no memory with."""
         self._transfer += 1
+        scales = self._scales()
+        full = self._since_full is None or self._since_full + 1 == self._full_every
+        since_full, self._since_full = 0 if self._since_full is None or full else self._since_full + 1, None
+        options = {"with_checksums": verify, "scales": scales}
         sends = [
-            (p, p.actor.call.remote("send_over_bridge", self._transfer, with_checksums=verify)) for p in self._ranks
+            (p, p.actor.call.remote("send_over_bridge", self._transfer, full=full, **options)) for p in self._ranks
         ]
-        arguments = {"version": version, "with_checksums": verify}
-        receives = [(p, p.actor.call.remote("receive_over_bridge", self._transfer, **arguments)) for p in self._engines]
+        receives = [
+            (p, p.actor.call.remote("receive_over_bridge", self._transfer, version=version, **options))
+            for p in self._engines
+        ]
         answers = wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
+        self._since_full = since_full
         sent, received = answers[: len(sends)], [worker for engine in answers[len(sends) :] for worker in engine]
         if verify:
             self._compare(sent, received)
-        return {WIRE_BYTES: float(sum(worker.wire_bytes for worker in received))}
+        scale_bytes = _SCALE_BYTES * len(scales) * len(received)
+        return {WIRE_BYTES: float(scale_bytes + sum(worker.wire_bytes for worker in received))}
+
+    def _scales(self) -> dict[str, float]:
+        """Of each tensor that travels with one, by its largest magnitude on any rank."""
+        if not self._scaled:
+            return {}
+        calls = [(p, p.actor.call.remote("largest_weights")) for p in self._ranks]
+        largest = wait_all(calls, timeout_s=self._timeout_s, doing=_DOING)
+        return {name: scale_of(max(rank.get(name, 0.0) for rank in largest)) for name in self._scaled}
 
     def close(self) -> None:
         """Remove what the ranks keep in shared memory."""
@@ -83,7 +111,7 @@ class BridgeSync:
         """A worker's number in the plan."""
         return len(self._ranks) + engine * self._tp + worker
 
-    def _open(self, plan: Plan, segments: Path, *, over_devices: bool) -> None:
+    def _open(self, plan: Plan, segments: Path, **options: bool) -> None:
         first = self._ranks[0]
         (port,) = self._call([first], [("offer_channel", (first.location.address,))])
         size = len(self._ranks) + len(plan.needs)
@@ -100,7 +128,7 @@ class BridgeSync:
                     address=first.location.address, port=port, rank=process, size=size, timeout_s=self._timeout_s
                 ),
                 hosts=tuple(hosts),
-                over_devices=over_devices,
+                **options,
             )
 
         calls: list[tuple[str, tuple[Any, ...]]] = [

@@ -12,7 +12,7 @@ from typing import Any, Self
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from megarl.cluster.actors import EngineActor, RankActor
+from megarl.cluster.actors import EngineActor, RankActor, RunActor
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engines import EngineGroup
@@ -27,6 +27,7 @@ from megarl.errors import RunStopped
 from megarl.janitor import Janitor
 from megarl.parallel.messages import RoleSpec
 from megarl.parallel.platform import apply_environment, platform
+from megarl.parallel.weights.bridge.casts import wire_specs
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.families import read_model_spec
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
@@ -108,8 +109,9 @@ class Cluster:
     def _create_processes(self, plan: PlacementPlan) -> None:
         reservation = Reservation(plan, timeout_s=self._config.cluster.start_timeout_s)
 
-        def create(cls: type, seat: Seat, *args: Any) -> Any:
-            return ray.remote(cls).options(**reservation.options(seat)).remote(*args)
+        def create(cls: type[RunActor], seat: Seat, *args: Any) -> Any:
+            remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
+            return remote.options(**reservation.options(seat)).remote(*args)
 
         seats = [plan.ranks, *plan.other_ranks]
         actors = {
@@ -174,16 +176,19 @@ class Cluster:
         )
 
     def _bridge_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
+        config = self._config.sync
         model, tp = read_model_spec(self._config.model.path), self._config.rollout.engine.tp
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,
-            specs,
+            wire_specs(model, specs, config.dtype),
             [engine_shards(model, EnginePosition(rank=rank, size=tp)) for rank in range(tp)],
             shares=[seat.shares for seat in self._engine_seats],
             segments=self.scope.shm_file("bridge"),
-            over_devices=self._config.sync.host_group == "device",
             timeout_s=self._config.rollout.timeout_s,
+            over_devices=config.host_group == "device",
+            cuda_ipc=config.cuda_ipc,
+            delta_full_every=config.delta_full_every if config.delta else None,
         )
 
     def weight_transport(self, path: Path) -> WeightTransport:

@@ -48,7 +48,7 @@ class EngineGroup:
         busy = [(p, hand) for p, hand in zip(self.processes, hands, strict=True) if hand]
         return Submission(
             positions=tuple(tuple(hand) for _, hand in busy),
-            calls=tuple((p, p.actor.call.remote("generate", [requests[i] for i in hand])) for p, hand in busy),
+            calls=tuple((p, p.actor.generate.remote([requests[i] for i in hand])) for p, hand in busy),
         )
 
     def collect(self, submission: Submission, *, timeout_s: float) -> list[Completion]:

@@ -19,6 +19,10 @@ def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config
             ("rollout.engine", ours.rollout.engine, theirs.rollout.engine),
             ("sync.transport", ours.sync.transport, theirs.sync.transport),
             ("sync.host_group", ours.sync.host_group, theirs.sync.host_group),
+            ("sync.dtype", ours.sync.dtype, theirs.sync.dtype),
+            ("sync.delta", ours.sync.delta, theirs.sync.delta),
+            ("sync.delta_full_every", ours.sync.delta_full_every, theirs.sync.delta_full_every),
+            ("sync.cuda_ipc", ours.sync.cuda_ipc, theirs.sync.cuda_ipc),
             ("rollout.timeout_s", ours.rollout.timeout_s, theirs.rollout.timeout_s),
             # It decides whether the engines cache prefixes.
             ("run.deterministic", ours.run.deterministic, theirs.run.deterministic),

@@ -17,13 +17,20 @@ from megarl.config.check_batches import (
     max_row_terms,
     max_row_tokens,
 )
-from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
+from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
-from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
+from megarl.config.check_placement import (
+    check_bridge_options,
+    check_engine_tp,
+    check_engines,
+    check_trainer_nodes,
+    check_transport,
+)
 from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.parallel.platform import platform
 
 Rule: TypeAlias = Callable[[Config], None]
 
@@ -57,6 +64,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
     if role == "actor":
         check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
+        check_expert_width(config, hf_config, platform().expert_width_multiple)
     _require_positions(config, hf_config, role)
 
 
@@ -75,6 +83,15 @@ def _require_model_path(config: Config) -> None:
 
 def _require_sound_layout(config: Config) -> None:
     check_layout(config.actor.layout, "actor.layout")
+
+
+def _require_ipc(config: Config) -> None:
+    here = platform()
+    if config.sync.cuda_ipc and not here.has_ipc:
+        raise ConfigError(
+            f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {here.name}; set "
+            f"sync.cuda_ipc=false"
+        )
 
 
 # --- RL training
@@ -174,6 +191,8 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_train_outlasts_warmup,
     check_engines,
     check_transport,
+    check_bridge_options,
+    _require_ipc,
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,
@@ -187,6 +206,8 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_trainer_nodes,
     check_engines,
     check_transport,
+    check_bridge_options,
+    _require_ipc,
 )
 
 

@@ -37,6 +37,22 @@ def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
         raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
 
 
+def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple: int) -> None:
+    """Engines can take new weights of experts whose width per worker is a multiple of `multiple`: others are padded."""
+    name, tp = _first(_WIDTHS, hf_config), config.rollout.engine.tp
+    if _first(_NUM_EXPERTS, hf_config) is None or name is None:
+        return
+    width = model_dimension(hf_config, name, "actor")
+    if width % (tp * multiple):
+        valid = [n for n in range(1, width + 1) if width % (n * multiple) == 0]
+        remedy = f"set rollout.engine.tp to one of {', '.join(map(str, valid))}" if valid else "use another model"
+        raise ConfigError(
+            f"rollout.engine.tp: got {tp}, so an engine's worker has {width / tp:g} of {name}={width} of each expert, "
+            f"expected a multiple of {multiple}: vLLM pads others on this device, and padded experts cannot take new "
+            f"weights; {remedy}, or run on CUDA"
+        )
+
+
 def check_replayed_routing(config: Config) -> None:
     """Experts to replay come from a record: vLLM returns none on CPUs, and engines are not asked for them."""
     if config.actor.moe.replay_routing and config.rollout.source != "replay":

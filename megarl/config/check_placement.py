@@ -62,6 +62,29 @@ def check_transport(config: Config) -> None:
         )
 
 
+def check_bridge_options(config: Config) -> None:
+    """What weights become on their way is the bridge's work, and each choice excludes another."""
+    sync = config.sync
+    for key, value in (("dtype", sync.dtype), ("delta", sync.delta), ("cuda_ipc", sync.cuda_ipc)):
+        if value and sync.transport != "bridge":
+            raise ConfigError(
+                f"sync.{key}: got {str(value).lower()} with sync.transport={sync.transport}, but only the bridge has "
+                f"it; set sync.transport=bridge, or leave sync.{key} out"
+            )
+    if sync.dtype == config.model.dtype:
+        raise ConfigError(f"sync.dtype: got {sync.dtype}, which model.dtype already is; set sync.dtype=null")
+    if sync.delta and sync.host_group == "device":
+        raise ConfigError(
+            "sync.delta: got true with sync.host_group=device, but differences are made in host memory; set "
+            "sync.host_group=gloo or sync.delta=false"
+        )
+    if sync.cuda_ipc and config.placement.mode == "split":
+        raise ConfigError(
+            "sync.cuda_ipc: got true with placement.mode=split, but then no engine shares a device with a rank; set "
+            "sync.cuda_ipc=false or placement.mode=colocated"
+        )
+
+
 def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
     """The engine's tensor parallelism divides the model as vLLM does it: key-value heads may be repeated."""
     tp = config.rollout.engine.tp

@@ -72,6 +72,7 @@ RANGES: Mapping[str, Range] = {
     "placement.trainer.devices_per_node": AT_LEAST_1,
     "placement.engines.num_nodes": AT_LEAST_1,
     "placement.engines.devices_per_node": AT_LEAST_1,
+    "sync.delta_full_every": AT_LEAST_1,
     "trainer.total_steps": AT_LEAST_1,
     "trainer.prompts_per_step": AT_LEAST_1,
     "trainer.mini_batch_prompts": AT_LEAST_1,

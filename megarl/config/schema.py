@@ -248,6 +248,16 @@ class SyncConfig:
     transport: Literal["file", "collective", "bridge"] = "file"
     # What connects several hosts: the network by gloo, or the devices' own connections (NCCL).
     host_group: Literal["gloo", "device"] = "gloo"
+    # With the bridge: what weights are cast to on their way; null: nothing. float8_e4m3 has a scale per matrix, and
+    # reaches vLLM as float32 again. The engine then answers with less precise weights than the trainer has.
+    dtype: Literal["bfloat16", "float8_e4m3"] | None = None
+    # With the bridge: send only elements that changed, which is exact. Costs a copy of what travels in host memory on
+    # each side, and time to compare and check.
+    delta: bool = False
+    delta_full_every: int = 50  # With delta, each so many syncs send everything.
+    # With the bridge on CUDA: ranks and engine workers on one device exchange what they share there, not through the
+    # host's memory. Costs up to two messages of 64 MiB of device memory per pair.
+    cuda_ipc: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

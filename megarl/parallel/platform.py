@@ -42,6 +42,10 @@ class Platform(ABC):
 
     name: str
     backend: str
+    # What vLLM pads the width of a worker's part of an expert to; padded experts cannot take new weights.
+    expert_width_multiple: int = 1
+    # Whether processes can share memory of a device.
+    has_ipc: bool = False
 
     @abstractmethod
     def environment(self) -> dict[str, str]:
@@ -58,6 +62,14 @@ class Platform(ABC):
     def devices(self) -> "list[Device]":
         """The accelerators of this host, without using them."""
         return []
+
+    def device_index(self) -> int:
+        """Which of the devices that this process sees it uses."""
+        return 0
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when the device has done what this thread asked of it."""
 
     @abstractmethod
     def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
@@ -142,6 +154,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     backend = "gloo"
+    expert_width_multiple = 32
 
     def environment(self) -> dict[str, str]:
         return COMMON_ENVIRONMENT | {
@@ -170,6 +183,9 @@ class CpuPlatform(Platform):
 
     def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
         return gloo_group(store, rank, size, timeout)
+
+    def synchronize(self) -> None:
+        """What was asked of it is done already."""
 
     def config_overrides(self) -> dict[str, Any]:
         return {
@@ -229,6 +245,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     backend = "nccl"
+    has_ipc = True
 
     def environment(self) -> dict[str, str]:
         return COMMON_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -252,6 +269,16 @@ class CudaPlatform(Platform):
         options._timeout = timeout
         # torch's stubs do not say that it is one.
         return cast("dist.ProcessGroup", dist.ProcessGroupNCCL(store, rank, size, options))
+
+    def device_index(self) -> int:
+        import torch
+
+        return torch.cuda.current_device()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()
 
     def devices(self) -> "list[Device]":
         from megarl.parallel.platform_devices import nvidia_devices

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.messages import LoadRequest, Part, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
@@ -150,12 +150,18 @@ class PolicyWorker:
         self.bridge_wire = RoutedSender(share)
         self.bridge = BridgeSender(share, self.bridge_wire)
 
-    def send_over_bridge(self, transfer: int, *, with_checksums: bool) -> dict[int, dict[str, int]]:
-        """Send what the plan says of the actor; `BridgeSender.send`."""
+    def largest_weights(self) -> dict[str, float]:
+        """`BridgeSender.largest` of the actor."""
+        from megarl.parallel.model import model_slices
+
+        return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
+
+    def send_over_bridge(self, transfer: int, **options: Any) -> dict[int, dict[str, int]]:
+        """Send what the plan says of the actor; `BridgeSender.send` with its options."""
         from megarl.parallel.model import model_slices
 
         loaded = self._role(Role.ACTOR, Part.PARAMS)
-        return self.bridge.send(model_slices(loaded.chunks), transfer, with_checksums=with_checksums)
+        return self.bridge.send(model_slices(loaded.chunks), transfer, **options)
 
     def close_bridge(self) -> None:
         """Remove what the bridge keeps in shared memory."""

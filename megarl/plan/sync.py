@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megarl.config.schema import Config, LayoutConfig
 from megarl.export import weight_specs
 from megarl.parallel.weights.bridge.boxes import Box
+from megarl.parallel.weights.bridge.casts import wire_specs
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Plan, build_plan
 from megarl.parallel.weights.bridge.splits import Split, split_box
@@ -34,7 +35,7 @@ def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
     needs = [engine_shards(spec, EnginePosition(rank=rank, size=engine.tp)) for rank in range(engine.tp)]
     first, seats = layout.world_size, plan_placement(config, {"CPU": 1.0}, with_engines=True).engines
     return build_plan(
-        weight_specs(spec, config.model.dtype),
+        wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
         dict(enumerate(rank_holdings(spec, layout, vocab_multiple=config.model.vocab_multiple))),
         {first + i: needs[i % engine.tp] for i in range(engine.num_engines * engine.tp)},
         neighbours={

@@ -17,6 +17,7 @@ from megarl.errors import WeightSyncError
 from megarl.parallel.platform import platform
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting
+from megarl.rollout.stepping import Stepper
 from megarl.safetensors_map import TensorSpec
 from megarl.types import FinishReason, FloatArray, IntArray
 
@@ -35,12 +36,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine wrote. `logprobs` are the processed ones: after temperature and truncation. All [n]."""
+    """What the engine wrote. `logprobs` are the processed ones: after temperature and truncation. All [n].
+
+    weight_versions: of each token, the weights that chose it.
+    """
 
     token_ids: IntArray
     logprobs: FloatArray
     finish_reason: FinishReason
-    weight_version: int
+    weight_versions: IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +85,18 @@ def engine_spec(config: Config) -> EngineSpec:
 
 
 class VllmEngine:
-    """One vLLM engine in this process; with tp > 1 its workers are children of it."""
+    """One vLLM engine in this process; with tp > 1 its workers are children of it.
+
+    Weights may be replaced while another thread waits in `generate`: unfinished requests are kept, their keys and
+    values are dropped, and they go on by the new weights as if these had read all of their tokens so far.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
 
-        self.weight_version = 0
         self.llm = LLM(**_engine_arguments(spec))
+        self.llm.update_weight_version("0")
+        self._stepper = Stepper(self.llm)
 
     def process_ids(self) -> list[int]:
         """This process, then the workers that are processes of their own."""
@@ -98,27 +107,11 @@ class VllmEngine:
         """Finish all requests; results in request order."""
         from vllm import TokensPrompt
 
-        outputs = self.llm.generate(
+        outputs = self._stepper.finish(
             [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests],
             [_sampling_params(r) for r in requests],
-            use_tqdm=False,
         )
-        return [self._completion(output) for output in outputs]
-
-    def _completion(self, output: Any) -> Completion:
-        sampled = output.outputs[0]
-        token_ids = np.asarray(sampled.token_ids, dtype=np.int64)
-        # One entry per position: only the sampled token's log-prob was asked for.
-        logprobs = np.asarray(
-            [position[token].logprob for position, token in zip(sampled.logprobs, sampled.token_ids, strict=True)],
-            dtype=np.float32,
-        )
-        return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=FinishReason(sampled.finish_reason),
-            weight_version=self.weight_version,
-        )
+        return [_completion(output) for output in outputs]
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
         """Log-probs (temperature 1) of tokens 1… of each sequence under the current weights."""
@@ -126,7 +119,8 @@ class VllmEngine:
 
         # The prefix cache must not skip positions: prompt log-probs need every one computed.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
-        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=list(s)) for s in sequences], params, use_tqdm=False)
+        prompts = [TokensPrompt(prompt_token_ids=list(s)) for s in sequences]
+        outputs = self._stepper.finish(prompts, [params] * len(prompts))
         return [
             np.asarray(
                 [position[token].logprob for position, token in zip(o.prompt_logprobs[1:], s[1:], strict=True)],
@@ -160,25 +154,31 @@ class VllmEngine:
         # As bytes: between processes vLLM carries only plain types.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})
 
-    def receive_over_bridge(self, transfer: int, *, version: int, with_checksums: bool) -> list[Received]:
+    def receive_over_bridge(
+        self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
+    ) -> list[Received]:
         """Replace the weights by what the trainer's ranks send at the same time, each worker what it needs.
+
+        scales: of the tensors that travel with one.
 
         Raises:
             WeightSyncError: as `load_weights`.
         """
-        checksums = self._take_weights("load_bridge", version, transfer=transfer, with_checksums=with_checksums)
+        arguments = {"transfer": transfer, "with_checksums": with_checksums, "scales": dict(scales)}
+        checksums = self._take_weights("load_bridge", version, **arguments)
         wire_bytes = self.llm.collective_rpc("bridge_bytes")
         return [Received(checksums=c, wire_bytes=n) for c, n in zip(checksums, wire_bytes, strict=True)]
 
     def _take_weights(self, method: str, version: int, **arguments: Any) -> list[dict[str, int]]:
-        results = self.llm.collective_rpc(method, kwargs=arguments)
-        problems = list(dict.fromkeys(problem for _, problem in results if problem))
-        if problems:
-            raise WeightSyncError("; ".join(problems))
-        # Cached keys and values belong to the old weights.
-        if not self.llm.reset_prefix_cache():
-            raise WeightSyncError("vLLM did not reset its prefix cache; requests are still running during a sync")
-        self.weight_version = version
+        with self._stepper.held() as busy:
+            results = self.llm.collective_rpc(method, kwargs=arguments)
+            problems = list(dict.fromkeys(problem for _, problem in results if problem))
+            if problems:
+                raise WeightSyncError("; ".join(problems))
+            # Cached keys and values belong to the old weights, those of unfinished requests too.
+            if not self.llm.reset_prefix_cache(reset_running_requests=busy):
+                raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
+            self.llm.update_weight_version(str(version))
         return [checksums for checksums, _ in results]
 
     def sleep(self) -> None:
@@ -221,6 +221,20 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         **(platform().sleep_arguments() if spec.can_sleep else {}),
         **{key: value for key, value in chosen.items() if value is not None},
     }
+
+
+def _completion(output: Any) -> Completion:
+    sampled = output.outputs[0]
+    # One entry per position: only the sampled token's log-prob was asked for.
+    logprobs = [position[token].logprob for position, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+    spans = sampled.weight_versions
+    versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
+    return Completion(
+        token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+        finish_reason=FinishReason(sampled.finish_reason),
+        weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
+    )
 
 
 def _sampling_params(request: GenerationRequest) -> Any:

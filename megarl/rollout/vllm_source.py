@@ -104,6 +104,6 @@ def _policy_segment(completion: Completion) -> Segment:
         source=SegmentSource.POLICY,
         token_ids=completion.token_ids,
         loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.full(n, completion.weight_version, dtype=np.int64),
+        weight_versions=completion.weight_versions,
         rollout_logprobs=completion.logprobs,
     )

@@ -6,7 +6,7 @@ vLLM imports this module by name in each worker process, so it imports vLLM at t
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.ends import BridgeReceiver
 from megarl.parallel.weights.bridge.routes import RoutedReceiver
 from megarl.parallel.weights.bridge.wires import Share
@@ -64,13 +65,21 @@ class WeightReceiver:
         share: Share = pickle.loads(shares[worker.rank])
         self.bridge = BridgeReceiver(share, RoutedReceiver(share), worker.device)
 
-    def load_bridge(self, transfer: int, with_checksums: bool) -> tuple[dict[str, int], str]:
+    def load_bridge(
+        self, transfer: int, with_checksums: bool, scales: Mapping[str, float]
+    ) -> tuple[dict[str, int], str]:
         """`_load` of this worker's slices, in tensors of full shape: vLLM's loaders take slices from these.
 
         With checksums the rest of each tensor is NaN: what the plan leaves out by mistake would spoil every answer.
         """
-        received = self.bridge.receive(transfer, fill=math.nan if with_checksums else None)
-        return self._load(received, self.bridge.checksum if with_checksums else None)
+        fill = math.nan if with_checksums else None
+        return self._load(
+            self.bridge.receive(transfer, fill=fill),
+            self.bridge.checksum if with_checksums else None,
+            lambda name, tensor: (
+                self.bridge.restore(name, tensor, scales[name], fill=fill) if name in scales else tensor
+            ),
+        )
 
     def bridge_bytes(self) -> int:
         """What came over the wire in the last transfer."""
@@ -78,9 +87,14 @@ class WeightReceiver:
 
     @torch.no_grad()
     def _load(
-        self, source: Iterator[tuple[str, torch.Tensor]], checksum_of: Callable[[str, torch.Tensor], int] | None
+        self,
+        source: Iterator[tuple[str, torch.Tensor]],
+        checksum_of: Callable[[str, torch.Tensor], int] | None,
+        restore: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
     ) -> tuple[dict[str, int], str]:
         """Load Hugging Face tensors into the live model, checking that every parameter was filled.
+
+        restore: undoes a cast after the checksum, which is of what travelled.
 
         Returns checksums and what is wrong, "" if nothing: an error raised in one of several workers would reach the
         engine without its type, and leave the others' answers unread.
@@ -88,13 +102,13 @@ class WeightReceiver:
         model = self.model_runner.model  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
         checksums: dict[str, int] = {}
-        unknown, unfilled = "", list[str]()
+        problem, unfilled = "", list[str]()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in source:
                 if checksum_of is not None:
                     checksums[name] = checksum_of(name, tensor)
-                yield name, tensor
+                yield name, restore(name, tensor)
 
         with set_current_vllm_config(config):
             initialize_layerwise_reload(model)
@@ -102,16 +116,18 @@ class WeightReceiver:
                 model.load_weights(tensors())
                 unfilled = unfilled_layers(model)
             except (KeyError, ValueError) as error:
-                unknown = f"the engine does not know a tensor that the trainer sent: {error}"
+                problem = f"the engine does not know a tensor that the trainer sent: {error}"
                 # Others take part in what is still to come.
                 for _ in source:
                     pass
+            except WeightSyncError as error:
+                problem = str(error)
             finally:
                 # After an error too, or the engine could never take another sync.
                 finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
                 repack_cpu_weights(model)
-        if unknown or not unfilled:
-            return checksums, unknown
+        if problem or not unfilled:
+            return checksums, problem
         return checksums, (
             f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
             f"tensors are missing or named differently"

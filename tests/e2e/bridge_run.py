@@ -1,10 +1,15 @@
 """Run in a process of its own (`RankPool`): one cluster whose engines get their weights over the bridge."""
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from megarl.cluster import Cluster
 from megarl.cluster.bridge import BridgeSync
@@ -18,6 +23,8 @@ from tests.e2e.support import open_policy, random_prompts, random_sequences, row
 from tests.helpers.rank_pool import RankContext
 
 ROUNDS = 3
+# In this time a sync comes to where it waits for a rank that does not go on.
+_REACH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +68,43 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         plan, num_ranks = sync.plan, len(boxes)
         shapes = {name: spec.shape for name, spec in plan.specs.items()}
         # Colocated: worker i is on the device of rank i.
-        minimum = [4 * _lacking(plan.needs[sink], boxes[sink - num_ranks], shapes) for sink in sorted(plan.needs)]
+        widths = {name: spec.dtype.itemsize for name, spec in plan.specs.items()}
+        minimum = [
+            sum(widths[name] * count for name, count in lacking)
+            for lacking in (_lacking(plan.needs[s], boxes[s - num_ranks], shapes) for s in sorted(plan.needs))
+        ]
         sync.close()
         assert not list(Path("/dev/shm").glob(f"{cluster.scope.shm_file('bridge').name}*"))
         planned = [plan.received_bytes(sink) for sink in sorted(plan.needs)]
         return Report(engine=engine, trainer=trainer, minimum=minimum, planned=planned, measured=measured)
 
 
-def _lacking(needed: Holding, held: Holding, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Elements that one process needs and another does not hold."""
-    count = 0
+def run_killed(_: RankContext, model: str) -> tuple[str, list[str]]:
+    """What a sync says whose engine is killed while it receives; and what the run leaves on this machine."""
+    config = small_config(Path(model), "sync.transport=bridge", "rollout.engine.tp=2")
+    with Cluster(config) as cluster:
+        policy = open_policy(cluster, config)
+        sync = cluster.weight_sync(policy.specs)
+        sync.push(0, verify=False)
+        # One rank does not go on, so that every worker waits for what it would send.
+        os.kill(cluster.pids["trainer rank 1"], signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            pushed = pool.submit(sync.push, 1, verify=False)
+            time.sleep(_REACH_S)
+            assert pushed.running()
+            os.kill(cluster.pids["engine 0"], signal.SIGKILL)
+            error = pushed.exception()
+        cluster.close(failed=True)
+        pids = [name for name, pid in cluster.pids.items() if psutil.pid_exists(pid)]
+        files = [str(path) for path in Path("/dev/shm").glob(f"{cluster.scope.shm_file('bridge').name}*")]
+    return f"{type(error).__name__}: {error}", pids + files
+
+
+def _lacking(needed: Holding, held: Holding, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+    """(tensor, elements) that one process needs and another does not hold."""
     for name, box in needed.items():
         lacking = np.zeros(shapes[name], dtype=bool)
         lacking[slices_of(box)] = True
         if name in held:
             lacking[slices_of(held[name])] = False
-        count += int(lacking.sum())
-    return count
+        yield name, int(lacking.sum())

@@ -109,6 +109,15 @@ class Policy:
         step: int = 1,
     ) -> RolloutBatch:
         """Samples of the engine."""
+        source = self.submit(
+            prompts, num_samples=num_samples, temperature=temperature, max_tokens=max_tokens, step=step
+        )
+        return source.collect(len(prompts), timeout_s=60.0)
+
+    def submit(
+        self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float, max_tokens: int, step: int
+    ) -> VllmSource:
+        """A source with the samples of the engine on their way."""
         plan = SamplingPlan(
             step=step,
             num_samples=num_samples,
@@ -120,7 +129,7 @@ class Policy:
         )
         source = VllmSource(self.cluster.engines)
         source.submit(prompts, plan)
-        return source.collect(len(prompts), timeout_s=60.0)
+        return source
 
     def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.cluster import Cluster, EngineGroup
 from megarl.errors import WeightSyncError
 from megarl.export import export_model
+from megarl.parallel.messages import LoadRequest
 from megarl.roles import actor_role
 from megarl.rollout.engine import engine_spec
 from megarl.rollout.weight_sync import WeightSync
@@ -175,6 +177,29 @@ def test_every_token_names_the_weights_that_chose_it(policy: Policy) -> None:
             prompt, response = sample.segments
             assert prompt.weight_versions.tolist() == [-1] * 8
             assert response.weight_versions.tolist() == [version] * len(sample.response_token_ids)
+
+
+@tied_head
+def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
+    """Tokens before the switch are the old weights', those after it the new ones', on all tokens before them."""
+    prompts = random_prompts([8] * 12)
+    policy.update([row_from_sample(sample) for sample in policy.rollout(prompts).samples], step=1)
+    source = policy.submit(prompts, num_samples=4, temperature=1.0, max_tokens=176, step=2)
+    policy.sync.push(1, verify=False)
+    samples = source.collect(len(prompts), timeout_s=60.0).samples
+    versions = [sample.segments[1].weight_versions for sample in samples]
+    assert all(np.isin(v, [0, 1]).all() and (np.diff(v) >= 0).all() for v in versions)
+    assert any(v[0] == 0 and v[-1] == 1 for v in versions)
+    rows = [row_from_sample(sample) for sample in samples]
+    sampled = [row.scores["rollout_logprobs"] for row in rows]
+    new = policy.score(rows)
+    policy.cluster.workers.load(LoadRequest(roles=(actor_role(policy.config),), seed=0))
+    old = policy.score(rows)
+    for version, own, other in ((0, old, new), (1, new, old)):
+        of_version = [np.flatnonzero(v == version) for v in versions]
+        tokens, owned, others = ([a[i] for a, i in zip(x, of_version, strict=True)] for x in (sampled, own, other))
+        assert largest_difference(tokens, owned) <= NATS
+        assert mean_difference(tokens, others) > 1e-3
 
 
 @tied_head

@@ -3,6 +3,7 @@
 import importlib.util
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,11 @@ from megarl import memory
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.messages import Part, Role, RoleSpec
 from megarl.parallel.platform import CudaPlatform, platform
+from megarl.parallel.weights.bridge.boxes import full_box
+from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
+from megarl.parallel.weights.bridge.plan import build_plan
+from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
 from megarl.parallel.weights.slices import Slice
 from megarl.rollout.engine import EngineSpec, VllmEngine
@@ -180,3 +186,43 @@ def _free_bytes() -> int:
     torch.cuda.empty_cache()
     free: Any = torch.cuda.mem_get_info()[0]
     return int(free)
+
+
+def exchange_by_ipc(
+    context: RankContext, values: Mapping[str, torch.Tensor], directory: str
+) -> list[dict[str, torch.Tensor]]:
+    """What another process on this device receives of tensors, twice; between transfers all bits are flipped."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    store = open_store("127.0.0.1")
+    specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
+    boxes = {name: full_box(spec.shape) for name, spec in specs.items()}
+    plan = build_plan(specs, {0: boxes}, {1: boxes}, neighbours={1: [0]}, bucket_bytes=1 << 16)
+    shares = [
+        Share(
+            messages=plan.messages,
+            specs=specs,
+            needs=plan.needs.get(process, {}),
+            segments=f"{directory}/segment",
+            meeting=Meeting(address="127.0.0.1", port=store.port, rank=process, size=2, timeout_s=120.0),
+            hosts=("here", "here"),
+            cuda_ipc=True,
+        )
+        for process in (0, 1)
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        answer = pool.submit(_receive_by_ipc, shares[1])
+        sender = BridgeSender(shares[0], SharedMemorySender(shares[0]))
+        on_device = {name: value.to(platform().device()) for name, value in values.items()}
+        for transfer in (1, 2):
+            slices = [Slice(tensor=name, index=(), view=value, owned=True) for name, value in on_device.items()]
+            sender.send(slices, transfer, with_checksums=False)
+            for value in on_device.values():
+                value.view(torch.uint8).bitwise_not_()
+        return answer.result(timeout=120.0)
+
+
+def _receive_by_ipc(share: Share) -> list[dict[str, torch.Tensor]]:
+    """Both transfers, on the host: in the process that has the other end."""
+    receiver = BridgeReceiver(share, SharedMemoryReceiver(share), platform().device())
+    return [{name: tensor.cpu() for name, tensor in receiver.receive(transfer)} for transfer in (1, 2)]

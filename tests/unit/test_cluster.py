@@ -91,7 +91,7 @@ class Worker:
                 token_ids=np.asarray([request.seed, self.index]),
                 logprobs=np.zeros(2, np.float32),
                 finish_reason=FinishReason.STOP,
-                weight_version=0,
+                weight_versions=np.zeros(2, np.int64),
             )
             for request in requests
         ]

@@ -1,33 +1,33 @@
 """The sync by the bridge: who gets what, what is checked and counted. Ends are real, processes are threads."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.processes import Location, Process
-from megarl.errors import WeightSyncError
+from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import open_store
 from megarl.parallel.weights.slices import Slice
 from megarl.rollout.engine import Received
 from megarl.safetensors_map import TensorSpec
+from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
 SHAPE = (4, 3)
 SPECS = {"a": TensorSpec(shape=SHAPE, dtype=torch.float32)}
 VALUES = torch.arange(1.0, 13.0).view(SHAPE)
 # Two workers per engine: the upper rows and the lower ones.
 NEEDS = ({"a": ((0, 2), (0, 3))}, {"a": ((2, 4), (0, 3))})
-MakeProcess: TypeAlias = Callable[[str, Any], Process]
 
 
 class Rank:
@@ -48,27 +48,46 @@ class Rank:
         self.wire = RoutedSender(share)
         self.bridge = BridgeSender(share, self.wire)
 
-    def send_over_bridge(self, transfer: int, *, with_checksums: bool) -> dict[int, dict[str, int]]:
-        return self.bridge.send(self.slices, transfer, with_checksums=with_checksums)
+    def largest_weights(self) -> dict[str, float]:
+        return self.bridge.largest(self.slices)
+
+    def send_over_bridge(self, transfer: int, **options: Any) -> dict[int, dict[str, int]]:
+        return self.bridge.send(self.slices, transfer, **options)
 
     def close_bridge(self) -> None:
         self.wire.close()
 
 
-class Engine:
-    """Keeps what its two workers receive; the second may lose a bit of it."""
+class Flipping(RoutedReceiver):
+    """A wire that changes one bit of every message."""
 
-    def __init__(self, lost: float = 0.0) -> None:
-        self.lost, self.received = lost, list[tuple[int, list[torch.Tensor]]]()
+    def receive(self, message: Message) -> torch.Tensor:
+        buffer = super().receive(message)
+        buffer[-1] ^= 1
+        return buffer
+
+
+class Engine:
+    """Keeps what its two workers receive, the second over a wire of its own."""
+
+    def __init__(self, wire: type[RoutedReceiver] = RoutedReceiver) -> None:
+        self.wires, self.received = (RoutedReceiver, wire), list[tuple[int, list[torch.Tensor]]]()
 
     def open_bridge(self, shares: Sequence[Share]) -> None:
-        self.workers = [BridgeReceiver(share, RoutedReceiver(share), torch.device("cpu")) for share in shares]
+        self.workers = [
+            BridgeReceiver(share, wire(share), torch.device("cpu"))
+            for share, wire in zip(shares, self.wires, strict=True)
+        ]
 
-    def receive_over_bridge(self, transfer: int, *, version: int, with_checksums: bool) -> list[Received]:
+    def receive_over_bridge(
+        self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
+    ) -> list[Received]:
         with ThreadPoolExecutor(2) as pool:
             tensors = list(pool.map(lambda worker: dict(worker.receive(transfer, fill=math.nan))["a"], self.workers))
-        tensors[1] -= self.lost
-        self.received.append((version, tensors))
+        restored = [
+            w.restore("a", t, scales.get("a"), fill=math.nan) for w, t in zip(self.workers, tensors, strict=True)
+        ]
+        self.received.append((version, restored))
         return [
             Received(
                 checksums={"a": worker.checksum("a", tensor)} if with_checksums else {}, wire_bytes=worker.wire_bytes
@@ -79,37 +98,29 @@ class Engine:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProcess]:
-    """Makes a process of an object: remote calls run in threads, and `wait_all` waits for these."""
-    with ThreadPoolExecutor(8) as pool:
-
-        class Actor:
-            def __init__(self, target: Any) -> None:
-                self.call = type("Call", (), {"remote": staticmethod(self.remote)})
-                self.target = target
-
-            def remote(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-                return pool.submit(getattr(self.target, method), *args, **kwargs)
-
-        def wait_all(calls: Sequence[tuple[Process, Future[Any]]], **_: Any) -> list[Any]:
-            return [future.result(timeout=30) for _, future in calls]
-
-        monkeypatch.setattr(bridge, "wait_all", wait_all)
-        here = Location(host="here", address="127.0.0.1", device_ids=())
-        yield lambda name, target: Process(name=name, actor=Actor(target), location=here)
+    with threaded_processes(monkeypatch, bridge) as make:
+        yield make
 
 
 def open_sync(
-    process: MakeProcess, ranks: Sequence[Rank], engines: Sequence[Engine], path: Path, *shares: Sequence[int]
+    process: MakeProcess,
+    ranks: Sequence[Rank],
+    engines: Sequence[Engine],
+    path: Path,
+    *shares: Sequence[int],
+    specs: Mapping[str, TensorSpec] = SPECS,
+    delta_full_every: int | None = None,
+    timeout_s: float = 30.0,
 ) -> BridgeSync:
     return BridgeSync(
         [process(f"trainer rank {i}", rank) for i, rank in enumerate(ranks)],
         [process(f"engine {i}", engine) for i, engine in enumerate(engines)],
-        SPECS,
+        specs,
         NEEDS,
         shares=shares,
         segments=path / "bridge",
-        over_devices=False,
-        timeout_s=30.0,
+        timeout_s=timeout_s,
+        delta_full_every=delta_full_every,
     )
 
 
@@ -143,8 +154,53 @@ def test_rows_that_no_rank_holds_are_an_error_before_anything_is_sent(process: M
     assert engine.received == []
 
 
-def test_verify_compares_every_worker(process: MakeProcess, tmp_path: Path) -> None:
-    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(lost=1e-3)], tmp_path)
+def test_verify_finds_one_flipped_bit_of_one_worker(process: MakeProcess, tmp_path: Path) -> None:
+    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(Flipping)], tmp_path)
     sync.push(1, verify=False)
     with pytest.raises(WeightSyncError, match=r"1 tensors differ between trainer and engine after a sync: \['a'\]"):
         sync.push(2, verify=True)
+
+
+def test_differences_find_a_flipped_bit_unasked_and_the_next_sync_is_full(process: MakeProcess, tmp_path: Path) -> None:
+    rank, engine = Rank(0, 4), Engine(Flipping)
+    sync = open_sync(process, [rank], [engine], tmp_path, delta_full_every=10, timeout_s=5.0)
+    assert sync.push(1, verify=False) == {"sync/wire_bytes": 48}
+    with pytest.raises(WeightSyncError, match="arrived with other bits than were sent"):
+        sync.push(2, verify=False)
+    assert sync.push(3, verify=False) == {"sync/wire_bytes": 48}
+
+
+def test_differences_are_exact_and_everything_is_sent_each_third_time(process: MakeProcess, tmp_path: Path) -> None:
+    """A difference of one of six floats: checksums of 8 bytes, a count of 4, a place of 2 and the value of 4."""
+    rank, engine = Rank(0, 4), Engine()
+    sync = open_sync(process, [rank], [engine], tmp_path, delta_full_every=3)
+    expected, sizes = VALUES.clone(), []
+    for version in range(7):
+        sizes.append(sync.push(version, verify=True)["sync/wire_bytes"])
+        for received, (first, end) in zip(engine.received[-1][1], ((0, 2), (2, 4)), strict=True):
+            assert torch.equal(received[first:end], expected[first:end])
+        for row in (0, 3):
+            rank.slices[0].view[row, version % 3] = expected[row, version % 3] = -1.0 - version
+    assert sizes == [48, 36, 36, 48, 36, 36, 48]
+
+
+def test_a_cast_counts_its_own_bytes_and_scales(process: MakeProcess, tmp_path: Path) -> None:
+    """VALUES go up to 12 = 384 · 2⁻⁵, so that integers up to 8 and even ones beyond have a code of their own."""
+    specs = {"a": TensorSpec(shape=SHAPE, dtype=torch.float8_e4m3fn)}
+    ranks, engine = [Rank(0, 3), Rank(3, 4)], Engine()
+    sync = open_sync(process, ranks, [engine], tmp_path, specs=specs)
+    # Two workers with six elements and a scale each.
+    assert sync.push(1, verify=True) == {"sync/wire_bytes": 2 * (6 + 4)}
+    upper, lower = engine.received[0][1]
+    assert torch.equal(upper[:2], VALUES[:2])
+    assert torch.equal(lower[2:], VALUES[2:])
+
+
+def test_weights_without_a_scale_are_an_error_before_anything_is_sent(process: MakeProcess, tmp_path: Path) -> None:
+    specs = {"a": TensorSpec(shape=SHAPE, dtype=torch.float8_e4m3fn)}
+    rank, engine = Rank(0, 4), Engine()
+    sync = open_sync(process, [rank], [engine], tmp_path, specs=specs)
+    rank.slices[0].view[1, 1] = math.inf
+    with pytest.raises(NonFiniteError, match="a has weights that are not finite"):
+        sync.push(1, verify=False)
+    assert engine.received == []

@@ -1,23 +1,23 @@
 """The sync without files: who meets where, and what is checked. Channels are real, processes are threads."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.cluster import collective
 from megarl.cluster.collective import CollectiveSync
-from megarl.cluster.processes import Location, Process
 from megarl.errors import WeightSyncError
 from megarl.parallel.messages import StoreResult
 from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
 from megarl.parallel.weights.slices import Slice, checksum, count_elements, slice_checksums
 from megarl.safetensors_map import TensorSpec
+from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
 SPECS = {"a": TensorSpec(shape=(4, 3), dtype=torch.float32)}
-MakeProcess: TypeAlias = Callable[[str, Any], Process]
 VALUES = torch.arange(1.0, 13.0).view(4, 3)
 ENGINE_TP = 2
 
@@ -43,11 +43,23 @@ class Rank:
         return StoreResult(num_elements=count_elements(self.slices), checksums=sums)
 
 
-class Engine:
-    """Keeps what its two workers receive, and may lose a bit of it."""
+class Flipping:
+    """A process group that changes one bit of what a member receives."""
 
-    def __init__(self, lost: float = 0.0) -> None:
-        self.lost, self.received = lost, list[tuple[int, torch.Tensor]]()
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.group.allreduce(tensors).wait()
+        tensors[0][-1] ^= 1 << 62
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Engine:
+    """Keeps what its two workers receive, the second perhaps with another bit."""
+
+    def __init__(self, *, flips: bool = False) -> None:
+        self.flips, self.received = flips, list[tuple[int, torch.Tensor]]()
 
     def open_channel(self, meeting: Meeting, specs: dict[str, TensorSpec]) -> None:
         def join(worker: int) -> WeightChannel:
@@ -62,33 +74,20 @@ class Engine:
 
         with ThreadPoolExecutor(ENGINE_TP) as pool:
             self.channels = list(pool.map(join, range(ENGINE_TP)))
+        if self.flips:
+            self.channels[1]._group = Flipping(self.channels[1]._group)  # type: ignore[assignment]
 
     def receive_weights(self, *, version: int, with_checksums: bool) -> list[dict[str, int]]:
         with ThreadPoolExecutor(ENGINE_TP) as pool:
-            received = list(pool.map(lambda channel: dict(channel.receive())["a"] - self.lost, self.channels))
+            received = list(pool.map(lambda channel: dict(channel.receive())["a"], self.channels))
         self.received += [(version, tensor) for tensor in received]
         return [{"a": checksum(t, (), (4, 3))} if with_checksums else {} for t in received]
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeProcess]:
-    """Makes a process of an object: remote calls run in threads, and `wait_all` waits for these."""
-    with ThreadPoolExecutor(8) as pool:
-
-        class Actor:
-            def __init__(self, target: Any) -> None:
-                self.call = type("Call", (), {"remote": staticmethod(self.remote)})
-                self.target = target
-
-            def remote(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-                return pool.submit(getattr(self.target, method), *args, **kwargs)
-
-        def wait_all(calls: Sequence[tuple[Process, Future[Any]]], **_: Any) -> list[Any]:
-            return [future.result(timeout=30) for _, future in calls]
-
-        monkeypatch.setattr(collective, "wait_all", wait_all)
-        here = Location(host="here", address="127.0.0.1", device_ids=())
-        yield lambda name, target: Process(name=name, actor=Actor(target), location=here)
+    with threaded_processes(monkeypatch, collective) as make:
+        yield make
 
 
 def open_sync(process: MakeProcess, ranks: Sequence[Rank], engines: Sequence[Engine]) -> CollectiveSync:
@@ -119,8 +118,8 @@ def test_ranks_that_own_too_little_never_send(process: MakeProcess) -> None:
     assert engine.received == []
 
 
-def test_verify_compares_every_worker(process: MakeProcess) -> None:
-    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(lost=1e-3)])
+def test_verify_finds_one_flipped_bit_of_one_worker(process: MakeProcess) -> None:
+    sync = open_sync(process, [Rank(0, 4)], [Engine(), Engine(flips=True)])
     sync.push(1, verify=False)
     with pytest.raises(WeightSyncError, match=r"1 tensors differ between trainer and engine after a sync: \['a'\]"):
         sync.push(2, verify=True)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
+from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout
-from megarl.config.schema import ActorConfig, Config, LayoutConfig, MoeConfig, RolloutConfig
+from megarl.config.schema import ActorConfig, Config, EngineConfig, LayoutConfig, MoeConfig, RolloutConfig
 from megarl.errors import ConfigError
 
 QWEN = {"num_experts": 6, "moe_intermediate_size": 40, "intermediate_size": 80}
@@ -93,3 +93,29 @@ def test_routing_is_replayed_from_records() -> None:
         check_replayed_routing(Config(actor=actor))
     check_replayed_routing(Config(actor=actor, rollout=RolloutConfig(source="replay", replay_dir="records")))
     check_replayed_routing(Config())
+
+
+@pytest.mark.parametrize(
+    ("tp", "width", "remedy"), [(2, 96, "set rollout.engine.tp to one of 1, 3"), (1, 40, "use another model")]
+)
+def test_padded_experts_cannot_take_new_weights(tp: int, width: int, remedy: str) -> None:
+    config, model = engine_config(tp), {"num_experts": 6, "moe_intermediate_size": width}
+    message = (
+        f"rollout.engine.tp: got {tp}, so an engine's worker has {width // tp} of moe_intermediate_size={width} of "
+        f"each expert, expected a multiple of 32: vLLM pads others on this device, and padded experts cannot take new "
+        f"weights; {remedy}, or run on CUDA"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_expert_width(config, model, 32)
+    check_expert_width(config, model, 1)
+
+
+@pytest.mark.parametrize(
+    ("tp", "model"), [(2, {"num_experts": 6, "moe_intermediate_size": 64}), (2, {"intermediate_size": 80})]
+)
+def test_whole_blocks_of_experts_and_dense_models_can(tp: int, model: dict[str, object]) -> None:
+    check_expert_width(engine_config(tp), model, 32)
+
+
+def engine_config(tp: int) -> Config:
+    return Config(rollout=RolloutConfig(engine=EngineConfig(tp=tp)))

@@ -54,7 +54,8 @@ def test_absent_keys_keep_their_defaults() -> None:
         ),
         (  # nothing near: what there is
             {"sync": {"xyzzy": 1}},
-            "unknown key 'sync.xyzzy'; sync has: verify, transport, host_group",
+            "unknown key 'sync.xyzzy'; sync has: verify, transport, host_group, dtype, delta, delta_full_every, "
+            "cuda_ipc",
         ),
         (
             {"actor.optimizer.lr": 1e-5},

@@ -5,14 +5,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge import shared_memory
-from megarl.parallel.weights.bridge.boxes import num_elements, slices_of
+from megarl.parallel.weights.bridge.boxes import box_of, num_elements, slices_of
+from megarl.parallel.weights.bridge.casts import scale_of, wire_specs
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
@@ -59,12 +60,12 @@ def full_tensors() -> dict[str, torch.Tensor]:
     return {**hf_tensors(tied=False), "model.norm.weight": ODD}
 
 
-def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int) -> Plan:
+def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | None = None) -> Plan:
     spec = make_spec(tied=False)
     shapes = spec.expected_tensors()
     needs = {NUM_RANKS + i: engine_shards(spec, EnginePosition(rank=i, size=ENGINE_TP)) for i in range(ENGINE_TP)}
     return build_plan(
-        {name: TensorSpec(shape=shape, dtype=torch.float32) for name, shape in shapes.items()},
+        wire_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
         {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},
         needs,
         neighbours={NUM_RANKS: [0], NUM_RANKS + 1: [3]},
@@ -72,7 +73,9 @@ def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int) -> Plan:
     )
 
 
-def open_ends(plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0) -> tuple[list[Any], list[Any]]:
+def open_ends(
+    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **options: bool
+) -> tuple[list[Any], list[Any]]:
     store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
 
     def share(process: int, messages: list[Message]) -> Share:
@@ -85,6 +88,7 @@ def open_ends(plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0) -> 
             meeting=meeting,
             # Ranks 0 to 3 and the first worker on one host, the others on another.
             hosts=tuple("near" if i < TP or i == NUM_RANKS else "far" for i in range(size)),
+            **options,
         )
 
     def sender(i: int) -> BridgeSender:
@@ -104,10 +108,14 @@ def open_ends(plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0) -> 
 
 
 def run(
-    senders: Sequence[BridgeSender], receivers: Sequence[BridgeReceiver], ranks: Sequence[Sequence[Slice]], turn: int
+    senders: Sequence[BridgeSender],
+    receivers: Sequence[BridgeReceiver],
+    ranks: Sequence[Sequence[Slice]],
+    turn: int,
+    **options: Any,
 ) -> tuple[list[dict[int, dict[str, int]]], list[list[tuple[str, torch.Tensor]]]]:
     calls: list[Callable[[], Any]] = [
-        lambda s=s, slices=slices: s.send(slices, turn, with_checksums=True)  # type: ignore[misc]
+        lambda s=s, slices=slices: s.send(slices, turn, with_checksums=True, **options)  # type: ignore[misc]
         for s, slices in zip(senders, ranks, strict=True)
     ]
     calls += [lambda r=r: list(r.receive(turn, fill=math.nan)) for r in receivers]  # type: ignore[misc]
@@ -162,9 +170,111 @@ def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_pat
         assert receiver.checksum(name, tensor) != expected[name]
 
 
+@wires
+def test_differences_give_the_same_bits_and_send_fewer_bytes(wire: str, tmp_path: Path) -> None:
+    """Also after a full transfer in between, after one that changed nothing, and after one that failed."""
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 20_000)
+    senders, receivers = open_ends(plan, wire, tmp_path, delta=True)
+    changes = {2: [3], 3: [], 4: [0, 5], 5: [1]}
+    for turn in range(1, 6):
+        for name, row in ((name, row) for name in expected for row in changes.get(turn, []) if expected[name].ndim > 1):
+            set_row(ranks, expected, name, row, -float(turn))
+        sent, received = run(senders, receivers, ranks, turn, full=turn == 4)
+        for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+            needs, whole = plan.needs[NUM_RANKS + i], plan.received_bytes(NUM_RANKS + i)
+            for name, tensor in tensors:
+                assert bits(tensor[slices_of(needs[name])]) == bits(expected[name][slices_of(needs[name])])
+            assert receiver.wire_bytes == whole if turn in (1, 4) else 0 < receiver.wire_bytes < whole / 2
+            sums = merged([each.get(NUM_RANKS + i, {}) for each in sent])
+            assert {n: receiver.checksum(n, t) for n, t in tensors if n in sums} == sums
+
+
+def set_row(
+    ranks: Sequence[Sequence[Slice]], tensors: Mapping[str, torch.Tensor], name: str, row: int, value: float
+) -> None:
+    """Of a full tensor, and of all slices of it."""
+    tensors[name][row] = value
+    for part in (part for rank in ranks for part in rank if part.tensor == name):
+        start, end = box_of(part.index, tensors[name].shape)[0]
+        if start <= row < end:
+            per_group = (end - start) // (len(part.view) if part.view.ndim > 2 else 1)
+            view = part.view[(row - start) // per_group] if part.view.ndim > 2 else part.view
+            view.reshape(per_group, -1)[(row - start) % per_group] = value
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_casts_are_those_of_whole_tensors(dtype: str, delta: bool, tmp_path: Path) -> None:
+    """Whatever the slices, and checksums are of what travelled."""
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 300, dtype)
+    senders, receivers = open_ends(plan, "both", tmp_path, delta=delta)
+    largest = [sender.largest(slices) for sender, slices in zip(senders, ranks, strict=True)]
+    scaled = {name for name, spec in plan.specs.items() if spec.dtype == torch.float8_e4m3fn}
+    scales = {name: scale_of(max(rank[name] for rank in largest)) for name in scaled}
+    assert scales == {name: scale_of(float(expected[name].abs().max())) for name in scaled}
+    for turn in (1, 2):
+        sent, received = run(senders, receivers, ranks, turn, scales=scales)
+        for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+            needs = plan.needs[NUM_RANKS + i]
+            sums = merged([each.get(NUM_RANKS + i, {}) for each in sent])
+            for name, tensor in tensors:
+                box = slices_of(needs[name])
+                if name in sums:
+                    assert receiver.checksum(name, tensor) == sums[name]
+                restored = receiver.restore(name, tensor, scales.get(name), fill=math.nan)
+                exact = expected[name][box]
+                if name in scaled:
+                    exact = (exact / scales[name]).to(torch.float8_e4m3fn).float() * scales[name]
+                else:
+                    exact = exact.to(plan.specs[name].dtype)
+                assert torch.equal(restored[box].nan_to_num(7.0), exact.nan_to_num(7.0))
+                assert int(restored.isnan().sum()) == restored.numel() - exact.numel() + int(exact.isnan().sum())
+
+
 def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     names = {name for part in parts for name in part}
     return {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
+
+
+def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is memory of this process: tests/gpu has a real one."""
+
+    class Device:
+        segments: ClassVar[dict[Path, torch.Tensor]] = {}
+        num_synchronized: ClassVar[list[int]] = []
+
+        def __init__(self, store: Any) -> None:
+            pass
+
+        def create(self, path: Path, num_bytes: int) -> torch.Tensor:
+            self.segments[path] = torch.empty(num_bytes, dtype=torch.uint8)
+            return self.segments[path]
+
+        def open(self, path: Path) -> torch.Tensor:
+            return self.segments[path]
+
+        def synchronize(self) -> None:
+            self.num_synchronized.append(1)
+
+    monkeypatch.setattr(shared_memory, "DeviceSegments", Device)
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 300)
+    senders, receivers = open_ends(plan, "shared memory", tmp_path, cuda_ipc=True)
+    _, received = run(senders, receivers, ranks, 1)
+    for i, tensors in enumerate(received):
+        for name, tensor in tensors:
+            index = slices_of(plan.needs[NUM_RANKS + i][name])
+            assert bits(tensor[index]) == bits(expected[name][index])
+    local = [message for message in plan.messages if message.local]
+    pairs = {f"segment-{message.source}-{message.sink}" for message in local}
+    assert {path.name.rpartition("-")[0] for path in Device.segments} == pairs
+    files = {path.name.rpartition("-")[0] for path in tmp_path.iterdir()}
+    assert files
+    assert not files & pairs
+    # By either end of every message, before it tells the other one.
+    assert len(Device.num_synchronized) == 2 * len(local)
 
 
 def test_too_little_shared_memory_is_an_error_and_leaves_nothing(

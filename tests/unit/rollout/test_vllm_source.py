@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 class EchoEngines:
-    """Answers each request with its prompt reversed, under weight version 9; keeps what it was asked."""
+    """Answers each request with its prompt reversed, under versions 8 and, at last, 9; keeps what it was asked."""
 
     def __init__(self, *, logprob: float = -0.5) -> None:
         self.logprob = logprob
@@ -40,7 +40,8 @@ class EchoEngines:
                 token_ids=np.asarray(request.token_ids[::-1], dtype=np.int64),
                 logprobs=np.full(len(request.token_ids), self.logprob, dtype=np.float32),
                 finish_reason=FinishReason.LENGTH,
-                weight_version=9,
+                # A sync came before the last token.
+                weight_versions=np.asarray([8] * (len(request.token_ids) - 1) + [9]),
             )
             for request in calls
         ]
@@ -75,7 +76,7 @@ def test_samples_name_prompt_group_seed_and_weights() -> None:
     assert prompt.token_ids.tolist() == [1, 2]
     assert response.token_ids.tolist() == [2, 1]
     assert response.loss_mask.tolist() == [True, True]
-    assert response.weight_versions.tolist() == [9, 9]
+    assert response.weight_versions.tolist() == [8, 9]
     assert sample.rollout_logprobs.tolist() == [-0.5, -0.5]
 
 
@@ -117,7 +118,7 @@ class FillingEngines(EchoEngines):
                 token_ids=np.full(request.max_tokens, 8, dtype=np.int64),
                 logprobs=np.full(request.max_tokens, self.logprob, dtype=np.float32),
                 finish_reason=FinishReason.LENGTH,
-                weight_version=9,
+                weight_versions=np.full(request.max_tokens, 9),
             )
             for request in calls
         ]

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from megarl.parallel.weights.bridge.boxes import Box, box_of, intersection, num_elements, slices_of
-from megarl.parallel.weights.bridge.plan import Part
+from megarl.parallel.weights.bridge.casts import SCALED, from_wire, largest_magnitude, to_wire
+from megarl.parallel.weights.bridge.delta_wire import DeltaReceiver, DeltaSender
+from megarl.parallel.weights.bridge.plan import Message, Part
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 from megarl.parallel.weights.slices import Slice, checksum
 from megarl.safetensors_map import TensorSpec
@@ -25,13 +27,37 @@ class BridgeSender:
     """A trainer rank's end."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
-        self._share, self._wire = share, wire
+        self._share, self._scales = share, dict[str, float]()
+        self._delta = DeltaSender(share, wire) if share.delta else None
+        self._wire = self._delta or wire
 
     @torch.no_grad()
-    def send(self, slices: Iterable[Slice], transfer: int, *, with_checksums: bool) -> dict[int, dict[str, int]]:
-        """Send this rank's messages; returns sink → tensor → checksum of what was sent, empty unless asked for."""
-        views = _views_of(slices, self._share.specs)
+    def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
+        """The largest magnitude here of each tensor that travels with a scale."""
+        found = dict[str, float]()
+        for part in slices:
+            if part.tensor in self._share.specs and self._share.specs[part.tensor].dtype == SCALED:
+                found[part.tensor] = max(found.get(part.tensor, 0.0), largest_magnitude(part.tensor, part.view))
+        return found
+
+    @torch.no_grad()
+    def send(
+        self,
+        slices: Iterable[Slice],
+        transfer: int,
+        *,
+        with_checksums: bool,
+        scales: Mapping[str, float] | None = None,
+        full: bool = False,
+    ) -> dict[int, dict[str, int]]:
+        """Send this rank's messages; returns sink → tensor → checksum of what was sent, empty unless asked for.
+
+        scales: of tensors that travel with one, the same on all ranks; full: send no differences this time.
+        """
+        views, self._scales = _views_of(slices, self._share.specs), dict(scales or {})
         sums = defaultdict[int, dict[str, int]](dict)
+        if full and self._delta is not None:
+            self._delta.forget()
         self._wire.start(transfer)
         for message in self._share.messages:
             buffer = self._wire.buffer(message)
@@ -46,19 +72,24 @@ class BridgeSender:
     def _pack(self, part: Part, views: _Views, buffer: torch.Tensor) -> None:
         target = _tensor_of(part, self._share.specs[part.tensor], buffer)
         for box, view in _overlaps(part, views):
-            target[slices_of(box, part.box)].copy_(view)
+            target[slices_of(box, part.box)].copy_(self._cast(part.tensor, view))
 
     def _checksum(self, part: Part, views: _Views) -> int:
         spec = self._share.specs[part.tensor]
-        parts = ((box, view.to(spec.dtype)) for box, view in _overlaps(part, views))
+        parts = ((box, self._cast(part.tensor, view)) for box, view in _overlaps(part, views))
         return sum(checksum(view, slices_of(box), spec.shape) for box, view in parts)
+
+    def _cast(self, tensor: str, view: torch.Tensor) -> torch.Tensor:
+        return to_wire(view, self._share.specs[tensor].dtype, self._scales.get(tensor))
 
 
 class BridgeReceiver:
     """An engine worker's end."""
 
     def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
-        self._share, self._wire, self._device = share, wire, device
+        self._share, self._device = share, device
+        self._delta = DeltaReceiver(share, wire) if share.delta else None
+        self._wire = self._delta or wire
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
         self.wire_bytes = 0
 
@@ -76,7 +107,7 @@ class BridgeReceiver:
             self._wire.expect([*bucket, *following])
             for message in bucket:
                 buffer = self._wire.receive(message)
-                self.wire_bytes += 0 if message.local else buffer.nbytes
+                self.wire_bytes += 0 if message.local else self._num_bytes(message)
                 for part in message.parts:
                     if part.tensor not in tensors:
                         tensors[part.tensor] = self._allocate(part.tensor, fill)
@@ -88,10 +119,26 @@ class BridgeReceiver:
                 self._wire.release(message)
         assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
 
+    def restore(
+        self, name: str, tensor: torch.Tensor, scale: float | None, *, fill: float | None = None
+    ) -> torch.Tensor:
+        """A received tensor: in float32 if it travelled with a scale, else itself; `fill` as for `receive`."""
+        if scale is None:
+            return tensor
+        index = slices_of(self._share.needs[name])
+        restored = torch.empty(tensor.shape, dtype=torch.float32, device=self._device)
+        if fill is not None:
+            restored.fill_(fill)
+        restored[index] = from_wire(tensor[index], scale)
+        return restored
+
     def checksum(self, name: str, tensor: torch.Tensor) -> int:
         """Of the part of a received tensor that this worker needs, comparable with the sums of those who sent it."""
         index = slices_of(self._share.needs[name])
         return checksum(tensor[index], index, self._share.specs[name].shape)
+
+    def _num_bytes(self, message: Message) -> int:
+        return message.num_bytes if self._delta is None else self._delta.sent(message).num_bytes
 
     def _elements_to_come(self) -> Counter[str]:
         """How many of each tensor are sent."""

@@ -1,4 +1,7 @@
-"""The wire between processes of one host: segments of shared memory, and a store in which ends tell each other."""
+"""The wire between processes of one host: segments of shared memory, and a store in which ends tell each other.
+
+Segments are in the host's memory, or with `cuda_ipc` on the device where both ends share one.
+"""
 
 import os
 from collections import defaultdict
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
+from megarl.parallel.weights.bridge.cuda_ipc import DeviceSegments
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.wires import DEPTH, Share
 
@@ -21,11 +25,14 @@ class _Segments:
         meeting, self._prefix = share.meeting, share.segments
         self._timeout = timedelta(seconds=meeting.timeout_s)
         self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=self._timeout)
-        self.sizes = defaultdict[Path, int](int)
+        self.sizes, self.on_device = defaultdict[Path, int](int), set[Path]()
         for message in share.messages:
             path = self.path(message)
             self.sizes[path] = max(self.sizes[path], message.num_bytes)
-        self._maps: dict[Path, torch.Tensor] = {}
+            if share.cuda_ipc and message.local:
+                self.on_device.add(path)
+        self.device = DeviceSegments(self._store)
+        self.maps: dict[Path, torch.Tensor] = {}
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
@@ -36,11 +43,18 @@ class _Segments:
 
     def bytes_of(self, message: Message) -> torch.Tensor:
         path = self.path(message)
-        if path not in self._maps:
-            self._maps[path] = torch.from_file(str(path), shared=True, size=self.sizes[path], dtype=torch.uint8)
-        return self._maps[path][: message.num_bytes]
+        if path not in self.maps:
+            self.maps[path] = self._open(path)
+        return self.maps[path][: message.num_bytes]
+
+    def _open(self, path: Path) -> torch.Tensor:
+        if path in self.on_device:
+            return self.device.open(path)
+        return torch.from_file(str(path), shared=True, size=self.sizes[path], dtype=torch.uint8)
 
     def say(self, what: str, message: Message) -> None:
+        if self.path(message) in self.on_device:
+            self.device.synchronize()
         self._store.set(self._key(what, message), "")
 
     def wait(self, what: str, message: Message) -> None:
@@ -65,7 +79,10 @@ class SharedMemorySender:
     def __init__(self, share: Share) -> None:
         self._segments = _Segments(share)
         for path, size in self._segments.sizes.items():
-            create_segment(path, size)
+            if path in self._segments.on_device:
+                self._segments.maps[path] = self._segments.device.create(path, size)
+            else:
+                create_segment(path, size)
         self._under_way = list[Message]()
 
     def start(self, transfer: int) -> None:

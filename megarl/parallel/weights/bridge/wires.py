@@ -23,7 +23,8 @@ class Share:
 
     segments: the path that names of shared memory begin with; meeting: where the processes of the plan meet, in which
     each has its number in the plan; hosts: of every process; over_devices: whether messages between hosts use the
-    devices' own connections, or else the network.
+    devices' own connections, or else the network; delta: whether messages that travel are differences from their last
+    versions; cuda_ipc: whether what neighbours exchange stays on their device.
     """
 
     messages: tuple[Message, ...]
@@ -33,6 +34,8 @@ class Share:
     meeting: Meeting
     hosts: tuple[str, ...]
     over_devices: bool = False
+    delta: bool = False
+    cuda_ipc: bool = False
 
     @property
     def num_hosts(self) -> int:

@@ -1,0 +1,136 @@
+"""The lossless difference between two versions of a message: the elements whose bits changed.
+
+Elements count in blocks of 2¹⁶. Of each block the payload has the number of changed elements (uint32) and their places:
+as uint16 each, or as a bitmap where that is shorter. Then the new values. With c of n elements of w bytes changed and
+blocks filled evenly that is 4 ⌈n / 2¹⁶⌉ + min(2c, n / 8) + w c bytes.
+
+A payload begins with its own CRC-32, and has that of each part of the result: what is applied to another version than
+it was made from would be wrong without a sign of it.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.errors import WeightSyncError
+
+BLOCK = 1 << 16
+_BITMAP_BYTES = BLOCK // 8
+_CRC_BYTES = 4
+Bytes = npt.NDArray[np.uint8]
+# (name, start, end in bytes, width of an element in bytes) of what a message consists of.
+Span = tuple[str, int, int, int]
+
+
+def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | None:
+    """What turns `previous` into `current`; None where all of `current` is no longer than that."""
+    masks = [_words(previous, span) != _words(current, span) for span in spans]
+    if sum(np.count_nonzero(mask) * span[3] for mask, span in zip(masks, spans, strict=True)) >= len(current):
+        return None
+    changed = [np.flatnonzero(mask) for mask in masks]
+    counts = [
+        np.bincount(places // BLOCK, minlength=_num_blocks(len(mask))).astype(np.uint32)
+        for places, mask in zip(changed, masks, strict=True)
+    ]
+    size = _CRC_BYTES + sum(_CRC_BYTES + _size(each, span[3]) for each, span in zip(counts, spans, strict=True))
+    if size >= len(current):
+        return None
+    payload = np.empty(size, np.uint8)
+    at = _CRC_BYTES
+    for span, mask, places, count in zip(spans, masks, changed, counts, strict=True):
+        crc, values = _crc(current[span[1] : span[2]]), _words(current, span)[places]
+        for section in (crc, count, *_places(mask, places, count), values):
+            raw = section.view(np.uint8).ravel()
+            payload[at : at + len(raw)] = raw
+            at += len(raw)
+    assert at == size, "the size was computed wrongly"
+    payload[:_CRC_BYTES] = _crc(payload[_CRC_BYTES:]).view(np.uint8)
+    return payload
+
+
+def apply(payload: Bytes, target: Bytes, spans: Sequence[Span]) -> None:
+    """Turn the version that a payload was made from into the new one, in place.
+
+    Raises:
+        WeightSyncError: the payload was changed on its way, or `target` is another version.
+    """
+    if payload[:_CRC_BYTES].tobytes() != _crc(payload[_CRC_BYTES:]).tobytes():
+        raise WeightSyncError("a message with changed weights arrived with other bits than were sent")
+    reader = _Reader(payload[_CRC_BYTES:])
+    wrong = []
+    for span in spans:
+        name, start, end, _ = span
+        words = _words(target, span)
+        crc = reader.take(1, np.dtype(np.uint32))
+        counts = reader.take(_num_blocks(len(words)), np.dtype(np.uint32))
+        positions = _positions(counts, reader)
+        words[positions] = reader.take(len(positions), words.dtype)
+        if crc.tobytes() != _crc(target[start:end]).tobytes():
+            wrong.append(name)
+    if wrong:
+        raise WeightSyncError(
+            f"{len(wrong)} tensors differ between trainer and engine after their changes were applied: {wrong[:3]}; "
+            f"the engine had another version before"
+        )
+
+
+class _Reader:
+    def __init__(self, data: Bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, count: int, dtype: np.dtype[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
+        """The next `count` numbers."""
+        end = self._at + count * dtype.itemsize
+        section, self._at = self._data[self._at : end], end
+        return section.view(dtype)
+
+
+def _words(message: Bytes, span: Span) -> npt.NDArray[np.unsignedinteger]:
+    """The elements of a span by their bits."""
+    _, start, end, width = span
+    return message[start:end].view(f"u{width}")
+
+
+def _num_blocks(length: int) -> int:
+    return -(-length // BLOCK)
+
+
+def _has_bitmap(counts: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+    return counts > _BITMAP_BYTES // 2
+
+
+def _size(counts: npt.NDArray[np.uint32], width: int) -> int:
+    """Bytes of a span's counts, places and values."""
+    places = np.where(_has_bitmap(counts), _BITMAP_BYTES, 2 * counts.astype(np.int64))
+    return 4 * len(counts) + int(places.sum()) + width * int(counts.sum())
+
+
+def _places(
+    mask: npt.NDArray[np.bool_], changed: npt.NDArray[np.int64], counts: npt.NDArray[np.uint32]
+) -> tuple[Bytes, npt.NDArray[np.uint16]]:
+    """The bitmaps of the blocks that have one, and the places in the others."""
+    with_bitmap = _has_bitmap(counts)
+    bitmaps = np.zeros((int(with_bitmap.sum()), BLOCK), np.bool_)
+    for row, block in enumerate(np.flatnonzero(with_bitmap)):
+        part = mask[block * BLOCK : (block + 1) * BLOCK]
+        bitmaps[row, : len(part)] = part
+    alone = changed[~with_bitmap[changed // BLOCK]]
+    return np.packbits(bitmaps, axis=1), (alone % BLOCK).astype(np.uint16)
+
+
+def _positions(counts: npt.NDArray[np.unsignedinteger], reader: _Reader) -> npt.NDArray[np.int64]:
+    """Where a span changed, ascending."""
+    with_bitmap = _has_bitmap(counts)
+    blocks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    in_bitmap = with_bitmap[blocks]
+    bitmaps = reader.take(int(with_bitmap.sum()) * _BITMAP_BYTES, np.dtype(np.uint8)).reshape(-1, _BITMAP_BYTES)
+    places = np.empty(len(blocks), np.int64)
+    places[in_bitmap] = np.nonzero(np.unpackbits(bitmaps, axis=1))[1]
+    places[~in_bitmap] = reader.take(int((~in_bitmap).sum()), np.dtype(np.uint16))
+    return blocks * BLOCK + places
+
+
+def _crc(data: Bytes) -> npt.NDArray[np.uint32]:
+    return np.array([zlib.crc32(data.data)], np.uint32)

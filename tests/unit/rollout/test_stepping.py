@@ -1,0 +1,107 @@
+"""Who may step an engine when; the engine is a fake that writes down what is asked of it."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from megarl.rollout.stepping import Stepper
+
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Output:
+    request_id: str
+    text: str
+    finished: bool = True
+
+
+class CountingEngine:
+    """Finishes a request when it has been stepped as often as the prompt says, the last one first."""
+
+    def __init__(self) -> None:
+        self.llm_engine, self.calls = self, list[str]()
+        self.left: dict[str, tuple[str, int]] = {}
+        self.num_requests = 0
+        self.stepped = threading.Event()
+
+    def enqueue(self, prompts: Sequence[int], params: Sequence[str], *, use_tqdm: bool) -> list[str]:
+        assert not use_tqdm
+        names = [str(self.num_requests + i) for i in range(len(prompts))]
+        self.num_requests += len(prompts)
+        self.left |= {name: (p, n) for name, n, p in zip(names, prompts, params, strict=True)}
+        return [f"{name}-1a2b3c4d" for name in names]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Output]:
+        assert "sleep" not in self.calls[-1:]
+        self.calls.append("step")
+        self.stepped.set()
+        done = {name: text for name, (text, n) in self.left.items() if n == 1}
+        self.left = {name: (text, n - 1) for name, (text, n) in self.left.items() if n > 1}
+        return [Output(name, text) for name, text in reversed(done.items())]
+
+    def sleep(self, *, level: int, mode: str) -> None:
+        assert (level, mode) == (0, "keep")
+        self.calls.append("sleep")
+
+    def wake_up(self, *, tags: Sequence[str]) -> None:
+        assert tags == ["scheduling"]
+        self.calls.append("wake")
+
+
+def texts(outputs: Sequence[Any]) -> list[str]:
+    return [output.text for output in outputs]
+
+
+def test_outputs_come_in_the_order_of_the_prompts() -> None:
+    engine = CountingEngine()
+    stepper = Stepper(engine)
+    assert texts(stepper.finish([3, 1, 1], ["a", "b", "c"])) == ["a", "b", "c"]
+    assert texts(stepper.finish([2], ["d"])) == ["d"]
+    assert engine.calls == ["step"] * 5
+    with stepper.held() as busy:
+        assert not busy
+    assert engine.calls == ["step"] * 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_holder_comes_between_two_steps_of_another_thread(fails: bool) -> None:
+    """And the others go on when it is done, or has failed."""
+    engine = CountingEngine()
+    stepper, answers = Stepper(engine), list[str]()
+    worker = threading.Thread(target=lambda: answers.extend(texts(stepper.finish([10**5, 10**5], ["a", "b"]))))
+    worker.start()
+    assert engine.stepped.wait(TIMEOUT_S)
+    try:
+        with stepper.held() as busy:
+            assert busy
+            num_calls = len(engine.calls)
+            # It does not step meanwhile.
+            worker.join(0.05)
+            assert len(engine.calls) == num_calls
+            if fails:
+                raise ConnectionError
+    except ConnectionError:
+        assert fails
+    worker.join(TIMEOUT_S)
+    assert answers == ["a", "b"]
+    assert [call for call in engine.calls if call != "step"] == ["sleep", "wake"]
+
+
+def test_two_threads_get_their_own_outputs() -> None:
+    stepper, answers = Stepper(CountingEngine()), dict[str, list[str]]()
+    threads = [
+        threading.Thread(target=lambda n=name: answers.update({n: texts(stepper.finish([50, 200], [n, n + n]))}))  # type: ignore[misc]
+        for name in ("a", "b")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert answers == {"a": ["a", "aa"], "b": ["b", "bb"]}
