@@ -12,7 +12,7 @@ import contextlib
 import functools
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +42,7 @@ class Run(NamedTuple):
     item_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """What a source sends to a sink in one bucket, end to end; the `turn`-th message of the pair.
 
     local: between neighbours, not over the wire.
@@ -141,61 +140,44 @@ def _split(transfer: Transfer, max_bytes: int) -> Iterable[Transfer]:
     ]
 
 
-class _End:
-    """A source or a sink while buckets fill: the one it is at, and what is in it."""
-
-    __slots__ = ("bucket", "num_bytes")
-
-    def __init__(self) -> None:
-        self.bucket, self.num_bytes = 0, 0
-
-    def filled(self, bucket: int) -> int:
-        return self.num_bytes if bucket == self.bucket else 0
-
-    def put(self, bucket: int, num_bytes: int) -> None:
-        self.num_bytes = self.filled(bucket) + num_bytes
-        self.bucket = bucket
-
-
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Message]:
     """Transfers in messages: one per pair and bucket.
 
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
     of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
     """
-    sources, sinks = defaultdict[tuple[int, bool], _End](_End), defaultdict[tuple[int, bool], _End](_End)
+    # Of a source or a sink, over the wire or locally: the bucket that it is at, and the bytes in it.
+    at = defaultdict[tuple[int, int, bool], list[int]](lambda: [0, 0])
     pairs = dict[tuple[int, int, int, bool], list[Run]]()
     for source, sink, local, tensors, box, num_bytes, item_bytes in transfers:
-        out, into, start = sources[source, local], sinks[sink, local], 0
+        out, into, start, room = at[0, source, local], at[1, sink, local], 0, max(1, num_bytes)
         while start < len(tensors):
-            bucket = max(out.bucket, into.bucket)
-            filled = max(out.filled(bucket), into.filled(bucket))
+            bucket = max(out[0], into[0])
+            filled = max(out[1] if out[0] == bucket else 0, into[1] if into[0] == bucket else 0)
             if filled and filled + num_bytes > bucket_bytes:
                 bucket, filled = bucket + 1, 0
-            end = start + max(1, (bucket_bytes - filled) // num_bytes) if num_bytes else len(tensors)
-            some = tensors[start:end]
-            out.put(bucket, len(some) * num_bytes)
-            into.put(bucket, len(some) * num_bytes)
+            some = tensors[start : start + max(1, (bucket_bytes - filled) // room)]
+            size = len(some) * num_bytes
+            out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
+            into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
             pairs.setdefault((bucket, source, sink, local), []).append(Run(some, box, num_bytes, item_bytes))
-            start = end
+            start += len(some)
     turns = Counter[tuple[int, int]]()
-    for (bucket, source, sink, local), runs in sorted(pairs.items(), key=lambda item: item[0][0]):
-        yield _message(bucket, turns[source, sink], (source, sink), runs, local=local)
+    for (bucket, source, sink, local), runs in sorted(pairs.items(), key=_bucket_of):
+        if len(runs) > 1:
+            # Widest items first: all are aligned without gaps.
+            runs.sort(key=_narrowness)
+        num_bytes = sum([len(tensors) * size for tensors, _, size, _ in runs])
+        yield Message(bucket, turns[source, sink], source, sink, local, tuple(runs), num_bytes)
         turns[source, sink] += 1
 
 
-def _message(bucket: int, turn: int, pair: tuple[int, int], runs: Sequence[Run], *, local: bool) -> Message:
-    """A pair's transfers in one bucket."""
-    return Message(
-        bucket=bucket,
-        turn=turn,
-        source=pair[0],
-        sink=pair[1],
-        local=local,
-        # Widest items first: all are aligned without gaps.
-        runs=tuple(sorted(runs, key=lambda run: -run.item_bytes)),
-        num_bytes=sum(len(run.tensors) * run.num_bytes for run in runs),
-    )
+def _bucket_of(item: tuple[tuple[int, int, int, bool], list[Run]]) -> int:
+    return item[0][0]
+
+
+def _narrowness(run: Run) -> int:
+    return -run.item_bytes
 
 
 def _parts(runs: Iterable[Run]) -> Iterator[Part]:
