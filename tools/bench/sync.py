@@ -196,7 +196,9 @@ def transfers(arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             found += gates(some) if set(arguments.contenders) == set(CONTENDERS) else ()
             print("\n".join(table(some)), flush=True)
     for gate in found:
-        print(f"{'holds' if gate.holds else 'FAILS'}  {gate.case}; {gate.name}: {gate.got:,.2f}, limit {gate.limit:,.2f}")
+        print(
+            f"{'holds' if gate.holds else 'FAILS'}  {gate.case}; {gate.name}: {gate.got:,.2f}, limit {gate.limit:,.2f}"
+        )
     record = {"measured": [asdict(each) for each in measured], "gates": [asdict(gate) for gate in found]}
     return record, all(gate.holds for gate in found)
 

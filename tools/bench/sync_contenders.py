@@ -1,7 +1,8 @@
 """One rank of a weight sync, for tools.bench.sync: waits for its peers, moves the weights, reports as JSON.
 
-Plans are made before the clock starts. All contenders begin with the same shards and end with the same; sinks keep
-shards, so what arrives is copied into them (an engine gets it in tensors of full shape, see `BridgeReceiver`).
+Plans are made before the clock starts. All contenders begin with the same shards and end with the same. Sinks keep
+shards, into which what arrives is copied; "full shape" is how an engine gets it (`BridgeReceiver`): in tensors of full
+shape of which the sink copies its part, as a loader does.
 """
 
 import functools
@@ -12,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.parallel.weights.bridge.boxes import Box, slices_of
-from megarl.parallel.weights.bridge.ends import BridgeSender
+from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
 from megarl.parallel.weights.bridge.plan import Message, Part, Plan, build_plan
 from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -93,8 +94,8 @@ def plan_of(model: Model, bucket_bytes: int) -> Plan:
     )
 
 
-def bridge(wire: str, rank: Rank) -> Contender:
-    """megarl's plan, its sending end and a wire. What is local is copied from shard to shard."""
+def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
+    """megarl's plan, its ends and a wire. What is local is copied from shard to shard."""
     plan = plan_of(rank.model, rank.job.bucket_bytes)
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
     outgoing = _share(rank, plan, wire, plan.of_source(rank.number))
@@ -110,16 +111,19 @@ def bridge(wire: str, rank: Rank) -> Contender:
         for message in plan.of_sink(rank.number) if message.local for part in message.parts
     ]  # fmt: skip
     turns = itertools.count()
+    receiver = BridgeReceiver(incoming, sink, torch.device("cpu"))
 
     def sync() -> None:
         turn = next(turns)
         sending = threading.Thread(target=sender.send, args=(slices, turn), kwargs={"with_checksums": False})
         sending.start()
-        sink.start(turn)
-        sink.expect(incoming.messages[:1])
         for target, mine in local:
             target.copy_(mine)
-        receive(sink, incoming.messages, rank.got, wanted)
+        if full_shape:
+            load(receiver.receive(turn), incoming.messages, rank.got, wanted)
+        else:
+            sink.start(turn)
+            receive(sink, incoming.messages, rank.got, wanted)
         sending.join()
 
     received = sum(message.num_bytes for message in incoming.messages)
@@ -141,14 +145,27 @@ def receive(
             sink.release(message)
 
 
+def load(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    messages: Sequence[Message],
+    got: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, Box],
+) -> None:
+    """What came of each tensor, out of one of full shape."""
+    boxes = dict[str, list[Box]]()
+    for part in (part for message in messages for part in message.parts):
+        boxes.setdefault(part.tensor, []).append(part.box)
+    for name, tensor in tensors:
+        for box in boxes[name]:
+            got[name][slices_of(box, wanted[name])].copy_(tensor[slices_of(box)])
+
+
 def _arrived(part: Part, buffer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return buffer[part.offset : part.offset + target.nbytes].view(target.dtype).view(target.shape)
 
 
 def _share(rank: Rank, plan: Plan, wire: str, messages: Sequence[Message]) -> Share:
-    meeting = Meeting(
-        address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S
-    )
+    meeting = Meeting(address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S)
     return Share(
         messages=tuple(message for message in messages if not message.local),
         specs=plan.specs,
@@ -245,6 +262,7 @@ def all_gather(rank: Rank) -> Contender:
 CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
     "megarl, shared memory": functools.partial(bridge, "shared_memory"),
     "megarl, gloo": functools.partial(bridge, "gloo"),
+    "megarl, gloo, full shape": functools.partial(bridge, "gloo", full_shape=True),
     "megatron-core": megatron,
     "all-gather": all_gather,
 }

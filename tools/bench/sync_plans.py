@@ -146,7 +146,9 @@ def plan_scenario(scenario: Scenario) -> Planned:
 def _seats(shared: np.ndarray, tp: int) -> list[int]:
     """Of each worker a device; engines stay on the devices that they have in order."""
     blocks = range(0, len(shared), tp)
-    return [start + seat for start in blocks for seat in best_neighbours(shared[start : start + tp, start : start + tp])]
+    return [
+        start + seat for start in blocks for seat in best_neighbours(shared[start : start + tp, start : start + tp])
+    ]
 
 
 def _describe(

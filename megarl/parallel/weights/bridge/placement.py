@@ -10,9 +10,7 @@ from megarl.parallel.weights.bridge.boxes import intersection, num_elements
 from megarl.safetensors_map import TensorSpec
 
 
-def overlaps(
-    specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
-) -> np.ndarray:
+def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
     """[sinks, sources] int64: |D_i ∩ S_j| in bytes, in the order of the keys."""
     sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
     shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
