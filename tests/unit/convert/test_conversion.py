@@ -3,10 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,13 +13,11 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint import RunState
 from megarl.config import Config
 from megarl.config.schema import ModelConfig
-from megarl.convert import commands, engine, readers
+from megarl.convert import commands, engine
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.dist_format import read_index, write_index
-from megarl.convert.engine import Outcome, Settings, partial_dir
-from megarl.convert.files import preallocate
-from megarl.convert.journal import Journal
+from megarl.convert.engine import Settings
 from megarl.errors import ConfigError, DataError
 from megarl.types import AlgoState
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model, read_tensors

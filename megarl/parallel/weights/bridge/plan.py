@@ -11,7 +11,7 @@ D_i it copies from these. Where several sources hold a piece, the one that has l
 import contextlib
 import functools
 import gc
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,7 +140,19 @@ def _split(transfer: Transfer, max_bytes: int) -> Iterable[Transfer]:
     ]
 
 
-def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Message]:
+class _Open:
+    """A message that grows: the last one of its pair."""
+
+    __slots__ = ("bucket", "num_bytes", "runs", "turn")
+
+    def __init__(self) -> None:
+        self.bucket, self.turn, self.runs, self.num_bytes = 0, 0, list[Run](), 0
+
+    def begin(self, bucket: int) -> None:
+        self.bucket, self.turn, self.runs, self.num_bytes = bucket, self.turn + 1, [], 0
+
+
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
     """Transfers in messages: one per pair and bucket.
 
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
@@ -148,32 +160,35 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Message]
     """
     # Of a source or a sink, over the wire or locally: the bucket that it is at, and the bytes in it.
     at = defaultdict[tuple[int, int, bool], list[int]](lambda: [0, 0])
-    pairs = dict[tuple[int, int, int, bool], list[Run]]()
+    growing = defaultdict[tuple[int, int, bool], _Open](_Open)
+    buckets = defaultdict[int, list[Message]](list)
     for source, sink, local, tensors, box, num_bytes, item_bytes in transfers:
-        out, into, start, room = at[0, source, local], at[1, sink, local], 0, max(1, num_bytes)
-        while start < len(tensors):
-            bucket = max(out[0], into[0])
+        out, into, message = at[0, source, local], at[1, sink, local], growing[source, sink, local]
+        most = max(1, bucket_bytes // max(1, num_bytes))
+        for start in range(0, len(tensors), most):
+            some = tensors[start : start + most]
+            size, bucket = len(some) * num_bytes, max(out[0], into[0])
             filled = max(out[1] if out[0] == bucket else 0, into[1] if into[0] == bucket else 0)
-            if filled and filled + num_bytes > bucket_bytes:
-                bucket, filled = bucket + 1, 0
-            some = tensors[start : start + max(1, (bucket_bytes - filled) // room)]
-            size = len(some) * num_bytes
+            if filled and filled + size > bucket_bytes:
+                bucket += 1
             out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
             into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
-            pairs.setdefault((bucket, source, sink, local), []).append(Run(some, box, num_bytes, item_bytes))
-            start += len(some)
-    turns = Counter[tuple[int, int]]()
-    for (bucket, source, sink, local), runs in sorted(pairs.items(), key=_bucket_of):
-        if len(runs) > 1:
-            # Widest items first: all are aligned without gaps.
-            runs.sort(key=_narrowness)
-        num_bytes = sum([len(tensors) * size for tensors, _, size, _ in runs])
-        yield Message(bucket, turns[source, sink], source, sink, local, tuple(runs), num_bytes)
-        turns[source, sink] += 1
+            if message.bucket != bucket and message.runs:
+                buckets[message.bucket].append(_message(source, sink, message, local=local))
+                message.begin(bucket)
+            message.bucket = bucket
+            message.runs.append(Run(some, box, num_bytes, item_bytes))
+            message.num_bytes += size
+    for (source, sink, local), message in growing.items():
+        buckets[message.bucket].append(_message(source, sink, message, local=local))
+    return [message for bucket in sorted(buckets) for message in buckets[bucket]]
 
 
-def _bucket_of(item: tuple[tuple[int, int, int, bool], list[Run]]) -> int:
-    return item[0][0]
+def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Message:
+    if len(grown.runs) > 1:
+        # Widest items first: all are aligned without gaps.
+        grown.runs.sort(key=_narrowness)
+    return Message(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
 
 
 def _narrowness(run: Run) -> int:
