@@ -119,7 +119,7 @@ def model_sizes(num_bytes: int, num_layers: int) -> int:
 
 def shards(model: Model, rank: int) -> dict[str, torch.Tensor]:
     """What a rank holds."""
-    return {name: shard for name, shard in _cut(model, model.held(rank))}
+    return dict(_cut(model, model.held(rank)))
 
 
 def check(model: Model, rank: int, got: Mapping[str, torch.Tensor], added: float) -> None:

@@ -87,9 +87,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a plan says. saved: the part of what workers need that their own devices hold, with workers in the order of
-    ranks and where they overlap most within their engine. seconds: of CPU, for what ranks hold, what workers need, placement, and the
-    plan; all in one thread.
+    """What a plan says.
+
+    saved: the part of what workers need that their own devices hold, with workers in the order of ranks and where they
+    overlap most within their engine. seconds: of CPU, for what ranks hold, what workers need, placement, and the plan;
+    all in one thread.
     """
 
     name: str
@@ -216,7 +218,7 @@ def planning() -> tuple[dict[str, Any], bool]:
 
 
 def _table(planned: Sequence[Planned]) -> list[str]:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "model",
             "GB",

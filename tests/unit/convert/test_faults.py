@@ -1,4 +1,6 @@
-"""Conversions that break off: a full disk, a lost source, a kill at any time. What was begun is no result, and goes on."""
+"""Conversions that break off: a full disk, a lost source, a kill at any time. What was begun is no result, and
+continues.
+"""
 
 import os
 import shutil
@@ -92,7 +94,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def test_a_full_disk_is_named_and_then_all_goes_on(
     tmp_path: Path, source: Path, direction: str, small_disk: Callable[[int], Path]
 ) -> None:
-    """Of half the room nothing is converted. With room for the tensors but not for what belongs to them, all is kept."""
+    """Of half the room nothing is converted. With room for the tensors but not for more, all is kept."""
     convert = CONVERT[direction]
     whole = convert(source, settings(tmp_path / "whole"))
     assert whole is not None
