@@ -3,6 +3,10 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.convert.engine import Settings
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -63,17 +67,24 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
 # Heavy imports wait until the command is known.
 
 
+def _num_workers(arguments: argparse.Namespace) -> int:
+    from megarl.convert.engine import default_workers
+
+    return default_workers() if arguments.workers is None else int(arguments.workers)
+
+
+def _settings(arguments: argparse.Namespace) -> "Settings":
+    from megarl.convert.engine import Settings
+
+    return Settings(out=arguments.out, num_workers=_num_workers(arguments), overwrite=arguments.overwrite)
+
+
 def _hf_to_mcore(arguments: argparse.Namespace) -> None:
     from megarl.convert.commands import hf_to_mcore
-    from megarl.convert.engine import Settings, default_workers
 
     hf_to_mcore(
         arguments.model,
-        Settings(
-            out=arguments.out,
-            num_workers=default_workers() if arguments.workers is None else arguments.workers,
-            overwrite=arguments.overwrite,
-        ),
+        _settings(arguments),
         dtype=arguments.dtype,
         vocab_multiple=arguments.vocab_multiple,
         dry_run=arguments.dry_run,
@@ -82,15 +93,10 @@ def _hf_to_mcore(arguments: argparse.Namespace) -> None:
 
 def _mcore_to_hf(arguments: argparse.Namespace) -> None:
     from megarl.convert.commands import mcore_to_hf
-    from megarl.convert.engine import Settings, default_workers
 
     mcore_to_hf(
         arguments.checkpoint,
-        Settings(
-            out=arguments.out,
-            num_workers=default_workers() if arguments.workers is None else arguments.workers,
-            overwrite=arguments.overwrite,
-        ),
+        _settings(arguments),
         model=arguments.model,
         dtype=arguments.dtype,
         dry_run=arguments.dry_run,
@@ -99,11 +105,9 @@ def _mcore_to_hf(arguments: argparse.Namespace) -> None:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from megarl.cli import EXIT_FAILED
-    from megarl.convert.engine import default_workers
     from megarl.convert.verify import verify
 
-    num_workers = default_workers() if arguments.workers is None else arguments.workers
-    verdict = verify(arguments.first, arguments.second, model=arguments.model, num_workers=num_workers)
+    verdict = verify(arguments.first, arguments.second, model=arguments.model, num_workers=_num_workers(arguments))
     size = f"{verdict.num_tensors} tensors, {verdict.num_bytes / 2**20:,.2f} MiB"
     if verdict.is_equal:
         print(f"equal, bit for bit, and finite: {size}")

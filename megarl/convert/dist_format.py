@@ -133,6 +133,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
     Raises:
         DataError: what lies there is not the chunk that the metadata describes.
     """
+    reader.check_range(chunk.file, chunk.offset, chunk.length)
     window = Window(reader, chunk.file, chunk.offset, chunk.length)
     try:
         tensor = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)

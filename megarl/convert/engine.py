@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megarl.convert.dist_format import save_chunk
@@ -136,9 +137,11 @@ def _convert(
 ) -> Outcome:
     written = journal.done()
     tasks = [Task(index=i, checksum=written.get(i)) for i in range(len(plan.pieces))]
+    # Each process has memory of its own behind it from the first piece on, and uses it for all: fresh pages cost time.
+    scratch = np.empty(max(piece.source_bytes for piece in plan.pieces), dtype=np.uint8)
 
     def convert(task: Task) -> Done:
-        return convert_piece(partial, plan.pieces[task.index], reader, task)
+        return convert_piece(partial, plan.pieces[task.index], reader, task, scratch)
 
     num_kept, num_read, num_done = 0, 0, 0
     total = sum(piece.num_bytes for piece in plan.pieces)
@@ -158,12 +161,16 @@ def _convert(
 
 
 @torch.no_grad()
-def convert_piece(directory: Path, piece: Piece, reader: TensorReader, task: Task) -> Done:
-    """Write a piece, unless the bytes that an earlier run wrote are still there."""
+def convert_piece(directory: Path, piece: Piece, reader: TensorReader, task: Task, scratch: np.ndarray) -> Done:
+    """Write a piece, unless the bytes that an earlier run wrote are still there.
+
+    scratch: bytes, at least as large as the piece's source.
+    """
     file, before = directory / piece.file, reader.num_bytes_read
     if task.checksum is not None and range_checksum(file, piece.offset, piece.length) == task.checksum:
         return Done(index=task.index, checksum=task.checksum, num_bytes_read=0, is_new=False)
-    buffer = torch.empty(piece.shape, dtype=piece.source_dtype)
+    # A storage of the piece's size: torch.save writes all of a storage.
+    buffer = torch.from_numpy(scratch[: piece.source_bytes]).view(piece.source_dtype).view(piece.shape)
     if sum(copy.num_rows for copy in piece.copies) < piece.shape[0]:
         buffer.zero_()
     for copy in piece.copies:

@@ -41,8 +41,17 @@ class FileReader:
         while buffer:
             count = os.preadv(descriptor, [buffer], offset)
             if count == 0:
-                raise DataError(f"{self._directory / file}: ends at byte {offset}; copy the checkpoint again")
+                raise self._cut_short(file, offset)
             buffer, offset = buffer[count:], offset + count
+
+    def check_range(self, file: str, offset: int, length: int) -> None:
+        """Raise DataError unless a file has these bytes; for what is read by a library that hides our errors."""
+        size = os.fstat(self._open(file)).st_size
+        if size < offset + length:
+            raise self._cut_short(file, size)
+
+    def _cut_short(self, file: str, size: int) -> DataError:
+        return DataError(f"{self._directory / file}: ends at byte {size}; copy the checkpoint again")
 
     def _open(self, file: str) -> int:
         if file not in self._descriptors:

@@ -48,10 +48,14 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def source_bytes(self) -> int:
+        """Of the elements in the source's type."""
+        return math.prod(self.shape) * self.source_dtype.itemsize
+
+    @property
     def peak_bytes(self) -> int:
         """What converting it needs: a buffer, and a second one for another type."""
-        source = math.prod(self.shape) * self.source_dtype.itemsize
-        return source if self.dtype == self.source_dtype else source + self.num_bytes
+        return self.source_bytes if self.dtype == self.source_dtype else self.source_bytes + self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

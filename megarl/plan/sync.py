@@ -6,7 +6,7 @@ from megarl.config.schema import Config, LayoutConfig
 from megarl.export import weight_specs
 from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.casts import wire_specs
-from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
+from megarl.parallel.weights.bridge.needs import engine_needs
 from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Plan, build_plan
 from megarl.parallel.weights.bridge.splits import Split, split_box
 from megarl.parallel.weights.families import ModelSpec, PlacedRule
@@ -32,7 +32,7 @@ def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int)
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
     """The plan that the engines of a run get their weights by; sinks count on from the last rank."""
     layout, engine = config.actor.layout, config.rollout.engine
-    needs = [engine_shards(spec, EnginePosition(rank=rank, size=engine.tp)) for rank in range(engine.tp)]
+    needs = engine_needs(spec, engine.tp)
     first, seats = layout.world_size, plan_placement(config, {"CPU": 1.0}, with_engines=True).engines
     return build_plan(
         wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),

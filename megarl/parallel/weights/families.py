@@ -48,9 +48,11 @@ class ModelSpec:
 
         With a scalar head the model has that instead of an output embedding.
         """
-        absent = OUTPUT_HEAD if scalar_head else VALUE_HEAD
+        absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
+        # Layers and experts by the ten thousand have the same few shapes.
+        shapes = {t.name: tuple(map(dim, t.shape)) for rule in self.family.weights for t in rule.tensors}
         return {
-            placed.name(tensor.name): tuple(self.dims.dim(s) for s in tensor.shape)
+            placed.name(tensor.name): shapes[tensor.name]
             for placed in self.rules()
             if not self.is_copy(placed.rule)
             for tensor in placed.rule.tensors

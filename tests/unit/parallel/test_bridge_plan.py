@@ -155,6 +155,46 @@ def test_replicas_send_equal_shares_within_one_slice(
         assert max(loads) - min(loads) <= max(sizes) * ITEM
 
 
+@settings(deadline=None)
+@given(cases(), st.integers(2, 5))
+def test_tensors_that_are_alike_are_planned_as_each_alone(
+    case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
+    num_layers: int,
+) -> None:
+    """Layers one after another, each tensor's in a row: the same boxes go to the same sinks as in a plan of its own."""
+    specs, held, needed, neighbours = case
+
+    def repeated(holding: Holding) -> Holding:
+        return {f"{name}.{layer}": box for name, box in holding.items() for layer in range(num_layers)}
+
+    many = {f"{name}.{layer}": each for name, each in specs.items() for layer in range(num_layers)}
+    all_held, all_needed = ({i: repeated(part) for i, part in each.items()} for each in (held, needed))
+    plan = build_plan(many, all_held, all_needed, neighbours=neighbours, bucket_bytes=1000)
+    for name, each in many.items():
+        alone = build_plan({name: each}, all_held, all_needed, neighbours=neighbours, bucket_bytes=1000)
+        assert ways(plan, name) == ways(alone, name)
+
+
+def ways(plan: Plan, name: str) -> set[tuple[int, bool, Box]]:
+    """To whom which boxes of a tensor go, and whether locally; from whom depends on what else they send."""
+    return {(m.sink, m.local, part.box) for m in plan.messages for part in m.parts if part.tensor == name}
+
+
+def test_buckets_of_processes_fill_apart() -> None:
+    """Source 0 has the first two tensors and 1 the last two, a bucket each: both send at the same time."""
+    specs = {f"t{i}": spec(10) for i in range(4)}
+    whole = ((0, 10),)
+    held = {0: {"t0": whole, "t1": whole}, 1: {"t2": whole, "t3": whole}}
+    needed = {2: {"t0": whole, "t1": whole}, 3: {"t2": whole, "t3": whole}}
+    plan = build_plan(specs, held, needed, bucket_bytes=40)
+    assert [(m.bucket, m.turn, m.source, m.sink, [part.tensor for part in m.parts]) for m in plan.messages] == [
+        (0, 0, 0, 2, ["t0"]),
+        (0, 0, 1, 3, ["t2"]),
+        (1, 1, 0, 2, ["t1"]),
+        (1, 1, 1, 3, ["t3"]),
+    ]
+
+
 def test_what_nobody_holds_is_an_error() -> None:
     held = {0: {"a": ((0, 2), (0, 3))}, 1: {"a": ((3, 4), (0, 3))}}
     with pytest.raises(WeightSyncError, match=r"no rank holds a\(\(2, 3\), \(0, 3\)\), which engine worker 5 needs"):

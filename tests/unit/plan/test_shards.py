@@ -89,7 +89,14 @@ def test_a_scalar_head_takes_the_place_of_the_output_embedding(small: ModelSpec)
 # The number of parameters that the models' publishers give.
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
-    [("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264), ("llama-3.1-8b", 8_030_261_248)],
+    [
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-32b", 32_762_123_264),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("deepseek-v3", 671_026_419_200),
+    ],
 )
 def test_published_models(name: str, num_parameters: int) -> None:
     assert (

@@ -2,12 +2,15 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.ends import holding_of
+from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
+from megarl.parallel.weights.bridge.needs import engine_needs
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.plan.shards import num_stage_parameters, padded_vocab
 from megarl.plan.sync import rank_holdings
@@ -63,3 +66,19 @@ def test_experts_lie_in_blocks_of_ranks(tmp_path: Path) -> None:
     for rank, (experts, rows) in enumerate(itertools.product(blocks, widths)):
         for expert in range(6):
             assert held[rank].get(gate.format(expert)) == ((rows, (0, 8)) if expert in experts else None)
+
+
+MIXED, TIED = {**EXPERTS, "mlp_only_layers": [0, 2]}, {**EXPERTS, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize(("size", "model"), [(1, {}), (2, {}), (3, EXPERTS), (2, MIXED), (2, TIED)])
+def test_needs_by_one_layer_of_each_kind_are_those_of_all_layers(
+    size: int, model: dict[str, Any], expert_parallel: bool, tmp_path: Path
+) -> None:
+    spec = read_model_spec(write_config(tmp_path, **model))
+    direct = [
+        engine_shards(spec, EnginePosition(rank=rank, size=size, expert_parallel=expert_parallel))
+        for rank in range(size)
+    ]
+    assert engine_needs(spec, size, expert_parallel=expert_parallel) == direct

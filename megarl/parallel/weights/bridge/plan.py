@@ -8,21 +8,20 @@ bytes over the wire and no more: D_i is what it needs, S_i what the sources hold
 D_i it copies from these. Where several sources hold a piece, the one that has least to send so far sends it.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
-from megarl.errors import WeightSyncError
-from megarl.parallel.weights.bridge.boxes import Box, num_elements, pieces, split_rows
+from megarl.parallel.weights.bridge.assign import Holding, Neighbours, Transfer, assign
+from megarl.parallel.weights.bridge.boxes import Box, num_elements, split_rows
 from megarl.safetensors_map import TensorSpec
 
 # The most that a process sends or receives at a time; it stages `wires.DEPTH` times as much.
 BUCKET_BYTES = 64 << 20
-# What a process holds or needs: of each tensor one box.
-Holding: TypeAlias = Mapping[str, Box]
-# Sink → sources that share its memory.
-Neighbours: TypeAlias = Mapping[int, Collection[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,16 @@ class Part:
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Run(NamedTuple):
+    """The same box of several tensors, end to end; `num_bytes` is that of one, `item_bytes` of an element."""
+
+    tensors: tuple[str, ...]
+    box: Box
+    num_bytes: int
+    item_bytes: int
+
+
+class Message(NamedTuple):
     """What a source sends to a sink in one bucket, end to end; the `turn`-th message of the pair.
 
     local: between neighbours, not over the wire.
@@ -46,11 +53,16 @@ class Message:
     source: int
     sink: int
     local: bool
-    parts: tuple[Part, ...]
+    runs: tuple[Run, ...]
     num_bytes: int
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Every box of every tensor, made when asked for: plans of large models have millions."""
+        return tuple(_parts(self.runs))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All messages, by bucket; `specs` are the full tensors."""
 
@@ -58,11 +70,19 @@ class Plan:
     needs: Mapping[int, Holding]
     messages: tuple[Message, ...]
 
+    @functools.cached_property
+    def _by_source(self) -> Mapping[int, list[Message]]:
+        return _grouped(self.messages, "source")
+
+    @functools.cached_property
+    def _by_sink(self) -> Mapping[int, list[Message]]:
+        return _grouped(self.messages, "sink")
+
     def of_source(self, source: int) -> list[Message]:
-        return [message for message in self.messages if message.source == source]
+        return self._by_source.get(source, [])
 
     def of_sink(self, sink: int) -> list[Message]:
-        return [message for message in self.messages if message.sink == sink]
+        return self._by_sink.get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
         """R_i, or with `local` what a sink copies from its neighbours."""
@@ -72,18 +92,6 @@ class Plan:
     def wire_bytes(self) -> int:
         """Σ R_i."""
         return sum(message.num_bytes for message in self.messages if not message.local)
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A piece with its way."""
-
-    source: int
-    sink: int
-    local: bool
-    tensor: str
-    box: Box
-    num_bytes: int
 
 
 def build_plan(
@@ -102,87 +110,101 @@ def build_plan(
     Raises:
         WeightSyncError: a sink needs what no source holds.
     """
-    transfers = _assign(specs, held, needed, neighbours or {})
-    split = (part for transfer in transfers for part in _split(transfer, specs[transfer.tensor], bucket_bytes))
-    messages = _pack(split, specs, bucket_bytes)
-    return Plan(specs=specs, needs=needed, messages=tuple(messages))
+    with _no_garbage():
+        transfers = assign(specs, held, needed, neighbours or {})
+        split = (part for transfer in transfers for part in _split(transfer, bucket_bytes))
+        return Plan(specs=specs, needs=needed, messages=tuple(_pack(split, bucket_bytes)))
 
 
-def _assign(
-    specs: Mapping[str, TensorSpec],
-    held: Mapping[int, Holding],
-    needed: Mapping[int, Holding],
-    neighbours: Neighbours,
-) -> Iterator[_Transfer]:
-    """Every piece that a sink needs, with the source that it comes from."""
-    holders, takers = _by_tensor(held), _by_tensor(needed)
-    near = {sink: frozenset(neighbours.get(sink, ())) for sink in needed}
-    load = dict.fromkeys(held, 0)
-    for name, spec in specs.items():
-        boxes = holders.get(name, {})
-        groups = list(boxes.values())
-        for wanted, sinks in takers.get(name, {}).items():
-            for piece in pieces(wanted, tuple(boxes)):
-                candidates = [source for holder in piece.holders for source in groups[holder]]
-                if not candidates:
-                    raise WeightSyncError(f"no rank holds {name}{piece.box}, which engine worker {sinks[0]} needs")
-                num_bytes = num_elements(piece.box) * spec.dtype.itemsize
-                for sink in sinks:
-                    own = [source for source in candidates if source in near[sink]]
-                    source = min(own) if own else min(candidates, key=lambda each: (load[each], each))
-                    load[source] += 0 if own else num_bytes
-                    yield _Transfer(source, sink, bool(own), name, piece.box, num_bytes)
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Millions of small objects in no cycle: to look for cycles among them again and again is half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
-def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, list[int]]]:
-    """Tensor → box → who has it."""
-    found: dict[str, dict[Box, list[int]]] = {}
-    for process, holding in sorted(holdings.items()):
-        for name, box in holding.items():
-            found.setdefault(name, {}).setdefault(box, []).append(process)
-    return found
-
-
-def _split(transfer: _Transfer, spec: TensorSpec, max_bytes: int) -> list[_Transfer]:
+def _split(transfer: Transfer, max_bytes: int) -> Iterable[Transfer]:
+    """A transfer of boxes that are small enough, or in blocks of rows."""
     if transfer.num_bytes <= max_bytes:
-        return [transfer]
-    size = spec.dtype.itemsize
+        return (transfer,)
+    size = transfer.item_bytes
     return [
-        _Transfer(transfer.source, transfer.sink, transfer.local, transfer.tensor, box, num_elements(box) * size)
+        transfer._replace(tensors=(tensor,), box=box, num_bytes=num_elements(box) * size)
+        for tensor in transfer.tensors
         for box in split_rows(transfer.box, max_bytes // size)
     ]
 
 
-def _pack(transfers: Iterator[_Transfer], specs: Mapping[str, TensorSpec], bucket_bytes: int) -> Iterator[Message]:
-    """Transfers in messages: one per pair and bucket. A bucket ends where a process would stage too much in it."""
-    filled, turns = dict[tuple[str, int, bool], int](), Counter[tuple[int, int]]()
-    bucket, pairs = 0, dict[tuple[int, int], list[_Transfer]]()
-    for transfer in transfers:
-        ends = (("source", transfer.source, transfer.local), ("sink", transfer.sink, transfer.local))
-        if any(0 < filled.get(end, 0) > bucket_bytes - transfer.num_bytes for end in ends):
-            yield from (_message(bucket, turns[pair], pairs[pair], specs) for pair in pairs)
-            turns.update(pairs.keys())
-            bucket, filled, pairs = bucket + 1, {}, {}
-        for end in ends:
-            filled[end] = filled.get(end, 0) + transfer.num_bytes
-        pairs.setdefault((transfer.source, transfer.sink), []).append(transfer)
-    yield from (_message(bucket, turns[pair], pairs[pair], specs) for pair in pairs)
+class _Open:
+    """A message that grows: the last one of its pair."""
+
+    __slots__ = ("bucket", "num_bytes", "runs", "turn")
+
+    def __init__(self) -> None:
+        self.bucket, self.turn, self.runs, self.num_bytes = 0, 0, list[Run](), 0
+
+    def begin(self, bucket: int) -> None:
+        self.bucket, self.turn, self.runs, self.num_bytes = bucket, self.turn + 1, [], 0
 
 
-def _message(bucket: int, turn: int, transfers: Sequence[_Transfer], specs: Mapping[str, TensorSpec]) -> Message:
-    """A pair's transfers in one bucket."""
-    parts, offset = [], 0
-    # Widest items first: all are aligned without gaps.
-    for transfer in sorted(transfers, key=lambda each: -specs[each.tensor].dtype.itemsize):
-        parts.append(Part(transfer.tensor, transfer.box, offset))
-        offset += transfer.num_bytes
-    first = transfers[0]
-    return Message(
-        bucket=bucket,
-        turn=turn,
-        source=first.source,
-        sink=first.sink,
-        local=first.local,
-        parts=tuple(parts),
-        num_bytes=offset,
-    )
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
+    """Transfers in messages: one per pair and bucket.
+
+    Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
+    of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
+    """
+    # Of a source or a sink, over the wire or locally: the bucket that it is at, and the bytes in it.
+    at = defaultdict[tuple[int, int, bool], list[int]](lambda: [0, 0])
+    growing = defaultdict[tuple[int, int, bool], _Open](_Open)
+    buckets = defaultdict[int, list[Message]](list)
+    for source, sink, local, tensors, box, num_bytes, item_bytes in transfers:
+        out, into, message = at[0, source, local], at[1, sink, local], growing[source, sink, local]
+        most = max(1, bucket_bytes // max(1, num_bytes))
+        for start in range(0, len(tensors), most):
+            some = tensors[start : start + most]
+            size, bucket = len(some) * num_bytes, max(out[0], into[0])
+            filled = max(out[1] if out[0] == bucket else 0, into[1] if into[0] == bucket else 0)
+            if filled and filled + size > bucket_bytes:
+                bucket += 1
+            out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
+            into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
+            if message.bucket != bucket and message.runs:
+                buckets[message.bucket].append(_message(source, sink, message, local=local))
+                message.begin(bucket)
+            message.bucket = bucket
+            message.runs.append(Run(some, box, num_bytes, item_bytes))
+            message.num_bytes += size
+    for (source, sink, local), message in growing.items():
+        buckets[message.bucket].append(_message(source, sink, message, local=local))
+    return [message for bucket in sorted(buckets) for message in buckets[bucket]]
+
+
+def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Message:
+    if len(grown.runs) > 1:
+        # Widest items first: all are aligned without gaps.
+        grown.runs.sort(key=_narrowness)
+    return Message(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
+
+
+def _narrowness(run: Run) -> int:
+    return -run.item_bytes
+
+
+def _parts(runs: Iterable[Run]) -> Iterator[Part]:
+    offset = 0
+    for run in runs:
+        for tensor in run.tensors:
+            yield Part(tensor, run.box, offset)
+            offset += run.num_bytes
+
+
+def _grouped(messages: Iterable[Message], end: str) -> Mapping[int, list[Message]]:
+    found = dict[int, list[Message]]()
+    for message in messages:
+        found.setdefault(getattr(message, end), []).append(message)
+    return found

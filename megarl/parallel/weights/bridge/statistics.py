@@ -46,5 +46,4 @@ def _staged(messages: Iterable[Message], depth: int) -> int:
     by_bucket = defaultdict[int, int](int)
     for message in messages:
         by_bucket[message.bucket] += message.num_bytes
-    last = max(by_bucket, default=-1)
-    return max((sum(by_bucket.get(b + i, 0) for i in range(depth)) for b in range(last + 1)), default=0)
+    return max((sum(by_bucket.get(first + i, 0) for i in range(depth)) for first in list(by_bucket)), default=0)

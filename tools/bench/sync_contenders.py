@@ -1,0 +1,336 @@
+"""One rank of a weight sync, for tools.bench.sync: waits for its peers, moves the weights, reports as JSON.
+
+Plans are made before the clock starts. All contenders begin with the same shards and end with the same. Sinks keep
+shards, into which what arrives is copied; "full shape" is how an engine gets it (`BridgeReceiver`): in tensors of full
+shape of which the sink copies its part, as a loader does.
+"""
+
+import functools
+import importlib
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.weights.bridge.boxes import Box, slices_of
+from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
+from megarl.parallel.weights.bridge.plan import Message, Part, Plan, build_plan
+from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
+from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
+from megarl.parallel.weights.collective import Meeting
+from megarl.parallel.weights.slices import Slice
+from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The same for all ranks. A round of each contender in turn, `rounds` times after one that does not count."""
+
+    contenders: tuple[str, ...]
+    case: str
+    width: int
+    num_layers: int
+    rounds: int
+    bucket_bytes: int
+    port: int
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """Of one rank and contender: what it received from others, messages it sent, memory beyond its shards, and the
+    time of a round.
+    """
+
+    wire_bytes: int
+    messages: int
+    staging_bytes: int
+    seconds: float
+    plan_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A rank with its shards before and after."""
+
+    job: Job
+    number: int
+    model: Model
+    held: Mapping[str, torch.Tensor]
+    got: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """`sync` runs one round; `traffic` says (bytes received from others, messages sent) of it."""
+
+    sync: Callable[[], None]
+    traffic: Callable[[], tuple[int, int]]
+
+
+def plan_of(model: Model, bucket_bytes: int) -> Plan:
+    """Every rank is a source and a sink, and its own neighbour."""
+    ranks = range(NUM_RANKS)
+    return build_plan(
+        model.specs,
+        {rank: model.held(rank) for rank in ranks},
+        {rank: model.wanted(rank) for rank in ranks},
+        neighbours={rank: [rank] for rank in ranks},
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
+    """megarl's plan, its ends and a wire. What is local is copied from shard to shard."""
+    plan = plan_of(rank.model, rank.job.bucket_bytes)
+    held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
+    outgoing = _share(rank, plan, wire, plan.of_source(rank.number))
+    incoming = _share(rank, plan, wire, plan.of_sink(rank.number))
+    source, sink = _ends(wire, outgoing, incoming)
+    sender = BridgeSender(outgoing, source)
+    slices = [
+        Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
+    ]
+    local = [
+        (rank.got[part.tensor][slices_of(part.box, wanted[part.tensor])],
+         rank.held[part.tensor][slices_of(part.box, held[part.tensor])])
+        for message in plan.of_sink(rank.number) if message.local for part in message.parts
+    ]  # fmt: skip
+    turns = itertools.count()
+    receiver = BridgeReceiver(incoming, sink, torch.device("cpu"))
+
+    def sync() -> None:
+        turn = next(turns)
+        sending = threading.Thread(target=sender.send, args=(slices, turn), kwargs={"with_checksums": False})
+        sending.start()
+        for target, mine in local:
+            target.copy_(mine)
+        if full_shape:
+            load(receiver.receive(turn), incoming.messages, rank.got, wanted)
+        else:
+            sink.start(turn)
+            receive(sink, incoming.messages, rank.got, wanted)
+        sending.join()
+
+    received = sum(message.num_bytes for message in incoming.messages)
+    return Contender(sync=sync, traffic=lambda: (received, len(outgoing.messages)))
+
+
+def receive(
+    sink: ReceivingEnd, messages: Sequence[Message], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+) -> None:
+    """All messages of a transfer, bucket by bucket, straight into shards."""
+    buckets = [list(each) for _, each in itertools.groupby(messages, key=lambda message: message.bucket)]
+    for bucket, following in itertools.zip_longest(buckets, buckets[1:], fillvalue=()):
+        sink.expect([*bucket, *following])
+        for message in bucket:
+            buffer = sink.receive(message)
+            for part in message.parts:
+                target = got[part.tensor][slices_of(part.box, wanted[part.tensor])]
+                target.copy_(_arrived(part, buffer, target))
+            sink.release(message)
+
+
+def load(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    messages: Sequence[Message],
+    got: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, Box],
+) -> None:
+    """What came of each tensor, out of one of full shape."""
+    boxes = dict[str, list[Box]]()
+    for part in (part for message in messages for part in message.parts):
+        boxes.setdefault(part.tensor, []).append(part.box)
+    for name, tensor in tensors:
+        for box in boxes[name]:
+            got[name][slices_of(box, wanted[name])].copy_(tensor[slices_of(box)])
+
+
+def _arrived(part: Part, buffer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return buffer[part.offset : part.offset + target.nbytes].view(target.dtype).view(target.shape)
+
+
+def _share(rank: Rank, plan: Plan, wire: str, messages: Sequence[Message]) -> Share:
+    meeting = Meeting(address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S)
+    return Share(
+        messages=tuple(message for message in messages if not message.local),
+        specs=plan.specs,
+        needs={},
+        segments=f"{rank.job.directory}/{wire}",
+        meeting=meeting,
+        hosts=("here",) * NUM_RANKS,
+    )
+
+
+def _ends(wire: str, outgoing: Share, incoming: Share) -> tuple[SendingEnd, ReceivingEnd]:
+    if wire == "shared_memory":
+        return SharedMemorySender(outgoing), SharedMemoryReceiver(incoming)
+    group = open_group(outgoing)
+    return PointToPointSender(outgoing, group), PointToPointReceiver(incoming, group)
+
+
+def megatron(rank: Rank) -> Contender:
+    """megatron-core's centralized plan over its own gloo service."""
+    # Its service makes a CUDA stream that it does not need between CPU tensors.
+    torch.cuda.Stream = lambda: None  # type: ignore[misc, assignment]
+    from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+    from megatron.core.resharding.execution import execute_reshard_plan
+    from megatron.core.resharding.planner import build_centralized_reshard_plan
+
+    source = _module(rank, rank.held, rank.model.source)
+    target = _module(rank, rank.got, rank.model.sink)
+    plan = build_centralized_reshard_plan(source, target)
+    service, counted = GlooCopyService(), list[tuple[int, int]]()
+    batch = dist.batch_isend_irecv
+
+    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        received = sum(op.tensor.nbytes for op in operations if op.op is dist.irecv)
+        counted.append((received, sum(op.op is dist.isend for op in operations)))
+        return batch(operations)
+
+    dist.batch_isend_irecv = counting  # type: ignore[assignment]
+    return Contender(
+        sync=lambda: execute_reshard_plan(plan, source, target, service),
+        traffic=lambda: counted[-1] if counted else (0, 0),
+    )
+
+
+def _module(rank: Rank, parts: Mapping[str, torch.Tensor], layout: Layout) -> torch.nn.Module:
+    """A module with megatron-core's marks of tensor parallelism; parameters are the shards themselves."""
+
+    def mine(groups: Sequence[Sequence[int]]) -> Any:
+        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        return next(group for ranks, group in made if rank.number in ranks)
+
+    module = torch.nn.Module()
+    for name, shard in parts.items():
+        parameter = torch.nn.Parameter(shard, requires_grad=False)
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parameter.partition_dim = rank.model.axes[name]  # type: ignore[attr-defined]
+        module.register_parameter(name.replace(".", "_"), parameter)
+    across = list(zip(*layout.groups, strict=True))
+    alone = [(i,) for i in range(NUM_RANKS)]
+    dp, pp = (alone, across) if layout.stages else (across, alone)
+    module.pg_collection = SimpleNamespace(  # type: ignore[assignment]
+        tp=mine(layout.groups), dp=mine(dp), ep=None, pp=mine(pp)
+    )
+    return module
+
+
+def all_gather(rank: Rank) -> Contender:
+    """Every tensor gathered in the groups that have it and broadcast to all others; each rank keeps its part."""
+    model, wanted = rank.model, rank.model.wanted(rank.number)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in model.source.groups}
+    to_all, received = dist.new_group(list(range(NUM_RANKS))), 0
+    for name, spec in model.specs.items():
+        holders = model.source.holders(model.layers[name], model.num_layers)
+        mine = any(rank.number in ranks for ranks in holders)
+        # A broadcast reaches those who have the tensor too; what counts is what they lack.
+        received += spec.num_bytes * (model.source.tp - 1) // model.source.tp if mine else spec.num_bytes
+
+    def sync() -> None:
+        for name, spec in model.specs.items():
+            holders = model.source.holders(model.layers[name], model.num_layers)
+            own = next((ranks for ranks in holders if rank.number in ranks), None)
+            if own is None:
+                full = torch.empty(spec.shape, dtype=spec.dtype)
+            else:
+                gathered = [torch.empty_like(rank.held[name]) for _ in own]
+                dist.all_gather(gathered, rank.held[name], group=groups[own])
+                full = torch.cat(gathered, dim=model.axes[name])
+            if model.source.stages:
+                dist.broadcast(full, src=holders[0][0], group=to_all)
+            rank.got[name].copy_(full[slices_of(wanted[name])])
+
+    return Contender(sync=sync, traffic=lambda: (received, len(model.specs)))
+
+
+CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
+    "megarl, shared memory": functools.partial(bridge, "shared_memory"),
+    "megarl, gloo": functools.partial(bridge, "gloo"),
+    "megarl, gloo, full shape": functools.partial(bridge, "gloo", full_shape=True),
+    "megatron-core": megatron,
+    "all-gather": all_gather,
+}
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS or VmHWM of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) << 10
+
+
+def open_rank(job: Job, number: int) -> Rank:
+    """Join the others; hold what the layout says, in memory, and room for what comes."""
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=number, world_size=NUM_RANKS)
+    model = make_model(job.case, job.width, job.num_layers)
+    got = {
+        name: torch.full([end - start for start, end in box], torch.nan) for name, box in model.wanted(number).items()
+    }
+    return Rank(job=job, number=number, model=model, held=shards(model, number), got=got)
+
+
+def run(job: Job, number: int) -> dict[str, RankResult]:
+    """Every contender's rounds, in turn."""
+    rank = open_rank(job, number)
+    if "megatron-core" in job.contenders:
+        # Its imports take longer than its plan.
+        importlib.import_module("megatron.core.resharding.planner")
+    contenders, plan_seconds = dict[str, Contender](), dict[str, float]()
+    for name in job.contenders:
+        dist.barrier()
+        began = time.perf_counter()
+        contenders[name] = CONTENDERS[name](rank)
+        plan_seconds[name] = time.perf_counter() - began
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    # What is held so far is no staging; the peak starts anew.
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    for _, (name, contender) in itertools.product(range(job.rounds + 1), contenders.items()):
+        for shard in rank.held.values():
+            shard.add_(1.0)
+        dist.barrier()
+        began = time.perf_counter()
+        contender.sync()
+        dist.barrier()
+        seconds[name].append(time.perf_counter() - began)
+    staging = resident_bytes("VmHWM") - before
+    check(rank.model, number, rank.got, float(len(contenders) * (job.rounds + 1)))
+    dist.barrier()
+    return {
+        name: RankResult(
+            wire_bytes=contender.traffic()[0],
+            messages=contender.traffic()[1],
+            staging_bytes=staging,
+            seconds=statistics.median(seconds[name][1:] or seconds[name]),
+            plan_seconds=plan_seconds[name],
+        )
+        for name, contender in contenders.items()
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = Job(**json.loads(sys.argv[1]))
+    results = run(job, int(sys.argv[2]))
+    print(json.dumps({name: asdict(result) for name, result in results.items()}))
+
+
+if __name__ == "__main__":
+    main()
