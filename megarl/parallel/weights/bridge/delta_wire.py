@@ -6,7 +6,6 @@ they are.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -59,7 +58,7 @@ class _Versions:
             ) from error
         num_bytes = int(self._store.get(name))
         self._store.delete_key(name)
-        return replace(message, num_bytes=num_bytes)
+        return message._replace(num_bytes=num_bytes)
 
     def _name(self, message: Message) -> str:
         return f"length/{self.transfer}/{message.source}/{message.sink}/{message.turn}"
@@ -92,7 +91,7 @@ class DeltaSender:
         delta = None if last is None else encode(last.numpy(), current.numpy(), self._versions.spans(message))
         payload = current if delta is None else torch.from_numpy(delta)
         self._versions.keep(message, current)
-        sent = replace(message, num_bytes=payload.nbytes)
+        sent = message._replace(num_bytes=payload.nbytes)
         self._versions.say_length(sent)
         self._wire.buffer(sent).copy_(payload)
         self._wire.send(sent)
