@@ -73,7 +73,7 @@ def test_which_tensors_are_cast() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
 def test_what_is_float32_in_every_model_stays(dtype: str, tmp_path: Path) -> None:
-    small = {"num_hidden_layers": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    small = {"num_hidden_layers": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | small))
     spec = read_model_spec(str(tmp_path))
     specs = {n: TensorSpec(shape=s, dtype=torch.float32) for n, s in spec.expected_tensors().items()}
