@@ -1,5 +1,6 @@
 """Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
 
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class RunActor:
             host=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
             device_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
+            hostname=socket.gethostname(),
         )
 
     def lost_workers(self) -> list[int]:

@@ -18,11 +18,12 @@ WATCH_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a process runs: Ray's id and the address of its host, and the ids of the devices that Ray gave it."""
+    """Where a process runs: Ray's id, the address and the name of its host, and the ids of the devices that Ray gave it."""
 
     host: str
     address: str
     device_ids: tuple[str, ...]
+    hostname: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +40,14 @@ class Process:
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """The processes of named actors (`RunActor`), once all have started."""
+    """The processes of named actors (`RunActor`), once all have started. With several hosts their names say which."""
     processes = [Process(name=name, actor=actor) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
-    located = tuple(replace(p, location=location) for p, location in zip(processes, locations, strict=True))
+    several = len({location.host for location in locations}) > 1
+    located = tuple(
+        replace(p, name=f"{p.name} ({location.hostname})" if several else p.name, location=location)
+        for p, location in zip(processes, locations, strict=True)
+    )
     return [replace(p, peers=located) for p in located]
 
 

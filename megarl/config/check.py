@@ -17,6 +17,7 @@ from megarl.config.check_batches import (
     max_row_terms,
     max_row_tokens,
 )
+from megarl.config.check_cluster import check_cluster
 from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
@@ -159,6 +160,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     check_row_fits_micro_batch,
     check_row_fits_engine,
     check_trainer_nodes,
+    check_cluster,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
@@ -187,6 +189,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_trainer_nodes,
     check_engines,
     check_transport,
+    check_cluster,
 )
 
 

@@ -14,7 +14,7 @@ import ray
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
-from megarl.cluster.cluster import RAY_ENVIRONMENT
+from megarl.cluster.ray_environment import RAY_ENVIRONMENT
 from megarl.cluster.processes import Location, locate
 from megarl.config.schema import LayoutConfig
 from megarl.errors import NonFiniteError, WorkerError
