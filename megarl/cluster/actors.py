@@ -1,5 +1,6 @@
 """Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
 
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import psutil
 import ray
 
-from megarl.cluster.processes import Location
+from megarl.cluster.location import Location
 from megarl.cluster.rows import RowShards
+from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.parallel.platform import platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import EngineSpec, VllmEngine
@@ -20,6 +22,7 @@ class RunActor:
 
     def __init__(self) -> None:
         self._host_file = HostFile()
+        write_stacks_on_signal()
 
     def locate(self) -> Location:
         """Where this process runs."""
@@ -29,6 +32,8 @@ class RunActor:
             address=ray.util.get_node_ip_address(),
             device_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
             hostname=socket.gethostname(),
+            pid=os.getpid(),
+            stacks=str(stacks_directory()),
         )
 
     def lost_workers(self) -> list[int]:

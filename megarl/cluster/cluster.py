@@ -16,8 +16,7 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate, wait_all
-from megarl.cluster.ray_environment import RAY_ENVIRONMENT
-from megarl.cluster.ray_session import keep_worker_logs, open_ray
+from megarl.cluster.ray_session import open_ray
 from megarl.cluster.replication import weight_transport
 from megarl.cluster.role_workers import RoleWorkers
 from megarl.cluster.serving import check_serves
@@ -30,6 +29,7 @@ from megarl.parallel.platform import apply_environment, platform
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.families import read_model_spec
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
+from megarl.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.roles import actor_role, by_layout
 from megarl.rollout.engine import engine_spec
 from megarl.rollout.transport import WeightTransport

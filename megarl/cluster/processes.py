@@ -8,22 +8,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from megarl.cluster.location import NOWHERE, Location
+from megarl.cluster.stacks import describe
 from megarl.errors import WorkerError
 
 # How long to look for the cause once a rank failed: its peers fail too, with less telling errors.
 CAUSE_WAIT_S = 2.0
 # How often a wait asks the processes that it does not wait for whether they live.
 WATCH_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
-    """Where a process runs: Ray's id, the address and the name of its host, and the ids of the devices that Ray gave it."""
-
-    host: str
-    address: str
-    device_ids: tuple[str, ...]
-    hostname: str = ""
+# Of how many silent processes a message says what they do; the stacks of all are in the logs.
+NUM_DESCRIBED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +29,7 @@ class Process:
 
     name: str
     actor: Any
-    location: Location = Location(host="", address="", device_ids=())
+    location: Location = NOWHERE
     peers: tuple["Process", ...] = ()
 
 
@@ -64,6 +58,10 @@ class _Watch:
         for name in self._peers.keys() - set(busy) - set(self.asked.values()):
             self.asked[self._peers[name].actor.lost_workers.remote()] = name
 
+    def location_of(self, name: str) -> Location:
+        """Where a process of the run is, by its name."""
+        return self._peers[name].location if name in self._peers else NOWHERE
+
     def lost(self) -> str | None:
         """A process that has died since it was asked."""
         for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
@@ -91,11 +89,12 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
         done, pending = ray.wait(pending, timeout=max(0.0, min(WATCH_S, left_s)))
         busy = [names[ref] for ref in pending]
         if not done and left_s <= WATCH_S:
-            raise WorkerError(f"{doing}: no answer from {', '.join(busy)} within {timeout_s:.0f} s; see RUN/logs")
+            silent = f"no answer from {', '.join(busy)} within {timeout_s:.0f} s{_doing_of(busy, watch)}"
+            raise WorkerError(f"{doing}: {silent}; see RUN/logs")
         for ref in done:
             if (error := _failure(ref)) is not None:
                 watch.ask(busy)
-                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing)
+                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing, watch)
         if not done:
             if (lost := watch.lost()) is not None:
                 raise WorkerError(f"{doing}: {lost} died; see RUN/logs")
@@ -113,7 +112,15 @@ def _failure(ref: Any) -> Exception | None:
     return None
 
 
-def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str) -> Exception:
+def _doing_of(busy: Sequence[str], watch: "_Watch") -> str:
+    """` (trainer rank 1 is stopped; …)` of those that did not answer."""
+    found = describe({name: watch.location_of(name) for name in busy[:NUM_DESCRIBED]})
+    return f" ({found})" if found else ""
+
+
+def _cause(
+    error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str, watch: _Watch
+) -> Exception:
     """The failure to report: a dead process, then megarl's own errors, then whatever came first."""
     done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=CAUSE_WAIT_S) if pending else ([], [])
     failures = [(ref, error), *((r, e) for r in done if (e := _failure(r)) is not None)]
@@ -124,7 +131,11 @@ def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[An
     own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
     if own:
         return own[0]
-    return WorkerError(f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}; see RUN/logs")
+    silent = [names[r] for r in pending if r not in {failed for failed, _ in failures}]
+    others = _doing_of(silent, watch) if silent else ""
+    return WorkerError(
+        f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}{others}; see RUN/logs"
+    )
 
 
 def _last_words(failure: Exception) -> str:

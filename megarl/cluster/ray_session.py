@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -31,14 +30,6 @@ def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, enviro
         _start(settings, num_cpus=num_cpus, temp_dir=temp_dir, environment=environment)
     else:
         _join(settings.address, settings, environment)
-
-
-def keep_worker_logs(temp_dir: Path, target: Path) -> None:
-    """Copy what the workers of the Ray in `temp_dir` have printed."""
-    target.mkdir(parents=True, exist_ok=True)
-    for file in (temp_dir / "session_latest" / "logs").glob("worker-*"):
-        if file.stat().st_size:
-            shutil.copy(file, target / file.name)
 
 
 def _start(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megarl.cluster.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT
 from megarl.janitor import Janitor, end_processes
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 from megarl.parallel.platform import apply_environment
+from megarl.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
 
 # Slurm may kill what is left 3 s after its first signal.
 HURRY_S = 1.0
@@ -42,7 +41,7 @@ def main() -> None:
             print(f"{socket.gethostname()}: Ray ended by itself with exit code {code}", flush=True)
     finally:
         end_processes(janitor.scope, settle_s=0, grace_s=HURRY_S)
-        _keep_logs(janitor.scope.temp_dir, arguments.logs / socket.gethostname())
+        keep_worker_logs(janitor.scope.temp_dir, arguments.logs / socket.gethostname())
         janitor.close()
     sys.exit(0 if stopped else code or 1)
 
@@ -106,14 +105,6 @@ def _command(arguments: argparse.Namespace, ports: RayPorts, address: str, temp_
         "--disable-usage-stats",
         "--block",
     ]
-
-
-def _keep_logs(temp_dir: Path, target: Path) -> None:
-    """What Ray and its workers have printed on this host."""
-    target.mkdir(parents=True, exist_ok=True)
-    for file in (temp_dir / "session_latest" / "logs").glob("*.*"):
-        if file.is_file() and file.stat().st_size:
-            shutil.copy(file, target / file.name)
 
 
 if __name__ == "__main__":

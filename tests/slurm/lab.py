@@ -1,5 +1,5 @@
-"""A real Slurm with nodes of its own on this machine: controller and daemons, each node in namespaces (host name, network,
-processes, shared memory, temporary directory), joined by a bridge. Needs root and Debian's Slurm."""
+"""A real Slurm with nodes of its own on this machine: controller and daemons, each node in namespaces (host name,
+network, processes, shared memory, temporary directory), joined by a bridge. Needs root and Debian's Slurm."""
 
 import contextlib
 import os

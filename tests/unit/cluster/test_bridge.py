@@ -11,7 +11,8 @@ import torch
 
 from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.processes import Location, Process
+from megarl.cluster.location import Location
+from megarl.cluster.processes import Process
 from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of

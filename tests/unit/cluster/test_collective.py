@@ -9,7 +9,8 @@ import torch
 
 from megarl.cluster import collective
 from megarl.cluster.collective import CollectiveSync
-from megarl.cluster.processes import Location, Process
+from megarl.cluster.location import Location
+from megarl.cluster.processes import Process
 from megarl.errors import WeightSyncError
 from megarl.parallel.messages import StoreResult
 from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
