@@ -23,6 +23,7 @@ def _add_submit(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     submit = actions.add_parser("submit", help="check a run file against the nodes it is to use, and submit it")
     submit.add_argument("--config", type=Path, required=True, help="a run file")
     submit.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
+    submit.add_argument("--sft", action="store_true", help="the supervised warm start instead of train")
     submit.add_argument("--nodes", type=int, required=True)
     submit.add_argument("--gpus-per-node", type=int, default=8, help="0: nodes without GPUs, for small models")
     submit.add_argument("--cpus-per-node", type=int, default=64)
@@ -49,6 +50,7 @@ def _submit(arguments: argparse.Namespace) -> None:
 
     submit(
         SubmitRequest(
+            command="sft" if arguments.sft else "train",
             config=arguments.config,
             overrides=tuple(arguments.overrides),
             num_nodes=arguments.nodes,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import load_config
-from megarl.config.check import check_train
+from megarl.config.check import check_sft, check_train
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 
@@ -20,6 +20,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 class SubmitRequest:
     """What to run on which nodes; see `megarl slurm submit --help`."""
 
+    command: str
     config: Path
     overrides: tuple[str, ...]
     num_nodes: int
@@ -67,7 +68,7 @@ def job_script(request: SubmitRequest) -> str:
         )
     config = load_config(request.config, request.overrides)
     placed = [*request.overrides, *node_overrides(config, request)]
-    check_train(load_config(request.config, placed))
+    _CHECKS[request.command](load_config(request.config, placed))
     options = {
         "job-name": config.run.name,
         "nodes": str(request.num_nodes),
@@ -81,9 +82,14 @@ def job_script(request: SubmitRequest) -> str:
         text = _with_option(text, name, value)
     more = "".join(f"#SBATCH {option}\n" for option in request.sbatch_options)
     text = text.replace("set -euo pipefail\n", f"{more}set -euo pipefail\n", 1)
-    text = text.replace("${MEGARL_MAX_RESTARTS:-3}", str(request.max_restarts))
+    text = text.replace('"${MEGARL_MAX_RESTARTS:-3}"', str(request.max_restarts))
+    text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
     arguments = shlex.join([str(request.config), *placed])
     return text.replace('"$@"', arguments)
+
+
+# What each command that the script can run asks of a configuration.
+_CHECKS = {"train": check_train, "sft": check_sft}
 
 
 def _with_option(text: str, name: str, value: str | None) -> str:
@@ -106,7 +112,7 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
                 f"nodes is too slow; lower it, and raise pp or dp instead"
             )
     needs = {"placement.trainer": layout.world_size}
-    if config.placement.mode == "split":
+    if request.command == "train" and config.placement.mode == "split":
         needs["placement.engines"] = engine.num_engines * engine.tp
     nodes = _nodes_of(needs, request.num_nodes, per_node, what)
     return [f"{where}.num_nodes={count}" for where, count in nodes.items()]

@@ -148,10 +148,13 @@ class SlurmLab:
             raise LabError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout.strip()
 
-    def sbatch(self, script: Path, *arguments: str, options: Sequence[str], cwd: Path) -> int:
+    def sbatch(
+        self, script: Path, *arguments: str, options: Sequence[str], cwd: Path, exports: Mapping[str, str] | None = None
+    ) -> int:
         """Submit a job; returns its id."""
         command = ["sbatch", "--parsable", *options, str(script), *arguments]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, cwd=cwd, check=False)
+        environment = self.environment | dict(exports or {})
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd, check=False)
         if done.returncode:
             raise LabError(f"sbatch: {done.stderr}")
         return int(done.stdout)
