@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, eval, convert, slurm, doctor, report, quickstart.
+"""The `megarl` command: train, sft, eval, convert, slurm, status, doctor, report, quickstart.
 
 | exit code | meaning |
 |---|---|
@@ -102,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
+    status = commands.add_parser("status", help="say what a run is doing, from any host that sees its directory")
+    status.add_argument("run_dir", type=Path, help="the run's directory")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(run=_status)
     report = commands.add_parser("report", help="write a run's report as HTML and PNG")
     report.add_argument("run_dir", type=Path, help="the run's directory")
     report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
@@ -209,6 +213,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     if not print_diagnosis(as_json=arguments.json):
         raise SystemExit(EXIT_FAILED)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from megarl.status import print_status
+
+    print_status(arguments.run_dir, as_json=arguments.json)
 
 
 def _report(arguments: argparse.Namespace) -> None:

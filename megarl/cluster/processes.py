@@ -74,6 +74,15 @@ class _Watch:
         return None
 
 
+# What this process waits for, and since when.
+_waiting: list[tuple[str, float]] = []
+
+
+def current_wait() -> tuple[str, float] | None:
+    """What `wait_all` is waiting for in this process, and since when (seconds since 1970); None: for nothing."""
+    return _waiting[-1] if _waiting else None
+
+
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
     """Results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
 
@@ -81,6 +90,14 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
         WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
+    _waiting.append((doing, time.time()))
+    try:
+        return _wait_all(calls, timeout_s, doing)
+    finally:
+        _waiting.pop()
+
+
+def _wait_all(calls: Sequence[tuple[Process, Any]], timeout_s: float, doing: str) -> list[Any]:
     names = {ref: process.name for process, ref in calls}
     watch = _Watch(process for process, _ in calls)
     pending, deadline = [ref for _, ref in calls], time.monotonic() + timeout_s

@@ -179,8 +179,14 @@ class SlurmLab:
 
     def _start(self, command: Sequence[str], name: str) -> subprocess.Popen[bytes]:
         with (self.root / "log" / f"{name}.log").open("ab") as log:
+            # Nothing of it survives this process, however that ends.
             process = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                ["setpriv", "--pdeathsig=KILL", *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._started.append(process)
         return process

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 TWO_RANKS = ("actor.layout.tp=1", "actor.layout.sequence_parallel=false", "actor.layout.dp=2")
 QUICK = (
     "sft.batch_size=4",
-    "sft.total_steps=30",
+    "sft.total_steps=20",
     "trainer.total_steps=2",
     "cluster.object_store_mib=100",
     "cluster.start_timeout_s=90",
