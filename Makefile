@@ -8,7 +8,7 @@ TASK ?= sums
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help python install train test test-long test-gpu test-conformance check clean
+.PHONY: help python install train test test-slurm test-long test-gpu test-conformance check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -28,7 +28,10 @@ train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 # Unit tests use one core each; the others bring as many processes as they need.
 test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 2 --dist loadfile
-	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit -m "not long and not gpu"
+	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit -m "not long and not gpu and not slurm"
+
+test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
+	"$(VENV)/bin/python" -m pytest tests/slurm
 
 test-long: install ## Run further combinations of layouts, algorithms and processes
 	"$(VENV)/bin/python" -m pytest tests -m long

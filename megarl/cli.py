@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, eval, convert, doctor, report, quickstart.
+"""The `megarl` command: train, sft, eval, convert, slurm, status, doctor, report, quickstart.
 
 | exit code | meaning |
 |---|---|
@@ -27,6 +27,7 @@ from megarl.errors import (
     WeightSyncError,
     WorkerError,
 )
+from megarl.launch.cli import add_slurm
 from megarl.signals import leave_on_signals
 
 EXIT_FAILED = 1
@@ -36,6 +37,13 @@ EXIT_STOPPED = 85
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exit codes as in the module's table."""
+    arguments = parse(argv)
+    with exit_on_errors():
+        arguments.run(arguments)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """A command line's arguments; a wrong one ends the process with exit code 2."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.
@@ -45,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(unknown_options(rest))
     if rest:
         arguments.overrides += rest
-    with exit_on_errors():
-        arguments.run(arguments)
+    return arguments
 
 
 @contextlib.contextmanager
@@ -91,9 +98,14 @@ def _parser() -> argparse.ArgumentParser:
             _add_train_options(command)
     _add_eval(commands)
     add_convert(commands)
+    add_slurm(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
+    status = commands.add_parser("status", help="say what a run is doing, from any host that sees its directory")
+    status.add_argument("run_dir", type=Path, help="the run's directory")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(run=_status)
     report = commands.add_parser("report", help="write a run's report as HTML and PNG")
     report.add_argument("run_dir", type=Path, help="the run's directory")
     report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
@@ -201,6 +213,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
     if not print_diagnosis(as_json=arguments.json):
         raise SystemExit(EXIT_FAILED)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from megarl.status import print_status
+
+    print_status(arguments.run_dir, as_json=arguments.json)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
-"""Leaves nothing behind: one janitor per host ends a run's processes and removes its files when the driver is gone.
+"""Leaves nothing behind: one janitor per host ends a run's processes and removes its files when its owner is gone.
 
-Every process of a run inherits MEGARL_RUN_ID. The janitor is started by the driver, in a session of its own, and
-reads a pipe that only the driver can write to. When the pipe closes, for whatever reason (clean end, crash,
-SIGKILL), it ends every process that carries the run's id and unlinks the run's names. It touches nothing else.
+Every process of a run inherits MEGARL_RUN_ID. The janitor is started by its owner (the driver; where a run has several
+hosts, what keeps Ray on each), in a session of its own, and reads a pipe that only the owner can write to. When the
+pipe closes, for whatever reason (clean end, crash, SIGKILL), it ends every process that carries the run's id and
+unlinks the run's names. It touches nothing else.
 
 Libraries make shared memory under names of their own (vLLM's workers, multiprocessing). The janitor notes what the
 run's processes have mapped while it waits, and unlinks that too once no process maps it any more.
@@ -20,8 +21,11 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
+# Set for a driver whose hosts have janitors already: the id of the run that they look after.
+HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
 SHM_DIR = Path("/dev/shm")
 GRACE_S = 3.0
 # Ray's own processes end within seconds of the driver after a clean shutdown; let them.
@@ -85,11 +89,38 @@ def _is_zombie(entry: Path) -> bool:
     return entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-class Janitor:
-    """The driver's end of the pipe. Closing it, or dying, lets the janitor clean up."""
+class Caretaker(Protocol):
+    """Who looks after a run's names on the driver's host."""
 
-    def __init__(self) -> None:
-        self.scope = RunScope(run_id=uuid.uuid4().hex[:8])
+    scope: RunScope
+
+    def close(self) -> None:
+        """The driver is done."""
+
+
+class HostedRun:
+    """The caretaker of a driver whose hosts have janitors already, which outlive it."""
+
+    def __init__(self, run_id: str) -> None:
+        self.scope = RunScope(run_id=run_id)
+        os.environ[RUN_ID_VARIABLE] = run_id
+
+    def close(self) -> None:
+        """Nothing is the driver's to clean up."""
+        os.environ.pop(RUN_ID_VARIABLE, None)
+
+
+def open_caretaker() -> Caretaker:
+    """The one that the environment names, or a janitor of this process."""
+    run_id = os.environ.get(HOSTED_RUN_VARIABLE)
+    return Janitor() if run_id is None else HostedRun(run_id)
+
+
+class Janitor:
+    """The owner's end of the pipe. Closing it, or dying, lets the janitor clean up."""
+
+    def __init__(self, run_id: str | None = None) -> None:
+        self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])
         # Set before any child exists, so that all of them inherit it.
         os.environ[RUN_ID_VARIABLE] = self.scope.run_id
         read_end, self._write_end = os.pipe()
@@ -113,19 +144,10 @@ class Janitor:
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     """End the run's processes, then unlink its names and the `noted` files of its libraries.
 
-    The driver does not carry its own id.
+    The owner does not carry the id in the environment that it was started with.
     """
     libraries = {*noted, *scope.mapped_files()}
-    deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline and scope.processes():
-        time.sleep(0.1)
-    for signum, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        deadline = time.monotonic() + wait_s
-        # Again and again: a process may have forked another one before its own end.
-        while (alive := scope.processes()) and time.monotonic() < deadline:
-            for pid in alive:
-                _signal(pid, signum)
-            time.sleep(0.1)
+    end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)
     for path in scope.leftovers():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -134,6 +156,20 @@ def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     in_use = {file for pid in _all_processes() for file in mapped_files(pid)} if libraries else set()
     for path in libraries - in_use:
         path.unlink(missing_ok=True)
+
+
+def end_processes(scope: RunScope, *, settle_s: float, grace_s: float) -> None:
+    """Wait up to `settle_s` for the run's processes to end, then up to `grace_s` after SIGTERM; SIGKILL the rest."""
+    deadline = time.monotonic() + settle_s
+    while time.monotonic() < deadline and scope.processes():
+        time.sleep(0.1)
+    for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, GRACE_S)):
+        deadline = time.monotonic() + wait_s
+        # Again and again: a process may have forked another one before its own end.
+        while (alive := scope.processes()) and time.monotonic() < deadline:
+            for pid in alive:
+                _signal(pid, signum)
+            time.sleep(0.1)
 
 
 def _all_processes() -> list[int]:
@@ -153,7 +189,7 @@ def main(argv: list[str]) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     scope, noted = RunScope(run_id=run_id), set[Path]()
-    # Nothing is ever written: the pipe becomes readable when the driver's end closes.
+    # Nothing is ever written: the pipe becomes readable when the owner's end closes.
     while not select.select([read_end], [], [], WATCH_S)[0]:
         noted |= scope.mapped_files()
     clean_up(scope, noted)

@@ -34,6 +34,11 @@ class RunPaths:
         return self.root / "versions.json"
 
     @property
+    def status(self) -> Path:
+        """What the driver is doing; see `megarl.status`."""
+        return self.root / "status.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

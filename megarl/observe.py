@@ -77,13 +77,21 @@ class RunRecorder:
                     f"{self.paths.root} already holds a run; choose another run.name, or pass --resume or --overwrite"
                 )
             self._require_inputs_elsewhere()
-            shutil.rmtree(self.paths.root)
+            self._remove_all_but_logs()
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot make {self.paths.root}: {error.strerror}; choose another") from error
         self.paths.config.write_text(dump(config))
         self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
+
+    def _remove_all_but_logs(self) -> None:
+        """Of the jobs that run here, the present one among them, the logs stay."""
+        for entry in self.paths.root.iterdir():
+            if entry.is_dir() and entry != self.paths.logs:
+                shutil.rmtree(entry)
+            elif not entry.is_dir():
+                entry.unlink()
 
     def _require_inputs_elsewhere(self) -> None:
         """Overwriting must not remove what the run is about to read."""

@@ -2,10 +2,11 @@
 
 A bundle holds one device that a rank of the actor's layout uses, one of every further layout, and in the colocated
 mode an engine too; in the split mode an engine has a bundle of `tp` devices to itself. A placement group covers one
-node, so that its bundles stay together.
+node, so that its bundles stay together. Where Ray has several hosts the nodes take them in turn, the driver's first.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,7 +131,11 @@ class Reservation:
 
     def __init__(self, plan: PlacementPlan, *, timeout_s: float) -> None:
         self._groups = plan.groups
-        self._nodes = {name: _reserve(name, group, timeout_s) for name, group in plan.groups.items()}
+        hosts = _hosts_in_turn()
+        self._nodes = {
+            name: _reserve(name, group, list(itertools.islice(hosts, group.num_nodes)), timeout_s)
+            for name, group in plan.groups.items()
+        }
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Options of the Ray actor that takes a seat."""
@@ -140,14 +145,24 @@ class Reservation:
         return {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
 
 
-def _reserve(name: str, group: NodeGroup, timeout_s: float) -> list[PlacementGroup]:
+def _hosts_in_turn() -> Iterator[Mapping[str, float]]:
+    """Of each live host of Ray the resource that only it has, over and over."""
+    driver = ray.util.get_node_ip_address()
+    addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    # Any amount will do: it says where, not how much.
+    return itertools.cycle({f"node:{a}": 0.001} for a in sorted(addresses, key=lambda a: (a != driver, a)))
+
+
+def _reserve(
+    name: str, group: NodeGroup, hosts: Sequence[Mapping[str, float]], timeout_s: float
+) -> list[PlacementGroup]:
     """One placement group per node. Too few CPUs or GPUs would otherwise wait for ever.
 
     Raises:
         ConfigError: the cluster has no room, with what each of its nodes has.
     """
-    bundles = [dict(group.bundle)] * group.bundles_per_node
-    nodes = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(group.num_nodes)]
+    others = [dict(group.bundle)] * (group.bundles_per_node - 1)
+    nodes = [placement_group([{**group.bundle, **host}, *others], strategy="STRICT_PACK") for host in hosts]
     try:
         ray.get([node.ready() for node in nodes], timeout=timeout_s)
     except GetTimeoutError as error:

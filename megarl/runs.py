@@ -14,6 +14,7 @@ from megarl.parallel.messages import RoleSpec
 from megarl.report import write_report
 from megarl.resume import find_checkpoint, resume_notes
 from megarl.roles import actor_role
+from megarl.status import Heartbeat
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -29,7 +30,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
             print(f"{name}: dropped {data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
     for warning in inputs.warnings:
         print(f"warning: {warning}")
-    with started_cluster(config, recorder.paths.logs, inputs.roles) as cluster:
+    with _heartbeat(recorder, "train"), started_cluster(config, recorder.paths.logs, inputs.roles) as cluster:
         from megarl.trainer import Trainer
 
         Trainer(inputs, cluster, recorder).fit(checkpoint)
@@ -42,11 +43,20 @@ def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> Run
     inputs = open_sft_inputs(config)
     checkpoint = find_checkpoint(config, "sft") if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
-    with started_cluster(config, recorder.paths.logs, [actor_role(config)], with_engine=False) as cluster:
+    with (
+        _heartbeat(recorder, "sft"),
+        started_cluster(config, recorder.paths.logs, [actor_role(config)], with_engine=False) as cluster,
+    ):
         from megarl.sft import run_sft
 
         run_sft(inputs, cluster, recorder, checkpoint)
     return recorder
+
+
+def _heartbeat(recorder: RunRecorder, command: str) -> Heartbeat:
+    from megarl.cluster.processes import current_wait
+
+    return Heartbeat(recorder.paths.status, command, current_wait)
 
 
 def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: bool) -> RunRecorder:

@@ -1,13 +1,16 @@
 """Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import psutil
 import ray
 
-from megarl.cluster.processes import Location
+from megarl.cluster.location import Location
 from megarl.cluster.rows import RowShards
+from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.parallel.platform import platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
@@ -21,6 +24,7 @@ class RunActor:
 
     def __init__(self) -> None:
         self._host_file = HostFile()
+        write_stacks_on_signal()
 
     def locate(self) -> Location:
         """Where this process runs."""
@@ -29,6 +33,9 @@ class RunActor:
             host=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
             device_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            stacks=str(stacks_directory()),
         )
 
     def lost_workers(self) -> list[int]:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,33 +16,27 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate, wait_all
-from megarl.cluster.ray_session import start_ray
+from megarl.cluster.ray_session import open_ray
 from megarl.cluster.replication import weight_transport
 from megarl.cluster.role_workers import RoleWorkers
 from megarl.cluster.serving import check_serves
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import Config
 from megarl.errors import RunStopped
-from megarl.janitor import Janitor
+from megarl.janitor import open_caretaker
 from megarl.parallel.messages import RoleSpec
 from megarl.parallel.platform import apply_environment, platform
 from megarl.parallel.weights.bridge.casts import wire_specs
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.families import read_model_spec
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
+from megarl.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.roles import actor_role, by_layout
 from megarl.rollout.engine import engine_spec
 from megarl.rollout.transport import WeightTransport
 from megarl.rollout.weight_sync import PolicySync, WeightSync
 from megarl.safetensors_map import TensorSpec
 
-RAY_ENVIRONMENT = {
-    # A token file left by another cluster would break the workers.
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-}
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -64,10 +57,14 @@ class Cluster:
     ) -> None:
         self._config, self._log_dir, self._closed = config, log_dir, False
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
-        environment = apply_environment() | {"PYTHONWARNINGS": "ignore"}
+        environment = apply_environment()
+        if config.cluster.address is not None:
+            # Every host has its own, set where Ray was started.
+            environment = {}
+        environment["PYTHONWARNINGS"] = "ignore"
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
-        self._janitor = Janitor()
-        self.scope = self._janitor.scope
+        self._caretaker = open_caretaker()
+        self.scope = self._caretaker.scope
         # Libraries leave files in the temporary directory; the run's own is removed as a whole.
         environment["TMPDIR"] = str(self.scope.temp_dir)
         self.engines = EngineGroup([], timeout_s=0)
@@ -93,7 +90,7 @@ class Cluster:
             with_trainer=bool(self._roles),
             other_layouts=other_layouts,
         )
-        start_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
+        open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
         self._engine_seats = plan.engines
         # Engines take longest: start them first, wait for them last.
@@ -221,20 +218,13 @@ class Cluster:
                 if not failed:
                     self._close_actors()
                 elif self._log_dir is not None:
-                    self._keep_logs(self._log_dir)
+                    keep_worker_logs(self.scope.temp_dir, self._log_dir)
         finally:
             ray.shutdown()
-            self._janitor.close()
+            self._caretaker.close()
 
     def _close_actors(self) -> None:
         processes = [*self.workers.processes, *self.engines.processes]
         refs = [p.actor.call.remote("close") for p in processes]
         with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
             ray.get(refs, timeout=CLOSE_TIMEOUT_S)
-
-    def _keep_logs(self, target: Path) -> None:
-        source = self.scope.temp_dir / "session_latest" / "logs"
-        target.mkdir(parents=True, exist_ok=True)
-        for file in source.glob("worker-*"):
-            if file.stat().st_size:
-                shutil.copy(file, target / file.name)

@@ -8,21 +8,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from megarl.cluster.location import NOWHERE, Location
+from megarl.cluster.stacks import describe
 from megarl.errors import WorkerError
 
 # How long to look for the cause once a rank failed: its peers fail too, with less telling errors.
 CAUSE_WAIT_S = 2.0
 # How often a wait asks the processes that it does not wait for whether they live.
 WATCH_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Location:
-    """Where a process runs: Ray's id and the address of its host, and the ids of the devices that Ray gave it."""
-
-    host: str
-    address: str
-    device_ids: tuple[str, ...]
+# Of how many silent processes a message says what they do; the stacks of all are in the logs.
+NUM_DESCRIBED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +29,19 @@ class Process:
 
     name: str
     actor: Any
-    location: Location = Location(host="", address="", device_ids=())
+    location: Location = NOWHERE
     peers: tuple["Process", ...] = ()
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """The processes of named actors (`RunActor`), once all have started."""
+    """The processes of named actors (`RunActor`), once all have started. With several hosts their names say which."""
     processes = [Process(name=name, actor=actor) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
-    located = tuple(replace(p, location=location) for p, location in zip(processes, locations, strict=True))
+    several = len({location.host for location in locations}) > 1
+    located = tuple(
+        replace(p, name=f"{p.name} ({location.hostname})" if several else p.name, location=location)
+        for p, location in zip(processes, locations, strict=True)
+    )
     return [replace(p, peers=located) for p in located]
 
 
@@ -59,6 +58,10 @@ class _Watch:
         for name in self._peers.keys() - set(busy) - set(self.asked.values()):
             self.asked[self._peers[name].actor.lost_workers.remote()] = name
 
+    def location_of(self, name: str) -> Location:
+        """Where a process of the run is, by its name."""
+        return self._peers[name].location if name in self._peers else NOWHERE
+
     def lost(self) -> str | None:
         """A process that has died since it was asked."""
         for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
@@ -71,6 +74,15 @@ class _Watch:
         return None
 
 
+# What this process waits for, and since when.
+_waiting: list[tuple[str, float]] = []
+
+
+def current_wait() -> tuple[str, float] | None:
+    """What `wait_all` is waiting for in this process, and since when (seconds since 1970); None: for nothing."""
+    return _waiting[-1] if _waiting else None
+
+
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
     """Results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
 
@@ -78,6 +90,14 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
         WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
+    _waiting.append((doing, time.time()))
+    try:
+        return _wait_all(calls, timeout_s, doing)
+    finally:
+        _waiting.pop()
+
+
+def _wait_all(calls: Sequence[tuple[Process, Any]], timeout_s: float, doing: str) -> list[Any]:
     names = {ref: process.name for process, ref in calls}
     watch = _Watch(process for process, _ in calls)
     pending, deadline = [ref for _, ref in calls], time.monotonic() + timeout_s
@@ -86,11 +106,12 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
         done, pending = ray.wait(pending, timeout=max(0.0, min(WATCH_S, left_s)))
         busy = [names[ref] for ref in pending]
         if not done and left_s <= WATCH_S:
-            raise WorkerError(f"{doing}: no answer from {', '.join(busy)} within {timeout_s:.0f} s; see RUN/logs")
+            silent = f"no answer from {', '.join(busy)} within {timeout_s:.0f} s{_doing_of(busy, watch)}"
+            raise WorkerError(f"{doing}: {silent}; see RUN/logs")
         for ref in done:
             if (error := _failure(ref)) is not None:
                 watch.ask(busy)
-                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing)
+                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing, watch)
         if not done:
             if (lost := watch.lost()) is not None:
                 raise WorkerError(f"{doing}: {lost} died; see RUN/logs")
@@ -108,7 +129,15 @@ def _failure(ref: Any) -> Exception | None:
     return None
 
 
-def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str) -> Exception:
+def _doing_of(busy: Sequence[str], watch: "_Watch") -> str:
+    """` (trainer rank 1 is stopped; …)` of those that did not answer."""
+    found = describe({name: watch.location_of(name) for name in busy[:NUM_DESCRIBED]})
+    return f" ({found})" if found else ""
+
+
+def _cause(
+    error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str, watch: _Watch
+) -> Exception:
     """The failure to report: a dead process, then megarl's own errors, then whatever came first."""
     done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=CAUSE_WAIT_S) if pending else ([], [])
     failures = [(ref, error), *((r, e) for r in done if (e := _failure(r)) is not None)]
@@ -119,7 +148,11 @@ def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[An
     own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
     if own:
         return own[0]
-    return WorkerError(f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}; see RUN/logs")
+    silent = [names[r] for r in pending if r not in {failed for failed, _ in failures}]
+    others = _doing_of(silent, watch) if silent else ""
+    return WorkerError(
+        f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}{others}; see RUN/logs"
+    )
 
 
 def _last_words(failure: Exception) -> str:

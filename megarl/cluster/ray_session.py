@@ -1,9 +1,12 @@
-"""Ray's own processes, started for one run on this host."""
+"""Ray's own processes: started for one run on this host, or joined where they run already."""
 
 import math
 import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -11,29 +14,75 @@ from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.signals import keep_handlers
 
+# How often a host that is not there yet is looked for.
+POLL_S = 0.2
 
-def start_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
-    """Start Ray with room for `num_cpus` logical CPUs; its workers get `environment`.
+
+def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
+    """Connect this process to the run's Ray; its workers get `environment`.
+
+    Without `settings.address` Ray is started here, with room for `num_cpus` logical CPUs.
 
     Raises:
-        WorkerError: Ray did not come up.
+        WorkerError: Ray did not come up, or not on all of `settings.hosts`.
     """
+    if settings.address is None:
+        _start(settings, num_cpus=num_cpus, temp_dir=temp_dir, environment=environment)
+    else:
+        _join(settings.address, settings, environment)
+
+
+def _start(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
     try:
-        with keep_handlers():
-            ray.init(
-                address="local",
-                # Logical CPUs only decide placement: ranks and engines may share a core.
-                num_cpus=settings.num_cpus or max(os.cpu_count() or 1, math.ceil(num_cpus)),
-                object_store_memory=settings.object_store_mib << 20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-                _temp_dir=str(temp_dir),
-                runtime_env={"env_vars": dict(environment)},
-            )
+        _connect(
+            environment,
+            address="local",
+            # Logical CPUs only decide placement: ranks and engines may share a core.
+            num_cpus=settings.num_cpus or max(os.cpu_count() or 1, math.ceil(num_cpus)),
+            object_store_memory=settings.object_store_mib << 20,
+            include_dashboard=False,
+            _temp_dir=str(temp_dir),
+        )
     # Ray raises whatever fits where it fails: OSError, ValueError, RuntimeError and Exception itself.
     except Exception as error:
         raise WorkerError(
             f"Ray did not start ({type(error).__name__}: {error}); free CPUs, memory and room in {temp_dir.parent} and "
             f"/dev/shm, or lower cluster.object_store_mib, and start the run again"
         ) from error
+
+
+def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str]) -> None:
+    deadline = time.monotonic() + settings.start_timeout_s
+    try:
+        _wait_for_port(address, deadline)
+        _connect(environment, address=address)
+    except Exception as error:
+        raise WorkerError(
+            f"cluster.address: no Ray cluster at {address} within {settings.start_timeout_s:g} s "
+            f"({type(error).__name__}: {error}); look into the logs of the hosts, or raise cluster.start_timeout_s"
+        ) from error
+    while missing := set(settings.hosts) - {n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"]}:
+        if time.monotonic() > deadline:
+            raise WorkerError(
+                f"{', '.join(sorted(missing))} of {len(settings.hosts)} hosts did not join Ray at {address} within "
+                f"{settings.start_timeout_s:g} s; look into the logs of these hosts, or raise cluster.start_timeout_s"
+            )
+        time.sleep(POLL_S)
+
+
+def _wait_for_port(address: str, deadline: float) -> None:
+    """Ray itself gives up after seconds, with many lines about it."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def _connect(environment: Mapping[str, str], **settings: Any) -> None:
+    with keep_handlers():
+        ray.init(log_to_driver=False, logging_level="error", runtime_env={"env_vars": dict(environment)}, **settings)

@@ -17,6 +17,7 @@ from megarl.config.check_batches import (
     max_row_terms,
     max_row_tokens,
 )
+from megarl.config.check_cluster import check_cluster
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import (
@@ -176,6 +177,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     check_row_fits_micro_batch,
     check_row_fits_engine,
     check_trainer_nodes,
+    check_cluster,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
@@ -208,6 +210,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_transport,
     check_bridge_options,
     _require_ipc,
+    check_cluster,
 )
 
 

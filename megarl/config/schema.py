@@ -327,9 +327,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The Ray cluster of the run. `num_cpus` counts logical CPUs; null means what the host has."""
+    """The Ray cluster of the run: one that is started on this host and ends with the run, or one that runs already."""
 
-    num_cpus: int | None = None  # Logical: they decide placement only.
+    # HOST:PORT of a running Ray cluster, as `megarl slurm run` starts it; null: Ray is started on this host.
+    address: str | None = None
+    # Names of the hosts that must be part of it before the run starts; []: whatever is there.
+    hosts: tuple[str, ...] = ()
+    num_cpus: int | None = None  # Logical: they decide placement only; null: what the host has.
     object_store_mib: int = 256  # Of Ray, in shared memory.
     start_timeout_s: float = 180.0  # For processes to start and meet.
     collective_timeout_s: float = 120.0  # After which a rank that waits for another fails.

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from megarl.cluster.processes import Location, Process
+from megarl.cluster.location import Location
+from megarl.cluster.processes import Process
 
 MakeProcess: TypeAlias = Callable[[str, Any], Process]
 

@@ -14,13 +14,16 @@ import ray
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
-from megarl.cluster.cluster import RAY_ENVIRONMENT
-from megarl.cluster.processes import Location, locate
+from megarl.cluster.location import Location
+from megarl.cluster.processes import locate
+from megarl.cluster.ray_session import _wait_for_port
+from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.config.schema import LayoutConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.janitor import Janitor
 from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.platform import apply_environment
+from megarl.ray_environment import RAY_ENVIRONMENT
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import AlgoState, Denominators, FinishReason, Row
 
@@ -33,9 +36,11 @@ class Worker:
 
     def __init__(self, index: int) -> None:
         self.index, self.num_asked, self.workers = index, 0, list[int]()
+        write_stacks_on_signal()
 
     def locate(self) -> Location:
-        return Location(host="here", address=str(os.getpid()), device_ids=())
+        host, stacks = ray.get_runtime_context().get_node_id(), str(stacks_directory())
+        return Location(host=host, address="", device_ids=(), pid=os.getpid(), stacks=stacks)
 
     def lost_workers(self) -> list[int]:
         self.num_asked += 1
@@ -61,6 +66,10 @@ class Worker:
     def die(self, after_s: float) -> None:
         time.sleep(after_s)
         os._exit(1)
+
+    def wait_for_port(self) -> None:
+        """Code of megarl that takes long: nothing listens there."""
+        _wait_for_port("127.0.0.1:1", time.monotonic() + 60.0)
 
     # --- as a rank
 
@@ -114,6 +123,7 @@ def ray_session() -> Iterator[None]:
             log_to_driver=False,
             logging_level="error",
             _temp_dir=str(janitor.scope.temp_dir),
+            runtime_env={"env_vars": {"TMPDIR": str(janitor.scope.temp_dir)}},
         )
         yield
     finally:
@@ -136,7 +146,7 @@ def start_run(*names: str) -> list[Process]:
 
 
 def kill_after(delay_s: float, process: Process) -> None:
-    threading.Timer(delay_s, os.kill, (int(process.location.address), signal.SIGKILL)).start()
+    threading.Timer(delay_s, os.kill, (process.location.pid, signal.SIGKILL)).start()
 
 
 def calls(processes: Sequence[Process], *requests: tuple[Any, ...]) -> list[tuple[Process, Any]]:
@@ -153,6 +163,24 @@ def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
     ray.get([pending[0][1], pending[2][1]])
     with pytest.raises(WorkerError, match="waiting: no answer from trainer rank 1 within 0 s"):
         wait_all(pending, timeout_s=0.2, doing="waiting")
+
+
+def test_what_those_who_did_not_answer_do_is_said(ray_session: None) -> None:
+    """One is stopped, one waits in code of ours; the stacks of the second are kept."""
+    stopped, waiting = start_run("trainer rank 0", "trainer rank 1")
+    os.kill(stopped.location.pid, signal.SIGSTOP)
+    pending = calls([stopped, waiting], ("answer", 0.0), ("wait_for_port",))
+    try:
+        with pytest.raises(WorkerError) as caught:
+            wait_all(pending, timeout_s=4.0, doing="updating")
+    finally:
+        os.kill(stopped.location.pid, signal.SIGCONT)
+    message = str(caught.value)
+    assert message.startswith(
+        "updating: no answer from trainer rank 0, trainer rank 1 within 4 s (trainer rank 0 is stopped; "
+    )
+    assert "trainer rank 1 is at megarl/cluster/ray_session.py:" in message
+    assert "in _wait_for_port" in Path(waiting.location.stacks, f"{waiting.location.pid}.txt").read_text()
 
 
 @pytest.mark.parametrize("first_call", [(), ("answer", 0.0)], ids=["idle", "done"])
@@ -186,7 +214,7 @@ def test_who_is_busy_with_something_else_is_asked_once(ray_session: None) -> Non
 
 def test_a_process_that_died_earlier_is_the_cause_of_an_error(ray_session: None) -> None:
     rank, doomed = start_run("trainer rank 0", "engine 0")
-    os.kill(int(doomed.location.address), signal.SIGKILL)
+    os.kill(doomed.location.pid, signal.SIGKILL)
     pending = calls([rank], ("fail", RuntimeError("Connection closed by peer"), 0.1))
     with pytest.raises(WorkerError, match=r"^updating: engine 0 died; see RUN/logs$"):
         wait_all(pending, timeout_s=30.0, doing="updating")

@@ -133,13 +133,21 @@ def test_resource_table() -> None:
 
 
 class FakeRay:
-    """A Ray cluster that is full."""
+    """A Ray cluster that is full, unless it `has_room`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *addresses: str,
+        driver: str = "127.0.0.1",
+        has_room: bool = False,
+    ) -> None:
         self.asked: list[tuple[list[dict[str, float]], str]] = []
+        self._has_room, nodes = has_room, [_node(a) for a in addresses or [driver]]
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: driver)
         monkeypatch.setattr("megarl.placement.placement_group", self._placement_group)
         monkeypatch.setattr(ray, "get", self._get)
-        monkeypatch.setattr(ray, "nodes", lambda: [_node()])
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
         monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
 
     def _placement_group(self, bundles: list[dict[str, float]], strategy: str) -> "FakeRay":
@@ -150,11 +158,12 @@ class FakeRay:
         return None
 
     def _get(self, refs: list[None], timeout: float) -> None:
-        raise ray.exceptions.GetTimeoutError
+        if not self._has_room:
+            raise ray.exceptions.GetTimeoutError
 
 
-def _node() -> dict[str, Any]:
-    return {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 1.0}}
+def _node(address: str) -> dict[str, Any]:
+    return {"Alive": True, "NodeManagerAddress": address, "Resources": {"CPU": 1.0}}
 
 
 def test_no_room_says_what_was_wanted_what_there_is_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,4 +177,20 @@ def test_no_room_says_what_was_wanted_what_there_is_and_what_to_do(monkeypatch: 
         "placement, or raise cluster.num_cpus"
     )
     # A placement group per node, whose bundles stay together.
-    assert full.asked == [([GPU_DEVICE] * 2, "STRICT_PACK")] * 2
+    assert full.asked == [([_on("127.0.0.1"), GPU_DEVICE], "STRICT_PACK")] * 2
+
+
+def test_nodes_take_the_hosts_in_turn_the_drivers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FakeRay(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3", driver="10.0.0.2")
+    split = {"mode": "split", "trainer": {"num_nodes": 2}, "engines": {"num_nodes": 1}}
+    with pytest.raises(ConfigError):
+        Reservation(plan(GPU_DEVICE, dp=2, engine={"num_engines": 1}, placement=split), timeout_s=5)
+    assert full.asked == [([_on("10.0.0.2")], "STRICT_PACK"), ([_on("10.0.0.1")], "STRICT_PACK")]
+    full = FakeRay(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3", driver="10.0.0.2", has_room=True)
+    Reservation(plan(GPU_DEVICE, dp=2, engine={"num_engines": 1}, placement=split), timeout_s=5)
+    assert [bundles for bundles, _ in full.asked] == [[_on(f"10.0.0.{i}")] for i in (2, 1, 3)]
+
+
+def _on(address: str) -> dict[str, float]:
+    """A device's bundle that only one host has."""
+    return {**GPU_DEVICE, f"node:{address}": 0.001}

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from megarl.cluster import Cluster
-from megarl.cluster.ray_session import start_ray
+from megarl.cluster.ray_session import open_ray
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import WorkerError
 from megarl.janitor import RUN_ID_VARIABLE
@@ -38,7 +38,7 @@ def test_ray_that_does_not_start_is_one_kind_of_error(
     monkeypatch.setattr(ray, "init", init)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(WorkerError) as caught:
-        start_ray(ClusterConfig(), num_cpus=2.0, temp_dir=tmp_path / "mr", environment={})
+        open_ray(ClusterConfig(), num_cpus=2.0, temp_dir=tmp_path / "mr", environment={})
     message = str(caught.value)
     assert message.startswith(f"Ray did not start ({type(failure).__name__}: {failure}); free CPUs, memory")
     assert message.endswith("or lower cluster.object_store_mib, and start the run again")
@@ -49,11 +49,11 @@ def test_what_ray_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", asked.update)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    start_ray(ClusterConfig(object_store_mib=100), num_cpus=6.5, temp_dir=tmp_path, environment={"A": "1"})
+    open_ray(ClusterConfig(object_store_mib=100), num_cpus=6.5, temp_dir=tmp_path, environment={"A": "1"})
     # 6.5 CPUs of placement need seven logical ones, on a host of two.
     assert (asked["num_cpus"], asked["object_store_memory"]) == (7, 100 * 2**20)
     assert asked["runtime_env"] == {"env_vars": {"A": "1"}}
-    start_ray(ClusterConfig(num_cpus=3), num_cpus=6.5, temp_dir=tmp_path, environment={})
+    open_ray(ClusterConfig(num_cpus=3), num_cpus=6.5, temp_dir=tmp_path, environment={})
     assert asked["num_cpus"] == 3
 
 

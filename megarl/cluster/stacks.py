@@ -1,0 +1,109 @@
+"""What processes that do not answer are doing: their state as Linux sees it, and their Python stacks.
+
+Every process of a run writes its stacks into a file when it gets SIGUSR2. The handler is in C, so that it works while
+the process waits in a collective; it does not work in a process that is stopped, which is then said.
+"""
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.cluster.location import Location
+
+DUMP_SIGNAL = signal.SIGUSR2
+# What a process gets to write its stacks, and another host to answer.
+DUMP_S, HOST_S = 0.5, 10.0
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_COLLECTIVES = "distributed_c10d.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """A process as Linux describes it (`running`, `stopped`, `gone`, …), and its stacks, the main thread's last."""
+
+    state: str
+    stacks: str
+
+    def __str__(self) -> str:
+        """`is stopped`, or `waits in all_reduce, called at megarl/parallel/passes.py:88`."""
+        if self.state in ("stopped", "gone", "zombie"):
+            return f"is {self.state}"
+        frames = [found for line in self.stacks.splitlines() if (found := _FRAME.match(line))]
+        collective = next((f["function"] for f in frames if f["file"].endswith(_COLLECTIVES)), None)
+        own = next((f for f in frames if "/megarl/" in f["file"]), None)
+        at = "" if own is None else f"megarl/{own['file'].rpartition('/megarl/')[2]}:{own['line']}"
+        if collective is not None:
+            return f"waits in {collective}, called at {at}" if at else f"waits in {collective}"
+        return f"is at {at}" if at else f"is {self.state}"
+
+
+def stacks_directory() -> Path:
+    """Where the processes of this run and host write their stacks."""
+    return Path(tempfile.gettempdir()) / "stacks"
+
+
+def write_stacks_on_signal() -> None:
+    """Let this process write its stacks when it gets `DUMP_SIGNAL`."""
+    directory = stacks_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    # Kept open for as long as the process lives.
+    faulthandler.register(DUMP_SIGNAL, file=(directory / f"{os.getpid()}.txt").open("a"), all_threads=True)
+
+
+def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:
+    """What processes of this host do; `directory` is where they write their stacks."""
+    asked = [pid for pid in pids if _state(pid) not in ("stopped", "gone", "zombie")]
+    for pid in asked:
+        os.kill(pid, DUMP_SIGNAL)
+    if asked:
+        time.sleep(DUMP_S)
+    return {pid: Activity(state=_state(pid), stacks=_read(Path(directory) / f"{pid}.txt")) for pid in pids}
+
+
+def _state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def describe(locations: Mapping[str, Location]) -> str:
+    """What named processes do: `rank 1 is stopped; rank 0 waits in all_reduce, called at …`."""
+    found: dict[str, Activity] = {}
+    by_host: dict[str, dict[str, Location]] = defaultdict(dict)
+    for name, location in locations.items():
+        if location.pid:
+            by_host[location.host][name] = location
+    for host, its in by_host.items():
+        directory, pids = next(iter(its.values())).stacks, [location.pid for location in its.values()]
+        here = host == ray.get_runtime_context().get_node_id()
+        seen = activities(pids, directory) if here else _remote_activities(host, pids, directory)
+        found |= {name: seen[location.pid] for name, location in its.items()}
+    return "; ".join(f"{name} {activity}" for name, activity in found.items())
+
+
+def _remote_activities(host: str, pids: Sequence[int], directory: str) -> Mapping[int, Activity]:
+    """Of another host, if it answers."""
+    strategy = NodeAffinitySchedulingStrategy(host, soft=False)
+    task = ray.remote(num_cpus=0)(activities).options(scheduling_strategy=strategy)
+    try:
+        found: Mapping[int, Activity] = ray.get(task.remote(list(pids), directory), timeout=HOST_S)
+    except (RayError, GetTimeoutError):
+        return {pid: Activity(state="on a host that does not answer", stacks="") for pid in pids}
+    return found

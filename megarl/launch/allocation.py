@@ -1,0 +1,87 @@
+"""What Slurm gave this job, and what follows from it for Ray."""
+
+import ipaddress
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import psutil
+
+from megarl.errors import ConfigError
+
+# Below the range that Linux takes its own ports from.
+FIRST_PORT, NUM_PORTS = 20000, 12000
+PORTS_PER_JOB = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """A job's hosts, this one first. num_requeues: how often the job has been put back into the queue."""
+
+    job_id: int
+    hosts: tuple[str, ...]
+    cpus_per_host: int
+    num_requeues: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """The allocation that Slurm describes to a batch script. Raises ConfigError outside of one."""
+        try:
+            job_id, nodes = int(environment["SLURM_JOB_ID"]), environment["SLURM_JOB_NODELIST"]
+        except KeyError as error:
+            raise ConfigError(
+                f"{error.args[0]} is not set, so this is no Slurm job; submit one with `megarl slurm submit`, or run "
+                f"`megarl train` itself on one host"
+            ) from error
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        return cls(
+            job_id=job_id,
+            hosts=tuple(listed.stdout.split()),
+            cpus_per_host=int(environment.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1)),
+            num_requeues=int(environment.get("SLURM_RESTART_COUNT", 0)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayPorts:
+    """The ports of Ray that cannot be left to chance; those of jobs that share a host differ."""
+
+    gcs: int
+    client: int
+    agent: int
+
+    @classmethod
+    def of_job(cls, job_id: int) -> Self:
+        """A block of its own for each of any 4,000 consecutive job ids."""
+        first = FIRST_PORT + job_id * PORTS_PER_JOB % NUM_PORTS
+        return cls(gcs=first, client=first + 1, agent=first + 2)
+
+
+def own_address(hostname: str) -> str:
+    """The IPv4 address at which other hosts reach this one, which they call `hostname`.
+
+    Some systems resolve a host's own name to a loopback address; then it is the first other one.
+    """
+    resolved = socket.gethostbyname(hostname)
+    if not ipaddress.ip_address(resolved).is_loopback:
+        return resolved
+    addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]
+    return next((a for a in addresses if not ipaddress.ip_address(a).is_loopback), resolved)
+
+
+def address_towards(address: str, port: int) -> str:
+    """The IPv4 address of this host on its way to another one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address of this host."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(a.address == address for a in found):
+            return name
+    raise ConfigError(f"no network interface of {socket.gethostname()} has the address {address}")

@@ -1,0 +1,111 @@
+"""One host of a run: keeps Ray there, and leaves nothing behind. `python -m megarl.launch.host`, started by srun."""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from megarl.janitor import Janitor, end_processes
+from megarl.launch.allocation import RayPorts, address_towards, interface_of
+from megarl.parallel.platform import apply_environment
+from megarl.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
+
+# Slurm may kill what is left 3 s after its first signal.
+HURRY_S = 1.0
+
+
+def main() -> None:
+    """Start Ray, wait until it ends or SIGTERM comes, clean up; the exit code is Ray's."""
+    arguments = _parser().parse_args()
+    ports, head = RayPorts.of_job(arguments.job_id), str(arguments.head)
+    address = address_towards(head, ports.gcs)
+    # Workers inherit all of this from Ray. What the user exported wins.
+    os.environ.setdefault("MEGARL_HOST_ADDRESS", address)
+    if address != "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(address))
+    apply_environment()
+    for name, value in (RAY_ENVIRONMENT | HEALTH_CHECKS).items():
+        os.environ.setdefault(name, value)
+    janitor = Janitor(arguments.run_id)
+    code = 1
+    try:
+        with _stop_on_sigterm() as stopped:
+            code = _keep_ray(_command(arguments, ports, address, janitor.scope.temp_dir))
+        if not stopped:
+            print(f"{socket.gethostname()}: Ray ended by itself with exit code {code}", flush=True)
+    finally:
+        end_processes(janitor.scope, settle_s=0, grace_s=HURRY_S)
+        keep_worker_logs(janitor.scope.temp_dir, arguments.logs / socket.gethostname())
+        janitor.close()
+    sys.exit(0 if stopped else code or 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--job-id", type=int, required=True)
+    parser.add_argument("--head", required=True, help="address of the first host")
+    parser.add_argument("--num-cpus", type=int, required=True, help="logical CPUs, for placement")
+    parser.add_argument("--object-store-mib", type=int, required=True)
+    parser.add_argument("--logs", type=Path, required=True, help="where logs go, a directory per host")
+    return parser
+
+
+class _StoppedError(Exception):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[list[int]]:
+    """Around the wait for Ray: SIGTERM ends it and is then in the list."""
+    received: list[int] = []
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        if not received:
+            received.append(signum)
+            raise _StoppedError
+
+    signal.signal(signal.SIGTERM, stop)
+    # It is for the driver; Slurm may send it to all.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with contextlib.suppress(_StoppedError):
+        yield received
+
+
+def _keep_ray(command: list[str]) -> int:
+    # A process that ignores SIGUSR1 hands that on to its children.
+    return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
+
+
+def _command(arguments: argparse.Namespace, ports: RayPorts, address: str, temp_dir: Path) -> list[str]:
+    here = address == arguments.head
+    own = (
+        ["--head", f"--port={ports.gcs}", f"--ray-client-server-port={ports.client}", "--include-dashboard=false"]
+        if here
+        else [f"--address={arguments.head}:{ports.gcs}"]
+    )
+    return [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        *own,
+        f"--node-ip-address={address}",
+        f"--dashboard-agent-listen-port={ports.agent}",
+        # Any free ports; by default those of all jobs on a host are from one small range.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={arguments.num_cpus}",
+        f"--object-store-memory={arguments.object_store_mib << 20}",
+        f"--temp-dir={temp_dir}",
+        "--disable-usage-stats",
+        "--block",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A Slurm job from its first to its last process: Ray on every host, the driver here, restarts, the way back into
+the queue. Runs as the batch script itself, so that the signals that Slurm sends to it arrive here."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megarl.janitor import HOSTED_RUN_VARIABLE
+from megarl.launch.allocation import Allocation, RayPorts, own_address
+from megarl.launch.command import JobCommand, read_command
+from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
+
+POLL_S = 0.2
+# What the driver gets to say what is wrong once a host's Ray has ended, and the hosts to clean up.
+LAST_WORDS_S = 20.0
+CLEAN_UP_S = 20.0
+# How long a job that was put back into the queue waits for its end.
+REQUEUE_S = 120.0
+# `megarl`'s own: see its table of exit codes.
+BAD_INPUT, STOPPED_AFTER_CHECKPOINT = 2, 85
+
+
+@dataclass(slots=True)
+class _Driver:
+    """The driver's process, if it runs, and the signals that were passed on to it."""
+
+    process: subprocess.Popen[bytes] | None = None
+    signals: list[signal.Signals] = field(default_factory=list)
+
+    def forward(self, signum: int, _: FrameType | None) -> None:
+        self.signals.append(signal.Signals(signum))
+        say(f"got {self.signals[-1].name}")
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signum)
+
+
+def say(text: str) -> None:
+    """A line of the job's log."""
+    print(f"[{time.strftime('%H:%M:%S')}] megarl job: {text}", flush=True)
+
+
+def run_job(argv: Sequence[str], *, max_restarts: int) -> int:
+    """Run a megarl command on all hosts of this job; returns the job's exit code, which is the driver's.
+
+    After a failure the run starts again from its last checkpoint, up to `max_restarts` times in the job's life. After
+    SIGUSR1 (the time limit is near) or a preemption the job goes back into the queue and resumes.
+    """
+    command, allocation = read_command(argv), Allocation.from_environment()
+    logs = command.logs / f"slurm-{allocation.job_id}"
+    attempts = AttemptLog(logs)
+    driver = _Driver()
+    with _forwarded(driver):
+        while True:
+            started = time.time()
+            code = _attempt(command, allocation, logs, driver, number=len(attempts.read()))
+            failed = code not in (0, BAD_INPUT) and not driver.signals
+            attempts.add(started, code, FAILED if failed else STOPPED if driver.signals else FINISHED)
+            if not failed:
+                break
+            left = max_restarts - attempts.num_failures() + 1
+            say(f"the run failed with exit code {code}; {max(left, 0)} restart(s) left")
+            if left <= 0:
+                return code
+    if code not in (0, BAD_INPUT) and _wants_queue(driver.signals, allocation.job_id):
+        _requeue(allocation.job_id)
+    return code
+
+
+@contextmanager
+def _forwarded(driver: _Driver) -> Iterator[None]:
+    """SIGUSR1 and SIGTERM are the driver's."""
+    previous = {each: signal.signal(each, driver.forward) for each in (signal.SIGUSR1, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _Driver, *, number: int) -> int:
+    """Ray up, the command, Ray down. Returns the command's exit code, 128 + n after signal n."""
+    if driver.signals:
+        return STOPPED_AFTER_CHECKPOINT
+    run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
+    head, ports = own_address(allocation.hosts[0]), RayPorts.of_job(allocation.job_id)
+    address = f"{head}:{ports.gcs}"
+    # A token of this job's own: another Ray on the same hosts is not taken for it.
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    here = logs / f"attempt-{number}"
+    here.mkdir(parents=True, exist_ok=True)
+    say(f"attempt {number} on {', '.join(allocation.hosts)}; Ray at {address}; logs in {here}")
+    hosts = subprocess.Popen(_srun(command, allocation, run_id, head, here), env=environment, stdin=subprocess.DEVNULL)
+    driver.process = subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli", *command.on(address, allocation.hosts)],
+        env=environment | {HOSTED_RUN_VARIABLE: run_id, "MEGARL_HOST_ADDRESS": head},
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        return _wait(driver.process, hosts)
+    finally:
+        _stop_hosts(hosts, allocation.job_id)
+
+
+def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
+    """One task on every host, beside this script on the first."""
+    num_hosts, cluster = len(allocation.hosts), command.cluster
+    return [
+        "srun",
+        f"--nodes={num_hosts}",
+        f"--ntasks={num_hosts}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={allocation.cpus_per_host}",
+        "--overlap",
+        "--mem=0",
+        "--kill-on-bad-exit=1",
+        f"--output={logs}/%N.log",
+        sys.executable,
+        "-m",
+        "megarl.launch.host",
+        f"--run-id={run_id}",
+        f"--job-id={allocation.job_id}",
+        f"--head={head}",
+        f"--num-cpus={cluster.num_cpus or allocation.cpus_per_host}",
+        f"--object-store-mib={cluster.object_store_mib}",
+        f"--logs={logs}",
+    ]
+
+
+def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes]) -> int:
+    """The driver's exit code. A driver that outlives Ray by too long is ended."""
+    lost_at: float | None = None
+    while (code := driver.poll()) is None:
+        if lost_at is None and hosts.poll() is not None:
+            lost_at = time.monotonic()
+            say(f"srun ended with exit code {hosts.returncode}: the run has lost a host")
+        if lost_at is not None and time.monotonic() > lost_at + LAST_WORDS_S:
+            say("the driver did not notice; it is ended")
+            driver.kill()
+        time.sleep(POLL_S)
+    return code if code >= 0 else 128 - code
+
+
+def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
+    """End the step; its tasks clean up at SIGTERM. (A signal to srun itself would leave them no time.)"""
+    deadline = time.monotonic() + CLEAN_UP_S
+    while hosts.poll() is None and time.monotonic() < deadline:
+        # Again and again: a step that is just starting takes no signals.
+        subprocess.run(["scancel", "--signal=TERM", str(job_id)], check=False, capture_output=True)
+        time.sleep(1.0)
+    if hosts.poll() is None:
+        say("srun did not end; it is killed")
+        hosts.kill()
+    hosts.wait()
+
+
+def _wants_queue(signals: Sequence[signal.Signals], job_id: int) -> bool:
+    """Whether the job is to go on later: near its time limit, or preempted; not where somebody cancels it."""
+    if signal.SIGUSR1 in signals:
+        return True
+    shown = subprocess.run(["scontrol", "-o", "show", "job", str(job_id)], capture_output=True, text=True, check=False)
+    times = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("PreemptTime=")]
+    return any(time not in ("None", "Unknown") for time in times)
+
+
+def _requeue(job_id: int) -> None:
+    say("back into the queue")
+    done = subprocess.run(["scontrol", "requeue", str(job_id)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        say(f"scontrol requeue failed: {done.stderr.strip()}; submit the job again, it resumes")
+        return
+    # Slurm ends this process.
+    time.sleep(REQUEUE_S)

@@ -1,0 +1,45 @@
+"""The failures of a job so far, kept beside its logs: they outlive the process, and the job's place in the queue."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
+
+    started: float
+    ended: float
+    exit_code: int
+    reason: str
+
+
+class AttemptLog:
+    """LOGS/attempts.jsonl."""
+
+    def __init__(self, logs: Path) -> None:
+        self._path = logs / "attempts.jsonl"
+
+    def add(self, started: float, exit_code: int, reason: str) -> None:
+        """Note the attempt that has just ended."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        attempt = Attempt(started=started, ended=time.time(), exit_code=exit_code, reason=reason)
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(attempt)) + "\n")
+
+    def read(self) -> list[Attempt]:
+        """All attempts, the first one first."""
+        if not self._path.exists():
+            return []
+        return [Attempt(**json.loads(line)) for line in self._path.read_text().splitlines()]
+
+    def num_failures(self) -> int:
+        """Attempts that a failure ended, not a signal that asked for it."""
+        return sum(attempt.reason == FAILED for attempt in self.read())
+
+
+FAILED = "failed"
+STOPPED = "stopped"
+FINISHED = "finished"

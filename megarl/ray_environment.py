@@ -1,0 +1,29 @@
+"""What Ray reads from the environment, in the driver and on every host, and where it leaves logs."""
+
+import shutil
+from pathlib import Path
+
+RAY_ENVIRONMENT = {
+    # A token file left by another cluster would break the workers.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+}
+# On several hosts: one that is cut off is noticed within 6 s; by default it takes more than a minute.
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+def keep_worker_logs(temp_dir: Path, target: Path) -> None:
+    """Copy what the workers of the Ray in `temp_dir` have printed, and the stacks of those that were asked for them."""
+    target.mkdir(parents=True, exist_ok=True)
+    files = {file: file.name for file in (temp_dir / "session_latest" / "logs").glob("worker-*")}
+    files |= {file: f"stacks-{file.name}" for file in (temp_dir / "stacks").glob("*.txt")}
+    for file, name in files.items():
+        if file.stat().st_size:
+            shutil.copy(file, target / name)

@@ -1,0 +1,112 @@
+"""What a run does when something under it fails: it says what and where within seconds, and goes on by itself."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import last_checkpoint
+from tests.slurm.lab import SlurmLab
+from tests.slurm.runs import JOB_S, SlurmRun, wait_until
+from tests.slurm.test_jobs import left_behind, mid_run
+from tools.bench.kill_resume import differences
+
+pytestmark = pytest.mark.timeout(400)
+# From the event to the line in the job's log that names it.
+NOTICED_S = 10.0
+# A hung process is only known by its silence.
+IMPATIENT = ("rollout.timeout_s=15", "cluster.collective_timeout_s=60")
+
+
+def kill_driver(lab: SlurmLab) -> None:
+    os.kill(lab.processes("node1", name="megarl.cli")[0], signal.SIGKILL)
+
+
+def kill_rank(lab: SlurmLab) -> None:
+    os.kill(lab.processes("node2", name="ray::RankActor")[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("fail", "named"),
+    [
+        pytest.param(kill_driver, "the run failed with exit code 137", id="driver"),
+        pytest.param(kill_rank, r"trainer rank 1 \(node2\) died", id="rank"),
+    ],
+)
+def test_a_run_starts_again_from_its_last_checkpoint(
+    lab: SlurmLab, inputs: Path, reference: SlurmRun, fail: Callable[[SlurmLab], None], named: str
+) -> None:
+    run = SlurmRun(inputs=inputs, name=f"killed-{fail.__name__}", command="sft")
+    job = run.submit(lab)
+    mid_run(run)
+    fail(lab)
+    wait_until(lambda: re.search(named, run.log()) is not None, named, timeout_s=NOTICED_S)
+    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
+    assert "attempt 1 on node1, node2" in run.log()
+    assert differences(run, reference) == []
+    assert left_behind(lab) == []
+
+
+def test_a_hung_rank_is_named_with_its_state_and_what_the_others_wait_in(lab: SlurmLab, inputs: Path) -> None:
+    """And with no restarts left the run ends with that line, and a checkpoint to resume."""
+    run = SlurmRun(inputs=inputs, name="hung", command="sft", more=IMPATIENT)
+    job = run.submit(lab, max_restarts=0)
+    mid_run(run)
+    os.kill(lab.processes("node2", name="ray::RankActor")[0], signal.SIGSTOP)
+    ended = lab.wait(job, timeout_s=JOB_S)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
+    (line,) = (line for line in run.log().splitlines() if line.startswith("error:"))
+    assert re.search(r"within 15 s \(.*trainer rank 1 \(node2\) is stopped", line), line
+    assert re.search(r"trainer rank 0 \(node1\) (waits in \w+, called|is) at megarl/", line), line
+    assert list(run.paths.logs.rglob("stacks-*.txt"))
+    assert last_checkpoint(run.paths.checkpoints) is not None
+    assert left_behind(lab) == []
+
+
+def test_a_lost_node_is_named_and_the_job_goes_on_when_it_is_back(
+    lab: SlurmLab, inputs: Path, reference: SlurmRun
+) -> None:
+    """The second node loses power. Slurm takes the job back into the queue by itself; the node returns."""
+    run = SlurmRun(inputs=inputs, name="lost-node", command="sft")
+    job = run.submit(lab)
+    mid_run(run)
+    lab.kill_node("node2")
+    wait_until(lambda: "trainer rank 1 (node2) died" in run.log(), "the lost node", timeout_s=NOTICED_S)
+    lab.start_node("node2")
+    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
+    assert differences(run, reference) == []
+    assert left_behind(lab) == []
+
+
+def test_a_cut_link_is_noticed_and_the_run_goes_on_once_it_is_mended(
+    lab: SlurmLab, inputs: Path, reference: SlurmRun
+) -> None:
+    run = SlurmRun(inputs=inputs, name="cut-link", command="sft")
+    job = run.submit(lab, max_restarts=4)
+    mid_run(run)
+    lab.set_link("node2", "down")
+    try:
+        wait_until(lambda: "trainer rank 1 (node2) died" in run.log(), "the cut link", timeout_s=NOTICED_S)
+        # Long enough to be a failure, too short for Slurm to give the node up.
+        wait_until(lambda: "attempt 1" in run.log(), "the next attempt", timeout_s=60.0)
+    finally:
+        lab.set_link("node2", "up")
+    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
+    assert differences(run, reference) == []
+
+
+def test_a_node_that_never_comes_up_is_named(lab: SlurmLab, inputs: Path) -> None:
+    """Slurm believes in it, but nothing reaches it."""
+    run = SlurmRun(inputs=inputs, name="absent", command="sft", more=("cluster.start_timeout_s=10",))
+    lab.set_link("node2", "down")
+    try:
+        job = run.submit(lab, max_restarts=0)
+        ended = lab.wait(job, timeout_s=JOB_S)
+    finally:
+        lab.set_link("node2", "up")
+    assert ended["JobState"] in ("FAILED", "NODE_FAIL"), run.log()
+    assert "node2 of 2 hosts did not join Ray" in run.log()
+    wait_until(lambda: lab.query("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", "both nodes back")
