@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.rewards import RewardsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +338,7 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
