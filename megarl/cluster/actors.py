@@ -1,6 +1,6 @@
 """Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -10,7 +10,7 @@ from megarl.cluster.processes import Location
 from megarl.cluster.rows import RowShards
 from megarl.parallel.platform import platform
 from megarl.parallel.worker import PolicyWorker
-from megarl.rollout.engine import EngineSpec, VllmEngine
+from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
 from megarl.rollout.transport import HostFile
 
 
@@ -83,6 +83,10 @@ class EngineActor(RunActor):
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
+        """`VllmEngine.stream`, to be called with num_returns="streaming"."""
+        yield from self.engine.stream(requests)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,7 +1,7 @@
 """The remote processes of a run, and how the driver waits for them."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,29 +78,74 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
         WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
-    names = {ref: process.name for process, ref in calls}
-    watch = _Watch(process for process, _ in calls)
-    pending, deadline = [ref for _, ref in calls], time.monotonic() + timeout_s
-    while pending:
-        left_s = deadline - time.monotonic()
-        done, pending = ray.wait(pending, timeout=max(0.0, min(WATCH_S, left_s)))
-        busy = [names[ref] for ref in pending]
-        if not done and left_s <= WATCH_S:
-            raise WorkerError(f"{doing}: no answer from {', '.join(busy)} within {timeout_s:.0f} s; see RUN/logs")
-        for ref in done:
-            if (error := _failure(ref)) is not None:
-                watch.ask(busy)
-                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing)
-        if not done:
-            if (lost := watch.lost()) is not None:
-                raise WorkerError(f"{doing}: {lost} died; see RUN/logs")
-            watch.ask(busy)
+    wait = _Wait(calls, timeout_s=timeout_s, doing=doing)
+    for ref in wait.ready():
+        wait.pending.remove(ref)
+        wait.require_success(ref, ref)
     return ray.get([ref for _, ref in calls])
 
 
-def _failure(ref: Any) -> Exception | None:
+def wait_streams(
+    calls: Sequence[tuple[Process, Any]], take: Callable[[int, Any], None], *, timeout_s: float, doing: str
+) -> None:
+    """Wait for the ends of streams of results; `take` gets the position of a call and each of its results, as soon as
+    it is there. Raises as `wait_all`, and what `take` raises.
+    """
+    positions = {stream: i for i, (_, stream) in enumerate(calls)}
+    wait = _Wait(calls, timeout_s=timeout_s, doing=doing)
+    for stream in wait.ready():
+        try:
+            ref = next(stream)
+        except StopIteration:
+            wait.pending.remove(stream)
+            continue
+        wait.require_success(ref, stream)
+        take(positions[stream], ray.get(ref))
+
+
+class _Wait:
+    """A wait for remote calls, each a reference or a stream of references, until nothing is `pending`."""
+
+    def __init__(self, calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> None:
+        self.pending = [call for _, call in calls]
+        self._names = {call: process.name for process, call in calls}
+        self._watch = _Watch(process for process, _ in calls)
+        self._timeout_s, self._doing = timeout_s, doing
+
+    def ready(self) -> Iterator[Any]:
+        """What is pending and has something to say, again and again. The caller takes out what is finished."""
+        deadline = time.monotonic() + self._timeout_s
+        while self.pending:
+            left_s = deadline - time.monotonic()
+            done, _ = ray.wait(self.pending, timeout=max(0.0, min(WATCH_S, left_s)))
+            if not done and left_s <= WATCH_S:
+                busy = ", ".join(self._busy())
+                raise WorkerError(f"{self._doing}: no answer from {busy} within {self._timeout_s:.0f} s; see RUN/logs")
+            yield from done
+            if not done:
+                if (lost := self._watch.lost()) is not None:
+                    raise WorkerError(f"{self._doing}: {lost} died; see RUN/logs")
+                self._watch.ask(self._busy())
+
+    def _busy(self) -> list[str]:
+        return [self._names[call] for call in self.pending]
+
+    def require_success(self, ref: Any, call: Any) -> None:
+        """Raise the most telling failure if the result `ref` of `call` is one."""
+        if (error := _failure(ref)) is None:
+            return
+        others = [other for other in self.pending if other is not call]
+        self._watch.ask(self._busy())
+        names = self._names | self._watch.asked
+        raise _cause(error, names[call], [*others, *self._watch.asked], names, self._doing)
+
+
+def _failure(call: Any) -> Exception | None:
+    """Why a result that is there, or the next one of a stream, is a failure."""
     try:
-        ray.get(ref, timeout=0)
+        ray.get(next(call) if isinstance(call, ray.ObjectRefGenerator) else call, timeout=0)
+    except StopIteration:
+        return None
     except (RayTaskError, ActorDiedError, ActorUnavailableError) as error:
         return error
     except GetTimeoutError:
@@ -108,18 +153,18 @@ def _failure(ref: Any) -> Exception | None:
     return None
 
 
-def _cause(error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str) -> Exception:
-    """The failure to report: a dead process, then megarl's own errors, then whatever came first."""
+def _cause(error: Exception, name: str, pending: Sequence[Any], names: Mapping[Any, str], doing: str) -> Exception:
+    """The failure to report: a dead process, then megarl's own errors, then whatever came first, of process `name`."""
     done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=CAUSE_WAIT_S) if pending else ([], [])
-    failures = [(ref, error), *((r, e) for r in done if (e := _failure(r)) is not None)]
+    failures = [(name, error), *((names[call], e) for call in done if (e := _failure(call)) is not None)]
     for failed, failure in failures:
         if isinstance(failure, ActorDiedError | ActorUnavailableError):
-            return WorkerError(f"{doing}: {names[failed]} died{_last_words(failure)}; see RUN/logs")
+            return WorkerError(f"{doing}: {failed} died{_last_words(failure)}; see RUN/logs")
     causes = [getattr(failure, "cause", failure) for _, failure in failures]
     own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
     if own:
         return own[0]
-    return WorkerError(f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}; see RUN/logs")
+    return WorkerError(f"{doing}: {name} failed with {type(causes[0]).__name__}: {causes[0]}; see RUN/logs")
 
 
 def _last_words(failure: Exception) -> str:

@@ -6,7 +6,7 @@ engine is built, never before.
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -96,14 +96,24 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Finish all requests; results in request order."""
+        found = {i: completion for part in self.stream(requests) for i, completion in part.items()}
+        return [found[i] for i in range(len(requests))]
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
+        """Finish all requests; those that a step of the engine finished, by their positions, as soon as they are."""
         from vllm import TokensPrompt
 
-        outputs = self.llm.generate(
+        ids = self.llm.enqueue(
             [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests],
             [_sampling_params(r) for r in requests],
             use_tqdm=False,
         )
-        return [self._completion(output) for output in outputs]
+        # vLLM tells requests apart by a number and a random end, and answers under the number.
+        positions = {request_id.partition("-")[0]: i for i, request_id in enumerate(ids)}
+        while self.llm.llm_engine.has_unfinished_requests():
+            outputs = [output for output in self.llm.llm_engine.step() if output.finished]
+            if outputs:
+                yield {positions[output.request_id]: self._completion(output) for output in outputs}
 
     def _completion(self, output: Any) -> Completion:
         sampled = output.outputs[0]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.rollout.source import SamplingPlan, require_finite
+from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
 from megarl.types import ExpertArray, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 _SEGMENT = pa.struct(
@@ -74,12 +74,14 @@ class ReplaySource:
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
         self._pending.append((list(prompts), plan))
 
-    def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
         prompts, plan = self._pending.popleft()
         path = record_path(self._directory, plan.step)
         batch = read_record(path)
         _require_same_request(batch, prompts, plan, path)
-        require_finite(batch, step=plan.step)
+        require_finite(batch.samples, step=plan.step)
+        for sample in batch.samples:
+            on_sample(batch.prompts[sample.uid], sample)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
