@@ -175,12 +175,10 @@ def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
     """Tuples and intervals in order, with the same brackets; sets and bare lists in any order."""
     a, g = structure.parse_group(answer), structure.parse_group(gold)
-    if a is None and g is None:
-        return None
     if a is None:
-        return _same_single(answer, g.items[0], g, compare)
+        return None if g is None else _same_single(g, answer, compare)
     if g is None:
-        return _same_single(a.items[0], gold, a, compare)
+        return _same_single(a, gold, compare)
     if len(a.items) != len(g.items):
         return Verdict.DIFFERENT
     if a.ordered and g.ordered:
@@ -194,9 +192,9 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
     return _same_multiset(list(a.items), list(g.items), compare)
 
 
-def _same_single(answer: str, gold: str, group: structure.Group, compare: Compare) -> Verdict:
+def _same_single(group: structure.Group, other: str, compare: Compare) -> Verdict:
     """One thing in brackets equals it without them; several things are not one."""
-    return compare(answer, gold) if len(group.items) == 1 else Verdict.DIFFERENT
+    return compare(group.items[0], other) if len(group.items) == 1 else Verdict.DIFFERENT
 
 
 def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:

@@ -20,9 +20,12 @@ _BINOMIAL_NUMBER = re.compile(r"\d{4,}")
 
 
 def refusal(text: str) -> str | None:
-    """Why an answer must not be evaluated, or None if it may be; the bounds are on what its numbers can become."""
-    if _WORK.search(text):
-        return "asks for a computation"
+    """Why an answer must not be evaluated, or None if it may be."""
+    return "asks for a computation" if _WORK.search(text) else costly(text)
+
+
+def costly(text: str) -> str | None:
+    """Why evaluation may take long, or None; the bounds are on what the numbers of the text can become."""
     if _depth(text) > MAX_DEPTH:
         return "nested too deeply"
     if _has_large_power(text):
