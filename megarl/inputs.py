@@ -19,7 +19,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.parallel.weights.tables import OUTPUT_HEAD, VALUE_HEAD
-from megarl.rewards import SCORERS, score
+from megarl.rewards import score, source_spec
 from megarl.roles import model_key, roles_of
 from megarl.rollout.replay import require_records
 from megarl.safetensors_map import check_tensors, model_files, read_specs
@@ -175,7 +175,7 @@ def _open_hints(
 def check_ground_truths(data: PromptDataset) -> None:
     """Judge an empty answer to every prompt: an unknown source or a malformed ground truth shows now."""
     for data_source in sorted(data.data_sources):
-        SCORERS.get(data_source)
+        source_spec(data_source)
     for index in range(len(data)):
         prompt = data[index]
         try:

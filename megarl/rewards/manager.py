@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from megarl.errors import DataError
-from megarl.rewards.registry import score
+from megarl.rewards.sources import score
 from megarl.types import Prompt, Reward, RolloutBatch, Sample
 
 
