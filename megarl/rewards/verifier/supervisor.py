@@ -113,10 +113,11 @@ class Supervisor:
             self._end(worker, Verdict(reward=None, outcome="crashed", seconds=_since(worker), reason=str(error)))
 
     def _handle(self, worker: Worker, message: bytes) -> None:
-        if worker.task is None:
+        is_start = message == STARTED
+        # A scorer is imported once; its execution does not begin again.
+        if worker.task is None or (is_start and worker.task.function in worker.functions):
             raise ValueError("the worker process spoke out of turn")
-        if message == STARTED:
-            # The import is over, execution begins.
+        if is_start:
             worker.functions.add(worker.task.function)
             worker.since = time.monotonic()
             worker.expires = worker.since + self._options.deadline_s
@@ -130,8 +131,8 @@ class Supervisor:
             worker.task = None
             return
         verdict = Verdict(reward=reply.reward, outcome=reply.outcome, seconds=_since(worker), reason=reply.reason)
-        # An interruption can leave a library's globals half set; what it judged next might be judged wrongly.
-        if reply.outcome == "timed_out" or reply.resident_mib > self._options.recycle_mib:
+        # An interruption can leave a library's globals half set, and what it judged next might be judged wrongly.
+        if reply.outcome in ("timed_out", "crashed") or reply.resident_mib > self._options.recycle_mib:
             self._end(worker, verdict)
         else:
             self._report(worker, verdict)
