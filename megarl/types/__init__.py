@@ -10,18 +10,8 @@ the current policy's, `ref_logprobs` a frozen reference's. A *group* is the samp
 never by position. `loss_mask` marks the tokens that the policy chose.
 """
 
-from megarl.types.batches import (
-    Advantages,
-    ModelOutputs,
-    PolicyOutputs,
-    RowBatch,
-    ScoredBatch,
-    ValueOutputs,
-    row_batch,
-    scored_batch,
-)
-from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
-from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
+from typing import TYPE_CHECKING, Any
+
 from megarl.types.samples import (
     BoolArray,
     ExpertArray,
@@ -36,6 +26,20 @@ from megarl.types.samples import (
     SegmentSource,
     prompt_segment,
 )
+
+if TYPE_CHECKING:
+    from megarl.types.batches import (
+        Advantages,
+        ModelOutputs,
+        PolicyOutputs,
+        RowBatch,
+        ScoredBatch,
+        ValueOutputs,
+        row_batch,
+        scored_batch,
+    )
+    from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
+    from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
 
 __all__ = [
     "DEMONSTRATION",
@@ -71,3 +75,13 @@ __all__ = [
     "row_from_sample",
     "scored_batch",
 ]
+
+if not TYPE_CHECKING:  # a checker would take any name for known
+
+    def __getattr__(name: str) -> Any:
+        """What needs torch is imported when it is first asked for: processes that only judge text do without it."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from megarl.types import batches, objectives, rows
+
+        return next(getattr(module, name) for module in (batches, objectives, rows) if hasattr(module, name))

@@ -1,0 +1,174 @@
+"""What hostile scorers do to a pool: nothing beyond their own verdicts."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.rewards.verifier import Outcome, Verdict, VerifierJob, VerifierOptions, VerifierPool
+
+SCORERS = "tests.helpers.hostile_scorers"
+OPTIONS = VerifierOptions(num_workers=1, soft_limit_s=0.4, deadline_s=0.8, memory_limit_mib=256, recycle_mib=192)
+
+
+def job(scorer: str, response: str = "a", ground_truth: str = "a", **extra_info: str) -> VerifierJob:
+    return VerifierJob(
+        data_source="test",
+        response=response,
+        ground_truth=ground_truth,
+        function=f"{SCORERS}:{scorer}",
+        extra_info=extra_info,
+    )
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VerifierPool]:
+    with VerifierPool(OPTIONS) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("scorer", "outcome", "reason"),
+    [
+        ("loop", "timed_out", "interrupted after 0.4 s"),
+        ("swallow_once", "timed_out", "interrupted after 0.4 s"),
+        ("swallow", "timed_out", "killed after"),
+        ("block_alarm", "timed_out", "killed after"),
+        ("in_c", "timed_out", "killed after"),
+        ("stop", "timed_out", "killed after"),
+        ("exit_at_once", "crashed", "the worker process ended"),
+        ("leave", "crashed", "the worker process ended"),
+        ("segfault", "crashed", "the worker process ended"),
+        ("eat_memory", "crashed", "MemoryError"),
+        ("nest", "crashed", "RecursionError"),
+        ("fail", "crashed", "ZeroDivisionError: by hand"),
+        ("flood", "scored", ""),
+        ("read_input", "scored", ""),
+    ],
+)
+def test_a_hostile_scorer_costs_its_own_verdict_only(
+    pool: VerifierPool, scorer: str, outcome: Outcome, reason: str
+) -> None:
+    # With a single worker, the job behind the hostile one needs the same worker or the one that takes its place.
+    before, hostile, after = pool.score_all([job("same_text"), job(scorer), job("same_text")])
+    assert (hostile.outcome, hostile.reason[: len(reason)]) == (outcome, reason)
+    assert (hostile.reward is not None) == (outcome == "scored")
+    assert hostile.seconds < OPTIONS.deadline_s + 1
+    assert [before.outcome, after.outcome] == ["scored", "scored"]
+    assert after.reward is not None
+    assert after.reward.correct
+
+
+@pytest.mark.parametrize(
+    ("garbage", "reason"),
+    [
+        ("\0\0\0\2{}", "the worker process sent what is no reply"),
+        ("\0\0\0\4oops", "the worker process sent what is no reply"),
+        ("\xff\xff\xff\xff", "a reply of 4294967295 bytes"),
+        # An empty message says that execution begins; only once.
+        ("\0\0\0\0", "the worker process spoke out of turn"),
+    ],
+)
+def test_what_is_no_reply_ends_the_worker(pool: VerifierPool, garbage: str, reason: str) -> None:
+    hostile, after = pool.score_all([job("garble", garbage), job("same_text")])
+    assert hostile.outcome == "crashed"
+    assert hostile.reason.startswith(reason)
+    assert after.outcome == "scored"
+
+
+def test_a_job_that_changed_the_alarm_does_not_spare_the_next_one(pool: VerifierPool) -> None:
+    first, second = pool.score_all([job("own_alarm"), job("loop")])
+    assert (first.outcome, second.outcome) == ("scored", "timed_out")
+    assert second.reason == "interrupted after 0.4 s"
+
+
+def pid_of(verdict: Verdict) -> int:
+    assert verdict.reward is not None
+    return int(verdict.reward.details["pid"])
+
+
+def test_a_worker_that_kept_memory_is_replaced(pool: VerifierPool) -> None:
+    first, kept, second, third = pool.score_all(
+        [job("process"), job("keep_memory", "200"), job("process"), job("process")]
+    )
+    assert kept.outcome == "scored"
+    assert pid_of(first) != pid_of(second) == pid_of(third)
+
+
+def test_a_worker_that_was_interrupted_is_replaced(pool: VerifierPool) -> None:
+    first, _, second, third = pool.score_all([job("process"), job("loop"), job("process"), job("process")])
+    assert pid_of(first) != pid_of(second) == pid_of(third)
+
+
+def test_what_a_scorer_started_ends_with_its_worker(pool: VerifierPool, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    [verdict] = pool.score_all([job("start_child", file=str(file))])
+    assert verdict.outcome == "timed_out"
+    wait_for_end(int(file.read_text()))
+
+
+def test_workers_are_light(pool: VerifierPool) -> None:
+    [verdict] = pool.score_all([job("process")])
+    assert verdict.reward is not None
+    assert verdict.reward.details["heavy"] == 0
+    # Half of what a process with torch takes.
+    assert verdict.reward.details["resident_kib"] < 110 * 1024
+
+
+def test_others_go_on_while_a_worker_is_replaced() -> None:
+    """One of two workers meets a job after another that blocks the alarm; quick jobs wait for none of them."""
+    with VerifierPool(VerifierOptions(num_workers=2, soft_limit_s=0.3, deadline_s=0.6)) as pool:
+        pool.score_all([job("same_text")] * 4)
+        hostile = [pool.submit(job("block_alarm")) for _ in range(3)]
+        start = time.monotonic()
+        # The first hostile job has one worker to itself, the second one the other: then both are replaced.
+        quick = [pool.submit(job("same_text")) for _ in range(20)]
+        assert all(future.result().outcome == "scored" for future in quick)
+        # Three hostile jobs on two workers are over, at the latest, after two deadlines.
+        assert time.monotonic() - start < 2 * 0.6 + 1
+        assert [future.result().outcome for future in hostile] == ["timed_out"] * 3
+        statistics = pool.statistics()
+        assert (statistics.timed_out, statistics.correct, statistics.replaced) == (3, 24, 3)
+
+
+def wait_for_end(pid: int, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+OWNER = """
+import os, signal, sys, threading, time
+from tests.unit.rewards.verifier.test_containment import OPTIONS, job
+from megarl.rewards.verifier import VerifierPool
+def own():
+    pool = VerifierPool(OPTIONS)
+    [verdict] = pool.score_all([job("process")])
+    pool.submit(job("{busy}"))
+    time.sleep(0.1)
+    print(int(verdict.reward.details["pid"]), int(verdict.reward.details["parent"]), flush=True)
+    {end}
+    time.sleep(60)
+own()
+"""
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)", "sys.exit(0)", "raise OSError"])
+@pytest.mark.parametrize("busy", ["same_text", "block_alarm"])
+def test_workers_end_with_the_process_that_made_the_pool(end: str, busy: str) -> None:
+    code = OWNER.format(end=end, busy=busy)
+    owner = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+    worker, server = map(int, owner.stdout.split())
+    wait_for_end(worker)
+    wait_for_end(server)
