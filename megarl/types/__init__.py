@@ -21,13 +21,14 @@ from megarl.types.batches import (
     scored_batch,
 )
 from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
-from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
+from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample, row_read_at_end
 from megarl.types.samples import (
     BoolArray,
     ExpertArray,
     FinishReason,
     FloatArray,
     IntArray,
+    Message,
     Prompt,
     Reward,
     RolloutBatch,
@@ -50,6 +51,7 @@ __all__ = [
     "FloatArray",
     "IntArray",
     "LossSums",
+    "Message",
     "ModelOutputs",
     "Objective",
     "PolicyOutputs",
@@ -69,5 +71,6 @@ __all__ = [
     "prompt_segment",
     "row_batch",
     "row_from_sample",
+    "row_read_at_end",
     "scored_batch",
 ]
