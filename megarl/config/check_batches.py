@@ -89,7 +89,8 @@ def check_pair_fits_micro_batch(config: Config) -> None:
     if config.actor.micro_batch_tokens < longest:
         raise ConfigError(
             f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest}, two "
-            f"conversations of up to {max_row_terms(config)} tokens and a place for each score; raise it or shorten the two"
+            f"conversations of up to {max_row_terms(config)} tokens and a place for each score; raise it or shorten "
+            "the two"
         )
 
 
