@@ -51,7 +51,8 @@ def _write(options: argparse.Namespace) -> list[Path]:
     """The files asked for."""
     if options.gsm8k:
         return [convert_gsm8k(path, options.out) for path in options.gsm8k]
-    numbers = {f"num_{split}": getattr(options, f"num_{split}") for split in ("sft", "train", "val")}
+    splits = ("train", "val") if options.preferences else ("sft", "train", "val")
+    numbers = {f"num_{split}": getattr(options, f"num_{split}") for split in splits}
     given = {name: value for name, value in numbers.items() if value is not None}
     if options.preferences:
         pairs = PreferenceConfig(seed=options.seed, mix=options.levels, **given)

@@ -185,14 +185,6 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardsConfig:
-    """Who judges the samples that train. Validation, and what counts as correct, is always by rule."""
-
-    # The scorer of each prompt's data source, or the reward model.
-    manager: Literal["rule", "model"] = "rule"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
     """The frozen reward model, if rewards.manager asks for one."""
 
@@ -367,7 +359,6 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
