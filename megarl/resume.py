@@ -32,6 +32,8 @@ CONTINUABLE = (
     "rollout.timeout_s",
     "rollout.record",
     "rollout.engine",
+    *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
+    "rewards.verifier",
     "placement",
     "sync",
     "trainer.total_steps",

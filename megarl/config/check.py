@@ -23,6 +23,7 @@ from megarl.config.check_batches import (
 from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
+from megarl.config.check_rewards import check_group_scores, check_rewards
 from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
 from megarl.config.schema import Config, RewardModelConfig
@@ -54,6 +55,11 @@ def check_train_reward(config: Config) -> None:
 def check_eval(config: Config) -> None:
     """What an evaluation needs; rows pass through engines only."""
     _apply(EVAL_RULES, config)
+
+
+def check_serve_reward(config: Config) -> None:
+    """What a reward service needs; it has no model and no data."""
+    _apply(SERVE_RULES, config)
 
 
 def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor") -> None:
@@ -200,6 +206,8 @@ TRAIN_RULES: tuple[Rule, ...] = (
     _require_profile_within_run,
     _require_scores_for_keep_best,
     _require_untruncated_sampling,
+    check_rewards,
+    check_group_scores,
     check_role_layouts,
     check_whole_mini_batches,
     check_dp_divides_rows,
@@ -225,11 +233,14 @@ TRAIN_REWARD_RULES: tuple[Rule, ...] = (
 EVAL_RULES: tuple[Rule, ...] = (
     require_ranges,
     _require_sound_layout,
+    check_rewards,
     check_row_fits_engine,
     check_trainer_nodes,
     check_engines,
     check_transport,
 )
+# What `megarl serve-reward` reads of a configuration.
+SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)
 
 
 # --- the model's dimensions

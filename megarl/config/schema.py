@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.rewards import RewardsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +362,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
