@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megarl.config.check_rewards import judges
 from megarl.config.roles import critic_settings, reference_settings, reward_model_settings
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.parallel.messages import Head, Role, RoleSpec
@@ -30,7 +31,7 @@ def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
                 trainable=not config.critic.freeze,
             )
         )
-    if config.rewards.manager == "model":
+    if judges(config.rewards, "model"):
         model = _model(config, config.reward_model.model_path)
         settings = reward_model_settings(config)
         roles.append(RoleSpec(role=Role.REWARD, model=model, settings=settings, head=Head.SCALAR, trainable=False))

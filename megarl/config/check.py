@@ -23,7 +23,7 @@ from megarl.config.check_batches import (
 from megarl.config.check_experts import check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import check_engine_tp, check_engines, check_trainer_nodes, check_transport
-from megarl.config.check_rewards import check_group_scores, check_rewards
+from megarl.config.check_rewards import check_group_scores, check_rewards, judges
 from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
 from megarl.config.schema import Config, RewardModelConfig
@@ -158,10 +158,10 @@ def _require_replay_dir(config: Config) -> None:
 
 
 def _require_reward_model(config: Config) -> None:
-    if config.rewards.manager == "model" and config.reward_model.model_path is None:
+    if judges(config.rewards, "model") and config.reward_model.model_path is None:
         raise ConfigError(
-            "reward_model.model_path: is not set, but rewards.manager=model; set it to a directory with score.weight, "
-            "such as RUN/export of megarl train-reward, or set rewards.manager=rule"
+            f"reward_model.model_path: is not set, but rewards.manager={config.rewards.manager} asks a reward model; set "
+            "it to a directory with score.weight, such as RUN/export of megarl train-reward, or change the manager"
         )
 
 
