@@ -160,8 +160,8 @@ def _require_replay_dir(config: Config) -> None:
 def _require_reward_model(config: Config) -> None:
     if judges(config.rewards, "model") and config.reward_model.model_path is None:
         raise ConfigError(
-            f"reward_model.model_path: is not set, but rewards.manager={config.rewards.manager} asks a reward model; set "
-            "it to a directory with score.weight, such as RUN/export of megarl train-reward, or change the manager"
+            f"reward_model.model_path: is not set, but rewards.manager={config.rewards.manager} asks a reward model; "
+            "set it to a directory with score.weight, such as RUN/export of megarl train-reward, or change the manager"
         )
 
 
