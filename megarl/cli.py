@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, eval, convert, doctor, report, quickstart.
+"""The `megarl` command: train, sft, train-reward, eval, convert, doctor, report, quickstart.
 
 | exit code | meaning |
 |---|---|
@@ -14,7 +14,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.convert.cli import add_convert
 from megarl.errors import (
@@ -28,6 +28,9 @@ from megarl.errors import (
     WorkerError,
 )
 from megarl.signals import leave_on_signals
+
+if TYPE_CHECKING:
+    from megarl.config import Config
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -79,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, function, text in (
         ("train", _train, "train a policy by reinforcement learning"),
         ("sft", _sft, "train a policy on demonstrations"),
+        ("train-reward", _train_reward, "train a reward model on preference pairs"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
@@ -143,9 +147,7 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     if arguments.json or arguments.device_gib is not None:
         raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
+    _apply_environment()
     from megarl.runs import train
 
     train(config, overwrite=arguments.overwrite, resume=arguments.resume)
@@ -162,20 +164,33 @@ def _profile_override(steps: str | None) -> list[str]:
 
 
 def _sft(arguments: argparse.Namespace) -> None:
+    _apply_environment()
+    from megarl.runs import sft
+
+    sft(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _train_reward(arguments: argparse.Namespace) -> None:
+    _apply_environment()
+    from megarl.runs import train_reward
+
+    train_reward(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _config(arguments: argparse.Namespace) -> "Config":
+    from megarl.config import load_config
+
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _apply_environment() -> None:
     from megarl.parallel.platform import apply_environment
 
     apply_environment()
-    from megarl.config import load_config
-    from megarl.runs import sft
-
-    config = load_config(arguments.config, arguments.overrides)
-    sft(config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
+    _apply_environment()
     from megarl.evaluation.inputs import EvalRequest
     from megarl.evaluation.run import evaluate
 
@@ -211,9 +226,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
+    _apply_environment()
     from megarl.quickstart import quickstart
 
     quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)

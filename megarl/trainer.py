@@ -4,7 +4,7 @@ The trainer does not know which algorithm runs, nor how models are laid out: it 
 needs, and the cluster for passes over rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from megarl.collection import Collected, GroupCollector, PromptQueue
 from megarl.config.batches import actor_learns, batch_counts, mini_batch_prompts, num_actor_steps
 from megarl.data.chat import response_decoder
 from megarl.export import export_model, weight_specs
-from megarl.inputs import TrainInputs, open_sampler
+from megarl.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.metrics import MetricsLogger, Timers
 from megarl.mismatch import MismatchGate, engines_differ, mismatch_of
 from megarl.observe import RunRecorder, batch_metrics, resident_memory
@@ -25,6 +25,7 @@ from megarl.performance import PerformanceMeter
 from megarl.profiling import StepProfiler
 from megarl.progress import Progress, ProgressValues
 from megarl.rewards.manager import RewardManager
+from megarl.rewards.model import ModelRewardManager, ModelRewards
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import ReplaySource, record_path, write_record
 from megarl.rollout.source import RolloutSource, SamplingPlan, batch_seed
@@ -45,7 +46,7 @@ class Trainer:
         cluster.check_serves(config, inputs.roles)
         self.inputs, self.config, self.cluster, self.recorder = inputs, config, cluster, recorder
         self.algorithm, self.state = inputs.algorithm, inputs.algorithm.initial_state()
-        self.rewards = RewardManager(response_decoder(inputs.tokenizer))
+        self.rules = RewardManager(response_decoder(inputs.tokenizer))
         self.timers = Timers()
         self.roles, self.counts = inputs.roles, batch_counts(config)
         self.has_critic = any(role.role is Role.CRITIC for role in self.roles)
@@ -55,20 +56,20 @@ class Trainer:
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
         self.source = self._rollout_source()
         self.gate = MismatchGate(config)
+        scorers = {
+            role.role: RoleScorer(cluster.workers, role, temperature=config.rollout.temperature) for role in self.roles
+        }
         self.queue = PromptQueue(open_sampler(config, inputs.train))
         self.collector = GroupCollector(
             self.queue,
             inputs.train,
             self.generate,
-            self.rewards.score,
+            self._reward_manager(scorers).score,
             cfg=config.algo.filter,
             num_prompts=config.trainer.prompts_per_step,
             timers=self.timers,
         )
         self.updaters = self._updaters()
-        scorers = {
-            role.role: RoleScorer(cluster.workers, role, temperature=config.rollout.temperature) for role in self.roles
-        }
         self.scoring = ScoringPasses(scorers=scorers, hints=inputs.hints, enter=self.memory.enter, timers=self.timers)
 
     def _updaters(self) -> dict[Role, RoleUpdater]:
@@ -91,6 +92,14 @@ class Trainer:
             for role in self.roles
             if role.trainable
         }
+
+    def _reward_manager(self, scorers: Mapping[Role, RoleScorer]) -> RewardManager | ModelRewardManager:
+        """Who judges the samples that train."""
+        if self.inputs.conversations is None:
+            return self.rules
+        limit = max_reward_tokens(self.config)
+        model = ModelRewards(scorers[Role.REWARD], self.inputs.conversations, max_tokens=limit, enter=self.memory.enter)
+        return ModelRewardManager(model, self.rules)
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train up to step `trainer.total_steps`, from a checkpoint if there is one; validate, export the result.
@@ -282,7 +291,7 @@ class Trainer:
             return None
         self.memory.enter(memory.GENERATE)
         with self.timers("testing"):
-            result = validate(self.config, self.inputs.val, VllmSource(self.cluster.engines), self.rewards, step=step)
+            result = validate(self.config, self.inputs.val, VllmSource(self.cluster.engines), self.rules, step=step)
         log.log(step, result.metrics | self.timers.pop())
         progress.note(f"step {step}: " + result.summary)
         prefix = f"{self.config.checkpoint.best_metric}/"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
-from megarl.types import ExpertArray, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.types import ExpertArray, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 _SEGMENT = pa.struct(
     [
@@ -126,6 +126,7 @@ def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
                 "data_source": prompt.data_source,
                 "ground_truth": prompt.ground_truth,
                 "extra_info": dict(prompt.extra_info),
+                "messages": [message.as_dict() for message in prompt.messages],
                 "demonstration_ids": prompt.demonstration_ids,
                 "demonstration_probs": prompt.demonstration_probs,
             }
@@ -147,6 +148,7 @@ def _to_prompt(row: dict[str, Any]) -> Prompt:
     fields = json.loads(row["prompt"])
     # JSON has no tuples.
     fields |= {name: tuple(fields.get(name, ())) for name in ("demonstration_ids", "demonstration_probs")}
+    fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
     return Prompt(uid=row["uid"], token_ids=tuple(ids), **fields)
 
 

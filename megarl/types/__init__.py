@@ -18,6 +18,7 @@ from megarl.types.samples import (
     FinishReason,
     FloatArray,
     IntArray,
+    Message,
     Prompt,
     Reward,
     RolloutBatch,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         scored_batch,
     )
     from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
-    from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
+    from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample, row_read_at_end
 
 __all__ = [
     "DEMONSTRATION",
@@ -54,6 +55,7 @@ __all__ = [
     "FloatArray",
     "IntArray",
     "LossSums",
+    "Message",
     "ModelOutputs",
     "Objective",
     "PolicyOutputs",
@@ -73,6 +75,7 @@ __all__ = [
     "prompt_segment",
     "row_batch",
     "row_from_sample",
+    "row_read_at_end",
     "scored_batch",
 ]
 

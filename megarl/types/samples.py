@@ -32,9 +32,21 @@ class SegmentSource(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A question as the model reads it, with what a scorer needs to judge an answer.
 
+    messages: the chat of which `token_ids` were made, for scorers with a chat template of their own.
     demonstration_ids: an answer to start samples with, ending in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of them, -1 where unknown; empty: none is known.
     """
@@ -44,6 +56,7 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
     demonstration_ids: tuple[int, ...] = ()
     demonstration_probs: tuple[float, ...] = ()
 
