@@ -82,8 +82,9 @@ def source_spec(data_source: str, **changes: Any) -> SourceSpec:
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
         raise unknown_name("data source", name, {*SOURCES, *SCORERS}, key="data_source")
-    spec = replace(SOURCES[name] if name in SOURCES else SourceSpec(scorer=name), **{**changes, "scorer": name})
-    assert spec.function
+    others = {field: value for field, value in changes.items() if field != "scorer"}
+    spec = replace(SOURCES[name] if name in SOURCES else SourceSpec(scorer=name), **others)
+    SCORERS.get(spec.variant)
     return spec
 
 
