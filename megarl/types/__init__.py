@@ -13,6 +13,7 @@ never by position. `loss_mask` marks the tokens that the policy chose.
 from typing import TYPE_CHECKING, Any
 
 from megarl.types.samples import (
+    DROPPED,
     BoolArray,
     ExpertArray,
     FinishReason,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEMONSTRATION",
+    "DROPPED",
     "Advantages",
     "AlgoState",
     "Algorithm",

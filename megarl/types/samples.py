@@ -1,5 +1,6 @@
 """What is sampled: prompts, segments, samples, and rewards."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -166,8 +167,15 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty."""
+    """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty.
+
+    dropped: nobody could judge it, so it must not train; its score is NaN, which whoever reads it refuses.
+    """
 
     score: float
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
+    dropped: bool = False
+
+
+DROPPED = Reward(score=math.nan, correct=False, dropped=True)

@@ -5,12 +5,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from megarl.errors import ConfigError, DataError, NonFiniteError
+from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
 from megarl.rewards.verifier.types import PARSE_FAILED, Outcome
 from megarl.types import Reward
 
 # Mistakes of whoever runs the pool, not of a response: they are raised where the verdict is asked for.
-ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ConfigError, DataError, NonFiniteError)}
+ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ConfigError, DataError, NonFiniteError, RunError)}
 _MAX_REASON_CHARS = 500
 
 
