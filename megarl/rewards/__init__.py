@@ -1,6 +1,6 @@
-"""Scorers by data source, and the manager that applies them to rollouts."""
+"""Scorers by data source, and the managers that apply them to rollouts."""
 
-from megarl.rewards import countdown, final_number, formats, luffy, mathematics
+from megarl.rewards import code, countdown, final_number, formats, luffy, mathematics
 from megarl.rewards.custom import load_reward_function
 from megarl.rewards.manager import RewardManager
 from megarl.rewards.registry import PARSE_FAILED, SCORERS, Scorer
@@ -13,6 +13,7 @@ __all__ = [
     "RewardManager",
     "Scorer",
     "SourceSpec",
+    "code",
     "countdown",
     "final_number",
     "formats",

@@ -20,7 +20,7 @@ from megarl.sandbox import wire
 from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
 from megarl.sandbox.remedies import remedy
-from megarl.sandbox.task import Ending, Outcome, Task
+from megarl.sandbox.task import Ending, Execute, Outcome, Task
 
 # Beyond what a program may take: how late a busy machine may be.
 MARGIN_S = 30.0
@@ -104,17 +104,12 @@ class Sandbox:
 
     def program(self, source: str) -> Program:
         """A context with the program shut in; ConfigError if this machine does not let it be."""
-        connection = self._connect()
-        try:
-            program = Program(connection, self.options, self._scratch)
-            program.give(source)
-        except (wire.Closed, TimeoutError) as error:
-            connection.close()
-            raise WorkerError("the sandbox's launcher died or hung; its error is in this process's log") from error
-        except ConfigError:
-            connection.close()
-            raise
-        return program
+        with self._lock:
+            if self._launcher is None or self._launcher.poll() is not None:
+                self._stop()
+                self._start()
+            connection = self._ask()
+        return self._shut_in(connection, source)
 
     def close(self) -> None:
         """End the launcher, and every program that it still runs."""
@@ -129,15 +124,25 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _connect(self) -> socket.socket:
+    def _ask(self) -> socket.socket:
+        """A connection to a new keeper."""
+        assert self._control is not None
         ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            if self._launcher is None or self._launcher.poll() is not None:
-                self._stop()
-                self._start()
-            assert self._control is not None
+        with theirs:
             socket.send_fds(self._control, [b"p"], [theirs.fileno()])
         return ours
+
+    def _shut_in(self, connection: socket.socket, source: str) -> Program:
+        try:
+            program = Program(connection, self.options, self._scratch)
+            program.give(source)
+        except (ConnectionError, TimeoutError) as error:
+            connection.close()
+            raise WorkerError("the sandbox's launcher died or hung; its error is in this process's log") from error
+        except ConfigError:
+            connection.close()
+            raise
+        return program
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -150,6 +155,23 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+            )
+        self._check()
+
+    def _check(self) -> None:
+        """An empty program has to succeed, or what fails would be taken for failures of programs."""
+        try:
+            with self._shut_in(self._ask(), "") as program:
+                outcome = program.run(Execute(statements="", token=""))
+        except ConfigError:
+            self._stop()
+            raise
+        if not outcome.succeeded:
+            self._stop()
+            last = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ConfigError(
+                f"the sandbox cannot run an empty program here: it ended with {outcome.ending.value}, {last!r}; run on "
+                "Linux 5.14 or newer, and raise rewards.code.limits if they are lower than an interpreter needs"
             )
 
     def _stop(self) -> None:

@@ -31,4 +31,3 @@ def python_paths(import_paths: Sequence[str]) -> list[str]:
         if not any(path.startswith(f"{above}/") for above in shown):
             shown.append(path)
     return shown
-

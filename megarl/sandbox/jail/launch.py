@@ -5,12 +5,11 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.sandbox import wire
 from megarl.sandbox.jail import kernel, syscalls
 from megarl.sandbox.jail.namespaces import enter_namespaces
-from megarl.sandbox.jail.program import Child
 from megarl.sandbox.jail.rights import Bounds
 from megarl.sandbox.jail.root import build_root
 from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch
@@ -24,29 +23,22 @@ def main() -> None:
     # If memory runs out, the kernel is to end programs before a trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    child = _serve(control, json.loads(sys.argv[2]))
-    if child is not None:
-        # Here, with every frame of ours left behind.
-        child.run()
-
-
-def _serve(control: socket.socket, setup: dict[str, Any]) -> Child | None:
-    """Fork keepers until the other side closes. Returns a child in that child's process."""
+    setup = json.loads(sys.argv[2])
     # The kernel buries keepers that nobody waits for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     launcher = os.getpid()
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
-            return None
+            return
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _keep(socket.socket(fileno=descriptors[0]), setup, launcher)
+            _keep(socket.socket(fileno=descriptors[0]), setup, launcher)
         os.close(descriptors[0])
 
 
-def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> Child:
+def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> NoReturn:
     """Shut in one program. The keeper holds the connection open until nothing of the program is left."""
     bounds = Bounds(**setup["bounds"])
     try:
@@ -65,7 +57,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> Ch
     except StepError as error:
         wire.send(connection, {"refused": error.name, "reason": error.reason})
         os._exit(1)
-    return serve_tasks(connection, bounds, scratch, setup["import_paths"])
+    serve_tasks(connection, bounds, scratch, setup["import_paths"])
 
 
 def _shut_in(bounds: Bounds, setup: dict[str, Any]) -> MountedScratch:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from resource import struct_rusage
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -31,10 +32,8 @@ def _kill_all(*, is_isolated: bool) -> None:
     # To process 1, -1 is everyone else in its namespace. Elsewhere orphans become children of this process.
     targets = [-1] if is_isolated else [pid for pid, fields in _tables("stat") if int(fields[1]) == os.getpid()]
     for pid in targets:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _tables(name: str) -> Iterator[tuple[int, list[bytes]]]:

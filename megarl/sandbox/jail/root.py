@@ -40,8 +40,8 @@ def build_root(paths: Sequence[str]) -> None:
 
 def mount_scratch(*, mib: int, files: int) -> None:
     """An empty /tmp."""
-    # Two inodes more: the kernel counts the directory, and one in reserve.
-    options = f"size={mib}m,nr_inodes={files + 2},mode=1777"
+    # The directory itself counts too.
+    options = f"size={mib}m,nr_inodes={files + 1},mode=1777"
     kernel.mount("tmpfs", "/tmp", "tmpfs", _SAFE | kernel.MS_NOEXEC, options)
 
 

@@ -5,7 +5,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.sandbox import wire
 from megarl.sandbox.jail.processes import end_all, resident_bytes
@@ -17,10 +17,8 @@ from megarl.sandbox.jail.watch import Stream, watch
 _STDERR_KEPT = 4096
 
 
-def serve_tasks(
-    connection: socket.socket, bounds: Bounds, scratch: Scratch, import_paths: Sequence[str]
-) -> Child:
-    """Answer tasks until the other side closes, and exit. Returns only in a child, which is to run."""
+def serve_tasks(connection: socket.socket, bounds: Bounds, scratch: Scratch, import_paths: Sequence[str]) -> NoReturn:
+    """Answer tasks until the other side closes, and exit."""
     try:
         _, (source,) = wire.receive(connection)
         while True:
@@ -29,15 +27,14 @@ def serve_tasks(
             streams, others = _pipes(task, bounds)
             child = os.fork()
             if child == 0:
-                connection.detach()
-                return Child(
+                Child(
                     source=source.decode("utf-8", "surrogatepass"),
                     task=task,
                     streams=others,
                     directory=scratch.path,
                     import_paths=import_paths,
                     bounds=bounds,
-                )
+                ).run()
             for fd in others:
                 os.close(fd)
             header = _finish(child, streams, bounds)

@@ -4,6 +4,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 _CHUNK = 1 << 16
 _WATCH_S = 0.05
@@ -12,7 +13,7 @@ _WATCH_S = 0.05
 class Stream:
     """The reading end of a pipe. More than `limit` bytes are too many; `keep` says how many of the last to keep."""
 
-    __slots__ = ("data", "fd", "is_over", "_keep", "_limit", "_total")
+    __slots__ = ("_keep", "_limit", "_total", "data", "fd", "is_over")
 
     def __init__(self, fd: int, *, limit: int, keep: int | None = None) -> None:
         self.fd = fd
@@ -35,17 +36,13 @@ class Stream:
     def drain(self) -> None:
         """Take the rest of what a dead writer left, and close."""
         os.set_blocking(self.fd, False)
-        try:
+        with suppress(BlockingIOError):
             while not self.is_over and self.read():
                 pass
-        except BlockingIOError:
-            pass
         os.close(self.fd)
 
 
-def watch(
-    child: int, streams: Sequence[Stream], *, wall_s: float, is_over_memory: Callable[[], bool]
-) -> str | None:
+def watch(child: int, streams: Sequence[Stream], *, wall_s: float, is_over_memory: Callable[[], bool]) -> str | None:
     """Wait for the child to end; None if it did, or which limit it went over. It is not ended here."""
     deadline = time.monotonic() + wall_s
     end = os.pidfd_open(child)

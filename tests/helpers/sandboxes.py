@@ -1,0 +1,41 @@
+"""Runs programs in sandboxes whose limits are low, and checks that nothing of them is left when they have ended."""
+
+import os
+from pathlib import Path
+
+from megarl.sandbox import Limits, Outcome, RunWithInput, Sandbox, Task
+
+LIMITS = Limits(cpu_s=1, wall_s=20, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
+# For programs that are there to run out of time.
+BRIEF = Limits(cpu_s=1, wall_s=1, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
+
+
+def processes_in(namespace: str) -> list[int]:
+    """Processes of this machine whose pid namespace it is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "ns/pid") == namespace:
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def run_contained(sandbox: Sandbox, source: str, *tasks: Task) -> list[Outcome]:
+    """Run the tasks, and fail if the program outlives its context or changes what is mounted here."""
+    mounts = Path("/proc/self/mounts").read_text()
+    with sandbox.program(source) as program:
+        namespace = os.readlink(f"/proc/{program.keeper}/ns/pid_for_children")
+        assert processes_in(namespace), "its first process runs"
+        outcomes = [program.run(task) for task in tasks or [RunWithInput(text="")]]
+    assert processes_in(namespace) == []
+    assert Path("/proc/self/mounts").read_text() == mounts
+    return outcomes
+
+
+def printed(sandbox: Sandbox, source: str) -> str:
+    """What a program printed that has to succeed."""
+    (outcome,) = run_contained(sandbox, source)
+    assert outcome.succeeded, outcome
+    return outcome.stdout.decode()
