@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.parallel.weights.tables import OUTPUT_HEAD, VALUE_HEAD
-from megarl.rewards import score, source_spec
+from megarl.rewards.build import check_ground_truths
 from megarl.rewards.model import ConversationEncoder
 from megarl.roles import model_key, reward_role, roles_of
 from megarl.rollout.replay import require_records
@@ -155,7 +155,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         conversations = _open_conversations(config, tokenizer)
     for data in (train, val):
         if data is not None:
-            check_ground_truths(data)
+            check_ground_truths(config.rewards, data)
     return TrainInputs(
         config=config,
         spec=spec,
@@ -216,18 +216,6 @@ def max_reward_tokens(config: Config) -> int:
     assert config.reward_model.model_path is not None, "the configuration was not checked"
     positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
     return min(reward_model_settings(config).micro_batch_tokens - 1, positions)
-
-
-def check_ground_truths(data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt: an unknown source or a malformed ground truth shows now."""
-    for data_source in sorted(data.data_sources):
-        source_spec(data_source)
-    for index in range(len(data)):
-        prompt = data[index]
-        try:
-            score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info)
-        except DataError as error:
-            raise DataError(f"prompt {prompt.uid}: {error}") from error
 
 
 def open_sft_inputs(config: Config) -> SftInputs:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from megarl.config.rewards import HybridPartConfig, RewardsConfig
+from megarl.config.rewards import HybridPartConfig, RewardsConfig, SourceConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -51,8 +51,16 @@ def _check_verifier(rewards: RewardsConfig) -> None:
 
 def _check_custom(rewards: RewardsConfig) -> None:
     path = rewards.custom.path
-    if path is not None and not path.endswith(".py"):
+    if path is None:
+        return
+    if not path.endswith(".py"):
         raise ConfigError(f"rewards.custom.path: got {path!r}, expected a Python file (.py)")
+    for name, source in rewards.sources.items():
+        if source.scorer is None and source != SourceConfig():
+            raise ConfigError(
+                f"rewards.sources.{name}: says how a scorer judges this source, but rewards.custom.path judges it; set "
+                f"rewards.sources.{name}.scorer, or remove the other keys"
+            )
 
 
 def _check_hybrid(rewards: RewardsConfig) -> None:
@@ -77,6 +85,8 @@ def _check_hybrid(rewards: RewardsConfig) -> None:
 
 
 def _check_part(key: str, part: HybridPartConfig) -> None:
+    if key.endswith(".rule") and part.manager != "rule":
+        raise ConfigError(f"{key}.manager: got {part.manager!r}, but rule is the rule's name in metrics; rename it")
     if (part.transform == "clip") != (part.clip is not None):
         given = "is not set" if part.clip is None else f"got {list(part.clip)}"
         raise ConfigError(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.sandbox.options import Limits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
@@ -13,9 +15,12 @@ class SourceConfig:
     scorer: str | None = None
     correct: float | None = None  # Score of a right answer; null: the scorer's.
     wrong: float | None = None  # Score of a wrong answer; null: the scorer's.
+    malformed: float | None = None  # Score where no answer could be read; null: the scorer's, mostly that of wrong.
     # Formulas as the field's original code has them (ref), as its documents say (doc), or with their known exploits
     # closed (fix); null: the scorer's.
     mode: Literal["ref", "doc", "fix"] | None = None
+    format: str | None = None  # A format by its name in docs/rewards.md that counts too; null: the scorer's.
+    format_weight: float | None = None  # Its share of the score; null: the scorer's, mostly 0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,24 @@ class VerifierConfig:
     soft_limit_s: float = 2.0  # Of one answer, from when it begins to run; the scorer is interrupted.
     hard_limit_s: float = 5.0  # After which the process is killed and replaced.
     memory_mib: int = 2048  # Of one process.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeConfig:
+    """How programs in responses are run against tests."""
+
+    # Namespaces of the kernel keep programs in; where it grants none, nothing is run, unless limits_only says that
+    # programs may read and write what this user can.
+    isolation: Literal["namespaces", "limits_only"] = "namespaces"
+    limits: Limits = field(default_factory=Limits)
+    import_paths: tuple[str, ...] = ()  # Directories of packages that programs may import beside the standard library.
+    # A program's share of passed tests, or 1 if it passes all and 0 otherwise.
+    credit: Literal["fraction", "all_or_nothing"] = "all_or_nothing"
+    float_tolerance: float | None = None  # Relative and absolute, of numbers with a point; null: digits are compared.
+    max_tests: int | None = None  # Only the first of many; null: all.
+    max_timeouts: int = 3  # After so many tests that timed out the others count as timed out.
+    workers: int = 2  # Processes that run programs.
+    deadline_s: float = 90.0  # Of all tests of one response.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,5 +107,6 @@ class RewardsConfig:
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # By data source.
     custom: CustomConfig = field(default_factory=CustomConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
+    code: CodeConfig = field(default_factory=CodeConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     hybrid: HybridConfig = field(default_factory=HybridConfig)

@@ -28,8 +28,8 @@ def load_reward_function(
 ) -> Scorer:
     """A function of a Python file, as a scorer of responses to `prompt`.
 
-    verl's `name(data_source, solution_str, ground_truth, extra_info)` returns a number, or a mapping with `score`, if it
-    likes `acc` (whether the answer is right; else score > 0), and further numbers for the metrics. OpenRLHF's
+    verl's `name(data_source, solution_str, ground_truth, extra_info)` returns a number, or a mapping with `score`, if
+    it likes `acc` (whether the answer is right; else score > 0), and further numbers for the metrics. OpenRLHF's
     `name(queries, prompts, labels, **kwargs)` is called with lists of one entry (see `rewards.reward_func`).
     ConfigError names file and line if the file cannot be loaded; RunError does so when a call fails or returns
     something else.
@@ -69,9 +69,7 @@ def score_batched(
     """The reward that OpenRLHF's kind of function returns."""
     others = {"data_source": data_source, "extra_info": extra_info}
     with _naming_the_line(path):
-        result = call_reward_func(
-            function, prompt=prompt, response=response, ground_truth=ground_truth, others=others
-        )
+        result = call_reward_func(function, prompt=prompt, response=response, ground_truth=ground_truth, others=others)
     return reward_of_result(result, path)
 
 

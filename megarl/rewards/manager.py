@@ -28,11 +28,18 @@ class Panel:
         rule = [RULE] if self.knows(data_source) else []
         return list(dict.fromkeys([*self.route(data_source), *rule]))
 
+    def by_rule(self) -> "Panel":
+        """The rule alone."""
+        rule = {RULE: self.judges[RULE]}
+        return replace(self, judges=rule, summands={RULE: Summand()}, route=lambda _: (RULE,))
+
 
 class RewardManager:
     """Judges samples as they finish."""
 
-    def __init__(self, panel: Panel, decode: Callable[[Sequence[int]], str], show: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, panel: Panel, decode: Callable[[Sequence[int]], str], show: Callable[[Sequence[int]], str]
+    ) -> None:
         """`decode` turns response token ids into text, see `megarl.data.chat.response_decoder`; `show` prompts, with
         their special tokens.
         """
@@ -82,9 +89,7 @@ class BatchJudging:
     def finish(self, samples: Sequence[Sample]) -> Judged:
         """Wait for the rewards of these samples, in their order."""
         judged = {name: judging.finish() for name, judging in self._judgings.items()}
-        opinions = {
-            name: dict(zip(self._asked[name], each.rewards, strict=True)) for name, each in judged.items()
-        }
+        opinions = {name: dict(zip(self._asked[name], each.rewards, strict=True)) for name, each in judged.items()}
         rewards = self._mixed(opinions)
         rows = {(item.sample.uid, item.sample.sample_index): row for row, item in enumerate(self._items)}
         tallies: dict[str, Tally] = {name: tally for each in judged.values() for name, tally in each.tallies.items()}
@@ -105,7 +110,9 @@ class BatchJudging:
         }
         total = mix(scores, self._panel.summands, [item.prompt.uid for item in self._items])
         return [
-            DROPPED if row in dropped else self._reward(total[row], {n: o[row] for n, o in opinions.items() if row in o}, route)
+            DROPPED
+            if row in dropped
+            else self._reward(total[row], {n: o[row] for n, o in opinions.items() if row in o}, route)
             for row, route in enumerate(routes)
         ]
 

@@ -1,7 +1,7 @@
 """Rewards by a Megatron reward model."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ from megarl.data.chat import encode_conversations, response_decoder, turn_ending
 from megarl.errors import DataError
 from megarl.memory import Phase
 from megarl.parallel.messages import Role
-from megarl.rewards.manager import RewardManager
+from megarl.rewards.judge import Item, Judged
 from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
 from megarl.updates import RoleScorer
 
@@ -84,13 +84,32 @@ class ModelRewards:
         return np.concatenate(self._scorer.score(rows, step=step)["values"]).tolist() if rows else []
 
 
-class ModelRewardManager:
-    """The reward model's scores; what is correct is decided by rule."""
+class ModelJudge:
+    """The reward model as a judge. It shares its devices with the engines, so it scores when all samples are there."""
 
-    def __init__(self, model: ModelRewards, rule: RewardManager) -> None:
-        self._model, self._rule = model, rule
+    def __init__(self, model: ModelRewards) -> None:
+        self._model = model
 
-    def score(self, batch: RolloutBatch) -> list[Reward]:
-        """Rewards in the order of `batch.samples`."""
-        judged = zip(self._rule.score(batch), self._model.score(batch), strict=True)
-        return [replace(reward, score=score) for reward, score in judged]
+    def begin(self) -> "ModelJudging":
+        return ModelJudging(self._model)
+
+    def close(self) -> None:
+        """The ranks that hold the model are the run's."""
+
+
+@dataclass(slots=True)
+class ModelJudging:
+    """Waits for the whole batch. A score above 0 counts as correct where no rule says what is."""
+
+    model: ModelRewards
+    _items: list[Item] = field(default_factory=list)
+
+    def add(self, item: Item) -> None:
+        self._items.append(item)
+
+    def finish(self) -> Judged:
+        batch = RolloutBatch(
+            prompts={item.prompt.uid: item.prompt for item in self._items},
+            samples=tuple(item.sample for item in self._items),
+        )
+        return Judged(rewards=[Reward(score=score, correct=score > 0) for score in self.model.score(batch)])

@@ -3,16 +3,19 @@
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megarl.config.rewards import RewardsConfig, VerifierConfig
+from megarl.config.rewards import CodeConfig, RewardsConfig, VerifierConfig
 from megarl.errors import DataError
+from megarl.rewards.code.options import CodeOptions, Credit
+from megarl.rewards.code.scorer import CODE
 from megarl.rewards.judge import Item, Judged, Tally, mean_of
 from megarl.rewards.registry import PARSE_FAILED, SCORERS
 from megarl.rewards.rule_jobs import judge_by_file, judge_by_source
 from megarl.rewards.sources import SOURCES, SourceSpec, source_spec
 from megarl.rewards.verifier import Outcome, Verdict, VerifierJob, VerifierOptions, VerifierPool
+from megarl.sandbox import Isolation, SandboxOptions
 from megarl.types import DROPPED, Reward
 
 # Metrics `reward/…_frac` of outcomes; what was scored is right or wrong.
@@ -47,8 +50,7 @@ class Rules:
             return None
         if data_source not in self._specs:
             own = self._cfg.sources.get(data_source)
-            given = {} if own is None else {name: getattr(own, name) for name in ("scorer", "correct", "wrong", "mode")}
-            changes = {name: value for name, value in given.items() if value is not None}
+            changes = {} if own is None else {name: value for name, value in asdict(own).items() if value is not None}
             self._specs[data_source] = source_spec(data_source, **changes)
         return self._specs[data_source]
 
@@ -56,6 +58,7 @@ class Rules:
         """What a worker is to do."""
         spec, source = self.spec(question.data_source), {"data_source": question.data_source}
         custom = {"path": self._cfg.custom.path, "name": self._cfg.custom.name, "prompt": question.prompt}
+        scorer = {"source": spec, "arguments": self.arguments(spec)}
         function = judge_by_file if spec is None else judge_by_source
         return VerifierJob(
             data_source=question.data_source,
@@ -63,8 +66,12 @@ class Rules:
             ground_truth=question.ground_truth,
             extra_info=question.extra_info,
             function=f"{function.__module__}:{function.__name__}",
-            arguments=source | (custom if spec is None else {"source": spec}),
+            arguments=source | (custom if spec is None else scorer),
         )
+
+    def arguments(self, spec: SourceSpec | None) -> Mapping[str, Any]:
+        """What the scorer takes besides the response."""
+        return {"options": code_options(self._cfg.code)} if runs_programs(spec) else {}
 
     def reward(self, data_source: str, verdict: Verdict) -> Reward:
         """What a verdict is worth: an answer that no scorer could judge in time is wrong.
@@ -96,23 +103,64 @@ def verifier_options(cfg: VerifierConfig) -> VerifierOptions:
     )
 
 
+def program_options(cfg: RewardsConfig) -> VerifierOptions:
+    """The pool whose workers run programs, each in a sandbox of its own: all tests together take longer."""
+    deadline_s = cfg.code.deadline_s
+    return VerifierOptions(
+        num_workers=cfg.code.workers,
+        soft_limit_s=0.9 * deadline_s,
+        deadline_s=deadline_s,
+        start_limit_s=max(120.0, 2 * deadline_s),
+        # The programs' own memory is the sandbox's to limit.
+        memory_limit_mib=cfg.verifier.memory_mib + cfg.code.limits.memory_mib,
+        preload=("megarl.rewards.rule_jobs",),
+    )
+
+
+def code_options(cfg: CodeConfig) -> CodeOptions:
+    """How programs are run."""
+    sandbox = SandboxOptions(isolation=Isolation(cfg.isolation), limits=cfg.limits, import_paths=cfg.import_paths)
+    return CodeOptions(
+        sandbox=sandbox,
+        credit=Credit(cfg.credit),
+        float_tolerance=cfg.float_tolerance,
+        max_tests=cfg.max_tests,
+        max_timeouts=cfg.max_timeouts,
+    )
+
+
+def runs_programs(spec: SourceSpec | None) -> bool:
+    """Whether responses of a data source are programs."""
+    return spec is not None and spec.scorer == CODE
+
+
 class RuleJudge:
-    """Judges each sample in the pool, as soon as it is told of it."""
+    """Judges each sample in a pool, as soon as it is told of it."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
-        """Starts the pool, without waiting for it."""
-        self.rules = Rules(cfg)
-        self._pool = VerifierPool(verifier_options(cfg.verifier))
+        """Starts the pool, without waiting for it; that of programs when the first one comes."""
+        self.rules, self._cfg = Rules(cfg), cfg
+        self._texts = VerifierPool(verifier_options(cfg.verifier))
+        self._programs: VerifierPool | None = None
 
     def submit(self, question: Question) -> Future[Verdict]:
         """The verdict on one response, when it is there; raises as `VerifierPool.submit` says."""
-        return self._pool.submit(self.rules.job(question))
+        return self._pool(question.data_source).submit(self.rules.job(question))
+
+    def _pool(self, data_source: str) -> VerifierPool:
+        if not runs_programs(self.rules.spec(data_source)):
+            return self._texts
+        if self._programs is None:
+            self._programs = VerifierPool(program_options(self._cfg))
+        return self._programs
 
     def begin(self) -> "RuleJudging":
         return RuleJudging(self)
 
     def close(self) -> None:
-        self._pool.close()
+        for pool in (self._texts, self._programs):
+            if pool is not None:
+                pool.close()
 
 
 @dataclass(slots=True)

@@ -9,10 +9,16 @@ from megarl.types import Reward
 
 
 def judge_by_source(
-    response: str, ground_truth: str, extra_info: Mapping[str, Any], *, data_source: str, source: SourceSpec
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    data_source: str,
+    source: SourceSpec,
+    arguments: Mapping[str, Any],
 ) -> Reward:
     """By the scorer of a data source."""
-    return score(data_source, response, ground_truth, extra_info, source=source)
+    return score(data_source, response, ground_truth, extra_info, source=source, arguments=arguments)
 
 
 def judge_by_file(

@@ -1,7 +1,7 @@
 """Which scorer judges a data source, and what right and wrong are worth there."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ SOURCES: Mapping[str, SourceSpec] = {
     **_each("hendrycks_math01", SourceSpec(scorer="math")),
     **_each("amc23 aime2024 aime2025", SourceSpec(scorer="strict", wrong=-1.0)),
     **_each("gpqa", SourceSpec(scorer="letters")),
+    **_each("codecontests apps codeforces taco", SourceSpec(scorer="code", wrong=-1.0)),
     **_each("hiyouga/geometry3k", SourceSpec(scorer="math")),
     **_each("lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500", SourceSpec(scorer="strict")),
     **_each("math_dapo math_dapo_reasoning", SourceSpec(scorer="answer_line", wrong=-1.0)),
@@ -95,14 +96,18 @@ def score(
     extra_info: Mapping[str, Any],
     *,
     source: SourceSpec | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Reward:
     """The reward of `response`, by `source` or by what `SOURCES` says of the data source.
+
+    `arguments` are further ones of the scorer.
 
     `details["parse_failed"]` is 1 where no answer could be read. ConfigError lists the known sources if `data_source`
     is none of them; DataError is for a malformed ground truth.
     """
     spec = source_spec(data_source) if source is None else source
-    reward = SCORERS.get(spec.variant)(response, ground_truth, extra_info)
+    scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
+    reward = scorer(response, ground_truth, extra_info, **(arguments or {}))
     failed = reward.details.get(PARSE_FAILED, 0.0) == 1.0
     well_formed = spec.format is not None and FORMATS.get(spec.format)(response)
     details = {**reward.details, **({} if spec.format is None else {"format": float(well_formed)})}

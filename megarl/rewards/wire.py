@@ -62,7 +62,9 @@ def decode_reply(reply: Any, num_rows: int) -> Reply:
         rewards=_numbers("rewards", reply["rewards"], num_rows),
         scores=None if scores is None else _numbers("scores", scores, num_rows),
         logs={
-            str(name): _numbers(f"extra_logs.{name}", values if isinstance(values, list) else [values] * num_rows, num_rows)
+            str(name): _numbers(
+                f"extra_logs.{name}", values if isinstance(values, list) else [values] * num_rows, num_rows
+            )
             for name, values in logs.items()
         },
     )

@@ -11,7 +11,6 @@ from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite, sample_seed
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
-
 # Told of each completion, with the position of its request.
 OnCompletion: TypeAlias = Callable[[int, Completion], None]
 

@@ -8,7 +8,7 @@ from megarl.sandbox import SandboxOptions
 
 
 class Credit(StrEnum):
-    """What a program gets that passes k of n tests: k/n, or 1 if k = n and `wrong_value` otherwise."""
+    """What a program gets that passes k of n tests: k/n, or 1 if k = n and 0 otherwise."""
 
     FRACTION = "fraction"
     ALL_OR_NOTHING = "all_or_nothing"
@@ -20,8 +20,6 @@ class CodeOptions:
 
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     credit: Credit = Credit.ALL_OR_NOTHING
-    # What all-or-nothing gives a program that fails, or that is not there.
-    wrong_value: float = -1.0
     # None compares digits.
     float_tolerance: float | None = None
     # Only the first of many; None runs all.

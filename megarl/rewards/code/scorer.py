@@ -15,6 +15,8 @@ from megarl.rewards.registry import SCORERS
 from megarl.sandbox import Ending, Outcome, Sandbox, SandboxOptions
 from megarl.types import Reward
 
+# The name of this scorer.
+CODE = "code"
 _DEFAULT = CodeOptions()
 
 
@@ -43,13 +45,13 @@ _VERDICTS: Mapping[Ending, Verdict] = {
 }
 
 
-@SCORERS.register("codecontests", "apps", "codeforces", "taco")
+@SCORERS.register(CODE)
 def score_code(
     response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: CodeOptions = _DEFAULT
 ) -> Reward:
     """Run the last Python block of `response` against the tests in `ground_truth`, or in `extra_info` if that is empty.
 
-    All or nothing: 1 if it passes all, else `wrong_value`. Fraction: passed / tests. `details` counts each verdict.
+    All or nothing: 1 if it passes all, else 0. Fraction: passed / tests. `details` counts each verdict.
     DataError for malformed tests, ConfigError where programs cannot be shut in.
     """
     tests = parse_tests(ground_truth or extra_info.get("ground_truth", ""), tolerance=options.float_tolerance)
@@ -58,10 +60,7 @@ def score_code(
     verdicts = [Verdict.NOT_RUN] * len(tests) if code is None else judge(code, tests, options)
     counts = Counter(verdicts)
     is_correct = counts[Verdict.PASSED] == len(tests)
-    if options.credit is Credit.FRACTION:
-        score = counts[Verdict.PASSED] / len(tests)
-    else:
-        score = 1.0 if is_correct else options.wrong_value
+    score = counts[Verdict.PASSED] / len(tests) if options.credit is Credit.FRACTION else float(is_correct)
     details = {verdict.value: float(counts[verdict]) for verdict in Verdict}
     details |= {"well_formed": float(code is not None), "num_tests": float(len(tests))}
     return Reward(score=score, correct=is_correct, details=details)

@@ -10,7 +10,9 @@ from megarl.rewards.verifier.types import PARSE_FAILED, Outcome
 from megarl.types import Reward
 
 # Mistakes of whoever runs the pool, not of a response: they are raised where the verdict is asked for.
-ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ConfigError, DataError, NonFiniteError, RunError)}
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ConfigError, DataError, NonFiniteError, RunError)
+}
 _MAX_REASON_CHARS = 500
 
 
