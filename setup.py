@@ -24,6 +24,8 @@ setup(
         "sympy",
         "math-verify[antlr4_13_2]",
         "httpx",
+        "starlette",
+        "uvicorn",
         "numpy",
         "pyyaml",
         "packaging",

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
             _add_train_options(command)
     _add_eval(commands)
     add_convert(commands)
+    _add_serve_reward(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
@@ -131,6 +132,17 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("--config", type=Path, help="a run file for engine and layout; default: the run's own")
     command.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
     command.set_defaults(run=_eval)
+
+
+def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("serve-reward", help="answer reward requests of runs over HTTP, by rule")
+    command.add_argument("overrides", nargs="*", help="settings such as rewards.verifier.workers=8")
+    command.add_argument("--config", type=Path, help="a run file; its section rewards counts")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one")
+    command.add_argument("--max-rows", type=int, default=4096, metavar="N", help="rows in work; more are refused (503)")
+    command.add_argument("--data-source", metavar="NAME", help="of requests that name none")
+    command.set_defaults(run=_serve_reward)
 
 
 # Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
@@ -209,6 +221,23 @@ def _eval(arguments: argparse.Namespace) -> None:
             overwrite=arguments.overwrite,
         )
     )
+
+
+def _serve_reward(arguments: argparse.Namespace) -> None:
+    from megarl.config.check import check_serve_reward
+    from megarl.config.load import load_config, with_overrides
+    from megarl.config.schema import Config
+    from megarl.rewards.build import check_sources
+    from megarl.rewards.serve import ServeOptions, serve_rewards
+
+    overrides = arguments.overrides
+    config = load_config(arguments.config, overrides) if arguments.config else with_overrides(Config(), overrides)
+    check_serve_reward(config)
+    options = ServeOptions(
+        host=arguments.host, port=arguments.port, max_rows=arguments.max_rows, data_source=arguments.data_source
+    )
+    check_sources(config.rewards, [] if options.data_source is None else [options.data_source])
+    serve_rewards(config.rewards, options)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def open_panel(rewards: RewardsConfig, sources: Collection[str], *, model: Judge
         judges[name] = _open_judge(rewards, name, model)
     return Panel(
         judges=judges,
-        summands=summands_of(rewards),
+        summands={name: summand for name, summand in summands_of(rewards).items() if name in judges},
         route=lambda source: route_of(rewards, source),
         knows=rules.knows,
     )

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from megarl.rewards.hybrid import Summand, mix
 from megarl.rewards.judge import Item, Judge, Judged, Tally, mean_of
 from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 # The name of the rule among judges.
 RULE = "rule"
@@ -37,9 +40,7 @@ class Panel:
 class RewardManager:
     """Judges samples as they finish."""
 
-    def __init__(
-        self, panel: Panel, decode: Callable[[Sequence[int]], str], show: Callable[[Sequence[int]], str]
-    ) -> None:
+    def __init__(self, panel: Panel, decode: Decode, show: Decode) -> None:
         """`decode` turns response token ids into text, see `megarl.data.chat.response_decoder`; `show` prompts, with
         their special tokens.
         """
@@ -65,9 +66,7 @@ class RewardManager:
 class BatchJudging:
     """The judging of one batch: `add` every sample once, in any order, then `finish`."""
 
-    def __init__(
-        self, panel: Panel, decode: Callable[[Sequence[int]], str], show: Callable[[Sequence[int]], str]
-    ) -> None:
+    def __init__(self, panel: Panel, decode: Decode, show: Decode) -> None:
         self._panel, self._decode, self._show = panel, decode, show
         self._judgings = {name: judge.begin() for name, judge in panel.judges.items()}
         self._prompts: dict[str, str] = {}
@@ -109,10 +108,9 @@ class BatchJudging:
             for name in self._panel.summands
         }
         total = mix(scores, self._panel.summands, [item.prompt.uid for item in self._items])
+        heard = [{name: each[row] for name, each in opinions.items() if row in each} for row in range(len(routes))]
         return [
-            DROPPED
-            if row in dropped
-            else self._reward(total[row], {n: o[row] for n, o in opinions.items() if row in o}, route)
+            DROPPED if row in dropped else self._reward(total[row], heard[row], route)
             for row, route in enumerate(routes)
         ]
 

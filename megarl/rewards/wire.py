@@ -62,12 +62,14 @@ def decode_reply(reply: Any, num_rows: int) -> Reply:
         rewards=_numbers("rewards", reply["rewards"], num_rows),
         scores=None if scores is None else _numbers("scores", scores, num_rows),
         logs={
-            str(name): _numbers(
-                f"extra_logs.{name}", values if isinstance(values, list) else [values] * num_rows, num_rows
-            )
-            for name, values in logs.items()
+            str(name): _numbers(f"extra_logs.{name}", _each(entry, num_rows), num_rows) for name, entry in logs.items()
         },
     )
+
+
+def _each(entry: Any, num_rows: int) -> list[Any]:
+    """One per row; a number alone is that of every row."""
+    return entry if isinstance(entry, list) else [entry] * num_rows
 
 
 def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
