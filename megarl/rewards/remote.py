@@ -1,6 +1,7 @@
 """Rewards of HTTP services (`rewards.wire`). No service can stop a run by being slow, gone or wrong."""
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 
 from megarl.config.rewards import RemoteConfig
-from megarl.errors import RunError
+from megarl.errors import DataError, RunError
 from megarl.rewards.judge import Item, Judged, Tally, mean_of
 from megarl.rewards.wire import BadReplyError, Reply, decode_reply, encode_request
 from megarl.types import DROPPED, Reward
@@ -23,6 +24,7 @@ T = TypeVar("T")
 # A service answers with a few numbers per row.
 MAX_REPLY_BYTES = 64 << 20
 _CLOSE_S = 5.0
+_HEADERS = {"content-type": "application/json"}
 
 
 class _Loop:
@@ -83,11 +85,14 @@ class RemoteJudge:
         self._loop.close()
 
     def ask(self, rows: Sequence[Item], first: int, failed: Counter[str]) -> Future[_Answer]:
-        """Send rows, to service number `first` before the others; `failed` counts failures by URL."""
-        return self._loop.start(self._ask(rows, first, failed))
+        """Send rows, to service number `first` before the others; `failed` counts failures by URL.
 
-    async def _ask(self, rows: Sequence[Item], first: int, failed: Counter[str]) -> _Answer:
-        body, began, failures = encode_request(rows), time.monotonic(), list[str]()
+        DataError if JSON cannot hold them.
+        """
+        return self._loop.start(self._ask(_body(rows), len(rows), first, failed))
+
+    async def _ask(self, body: bytes, num_rows: int, first: int, failed: Counter[str]) -> _Answer:
+        began, failures = time.monotonic(), list[str]()
         start = first % len(self.urls)
         turns = [*self.urls[start:], *self.urls[:start]]
         for attempt in range(self.cfg.retries + 1):
@@ -96,7 +101,7 @@ class RemoteJudge:
             for url in sorted(turns, key=lambda url: failed[url]):
                 try:
                     async with asyncio.timeout(self.cfg.timeout_s):
-                        reply = decode_reply(await self._post(url, body), len(rows))
+                        reply = decode_reply(await self._post(url, body), num_rows)
                 except (httpx.HTTPError, TimeoutError, BadReplyError, ValueError) as error:
                     failed[url] += 1
                     failures.append(f"{url}: {_reason(error, self.cfg.timeout_s)}")
@@ -104,16 +109,25 @@ class RemoteJudge:
                 return _Answer(reply=reply, seconds=time.monotonic() - began, failures=failures)
         return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures)
 
-    async def _post(self, url: str, body: dict[str, list[Any]]) -> Any:
+    async def _post(self, url: str, body: bytes) -> Any:
         """The JSON of an answer with a status of success."""
-        async with self._client.stream("POST", url, json=body) as response:
+        async with self._client.stream("POST", url, content=body, headers=_HEADERS) as response:
             response.raise_for_status()
             content = bytearray()
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > MAX_REPLY_BYTES:
                     raise BadReplyError(f"got more than {MAX_REPLY_BYTES} bytes")
-        return httpx.Response(200, content=bytes(content)).json()
+        return json.loads(content)
+
+
+def _body(rows: Sequence[Item]) -> bytes:
+    try:
+        return json.dumps(encode_request(rows), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"samples {rows[0].label} to {rows[-1].label}: their extra_info cannot be sent to a reward service: {error}"
+        ) from error
 
 
 async def _open_client() -> httpx.AsyncClient:

@@ -280,9 +280,7 @@ def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None
 
 
 def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
-    return GenerationRequest(
-        token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens
-    )
+    return GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens)
 
 
 def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:

@@ -297,8 +297,12 @@ def test_what_nobody_could_judge_does_not_train() -> None:
         (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
     }
     assert found == {
-        **{("q:0", 0): 1.0, ("q:0", 2): 0.0, ("q:0", 3): 0.0},
-        **{("q:3", 0): 0.0, ("q:3", 1): 1.0, ("q:3", 2): 1.0},
+        ("q:0", 0): 1.0,
+        ("q:0", 2): 0.0,
+        ("q:0", 3): 0.0,
+        ("q:3", 0): 0.0,
+        ("q:3", 1): 1.0,
+        ("q:3", 2): 1.0,
     }
     assert list(collected.rollout.prompts) == ["q:0", "q:3"]
     assert collected.metrics["filter/num_groups"] == 2.0
