@@ -21,8 +21,10 @@ from megarl.errors import NonFiniteError, WorkerError
 from megarl.janitor import Janitor
 from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.platform import apply_environment
+from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import AlgoState, Denominators, FinishReason, Row
+from tests.helpers.verifier import details_of, job, wait_for_end
 
 NUM_PROCESSES = 4
 LAYOUT = LayoutConfig(tp=2, dp=2)
@@ -318,3 +320,31 @@ def test_failures_while_results_stream_in(processes: list[Process]) -> None:
 def test_every_engine_loads_the_same_files(processes: list[Process]) -> None:
     loaded = EngineGroup(processes[:3], timeout_s=30.0).load_weights([Path("f")], version=5, with_checksums=True)
     assert loaded == [{"f": 5}, {"f": 6}, {"f": 7}]
+
+
+class Judge:
+    """An actor that owns a verifier pool, made and used in a thread that is not the main one."""
+
+    def __init__(self) -> None:
+        self.pool = VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.3, deadline_s=0.6))
+
+    def judge(self) -> tuple[bool, list[str], dict[str, Any]]:
+        scorers = ("same_text", "loop", "block_alarm", "process")
+        verdicts = self.pool.score_all([job(scorer) for scorer in scorers])
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main, [verdict.outcome for verdict in verdicts], details_of(verdicts[-1])
+
+    def hang(self) -> None:
+        self.pool.score_all([job("block_alarm")] * 100)
+
+
+def test_a_verifier_pool_in_an_actor(ray_session: None) -> None:
+    judge = ray.remote(Judge).options(num_cpus=0.5, max_concurrency=2).remote()
+    is_main, outcomes, worker = ray.get(judge.judge.remote(), timeout=60)
+    assert not is_main
+    assert outcomes == ["scored", "timed_out", "timed_out", "scored"]
+    judge.hang.remote()
+    time.sleep(0.2)
+    ray.kill(judge)
+    wait_for_end(int(worker["pid"]))
+    wait_for_end(int(worker["parent"]))

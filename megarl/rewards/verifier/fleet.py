@@ -98,10 +98,9 @@ class Fleet:
             self._server.kill()
             self._server.wait()
 
-    def replenish(self) -> int:
-        """Asks for the workers that are missing, and says how many."""
-        missing = self._size - len(self.workers)
-        for _ in range(missing):
+    def replenish(self) -> None:
+        """Asks for the workers that are missing."""
+        for _ in range(self._size - len(self.workers)):
             ours, theirs = socket.socketpair()
             with theirs, suppress(ConnectionError):
                 # A server that has ended is noticed where it is read from.
@@ -110,7 +109,6 @@ class Fleet:
             worker = Worker(channel=Channel(ours), expires=expires)
             self.workers.append(worker)
             self._selector.register(ours, _READ, lambda events, worker=worker: self._handle(worker, events))
-        return missing
 
     def _handle(self, worker: Worker, events: int) -> None:
         if events & _WRITE:

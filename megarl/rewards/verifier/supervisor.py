@@ -62,7 +62,7 @@ class Supervisor:
                     for key, events in selector.select(self._wait_s()):
                         key.data(events)
                     self._expire()
-                    self._restore()
+                    self._fleet.replenish()
             except WorkerError as caught:
                 error = caught
             finally:
@@ -91,6 +91,8 @@ class Supervisor:
     def _dispatch(self) -> None:
         """To every free worker one job. Spares are started already, but do not add to how many execute."""
         idle = [w for w in self._fleet.workers if w.pidfd is not None and w.task is None]
+        # What a worker has imported, and what scorers cache there, is of use again.
+        idle.sort(key=lambda worker: -len(worker.functions))
         for worker in idle[: max(0, self._options.num_workers - len(self._busy()))]:
             while self._waiting and worker.task is None:
                 task = self._waiting.popleft()
@@ -150,14 +152,11 @@ class Supervisor:
                 self._end(worker, verdict)
 
     def _end(self, worker: Worker, verdict: Verdict) -> None:
-        """The verdict on a worker's last job."""
+        """The verdict on a worker's last job, if it had one; another worker will take its place."""
         self._fleet.discard(worker)
+        self.statistics = replace(self.statistics, replaced=self.statistics.replaced + 1)
         if worker.task is not None:
             self._report(worker, verdict)
-
-    def _restore(self) -> None:
-        if replaced := self._fleet.replenish():
-            self.statistics = replace(self.statistics, replaced=self.statistics.replaced + replaced)
 
     def _report(self, worker: Worker, verdict: Verdict) -> None:
         task, worker.task = worker.task, None
