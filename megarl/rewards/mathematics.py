@@ -20,6 +20,7 @@ from megarl.rewards.answers import (
     is_equiv,
     last_boxed,
     normalise,
+    same_string,
 )
 from megarl.rewards.answers.guard import costly
 from megarl.rewards.registry import SCORERS, Scorer, reward_of
@@ -54,8 +55,10 @@ def judge_meaning(answer: str, gold: str, options: AnswerOptions) -> Verdict:
 
 
 def judge_string(answer: str, gold: str, options: AnswerOptions) -> Verdict:
-    """Equality of normalised strings."""
-    return Verdict.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
+    """Equality of strings: normalised as `doc` and `ref` do, or spelled alike."""
+    if options.textual:
+        return Verdict.of(is_equiv(answer, gold))
+    return Verdict.of(same_string(answer, gold))
 
 
 def judge_either(answer: str, gold: str, options: AnswerOptions) -> Verdict:

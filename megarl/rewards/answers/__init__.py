@@ -4,6 +4,7 @@ from megarl.rewards.answers.equality import compare_answers, math_equal
 from megarl.rewards.answers.extract import extract_answer, last_boxed
 from megarl.rewards.answers.normalise import is_equiv, normalise
 from megarl.rewards.answers.options import MAX_ANSWER_CHARS, MODES, AnswerOptions, Mode
+from megarl.rewards.answers.strict import same_string
 from megarl.rewards.answers.verdict import Verdict
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "last_boxed",
     "math_equal",
     "normalise",
+    "same_string",
 ]

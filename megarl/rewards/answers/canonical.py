@@ -87,9 +87,9 @@ def _strip_braces(text: str) -> str:
 _STEPS: Sequence[Step] = (
     _from_unicode,
     _sub(r"\\\$", "$"),
-    _sub(r"\\[()]|\\[\[\]](?!\d)", " "),
+    _sub(r"(?<!\\)\\[()\[\]]", " "),
     _sub(r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),
-    _sub(r"\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])|\\space(?![a-zA-Z])", " "),
+    _sub(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])|\\space(?![a-zA-Z])", " "),
     _sub(rf"\\(?:{_SIZES})(?![a-zA-Z])", ""),
     _unwrap,
     _sub(r"\{,\}", ","),

@@ -24,6 +24,8 @@ _NAME = re.compile(
 )
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+_NAMED_SET = r"\mathbb"
+_CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
 _SAME_WORDS = {
     "no solution": r"\emptyset",
     "no solutions": r"\emptyset",
@@ -70,10 +72,12 @@ def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rul
 
 
 def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    """The same text is equal; nothing equals an empty one."""
+    """The same text is equal; an empty one, and one with open brackets, means nothing."""
     if not answer or not gold:
         return Verdict.UNPARSED
-    return Verdict.EQUAL if compact(answer) == compact(gold) else None
+    if compact(answer) == compact(gold):
+        return Verdict.EQUAL
+    return None if structure.is_balanced(answer) and structure.is_balanced(gold) else Verdict.UNPARSED
 
 
 def _words(text: str) -> str:
@@ -83,14 +87,14 @@ def _words(text: str) -> str:
 
 def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
     """Words compare without case; a word is no product of its letters, and no number."""
-    a, g = _words(answer), _words(gold)
-    if a == g:
-        return Verdict.EQUAL
-    letters = [re.fullmatch(r"\(?([A-Z])\)?[.:)]?", text) for text in (answer, gold)]
+    letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
         return Verdict.of(letters[0][1] == letters[1][1])
-    is_text = [_WORDS.fullmatch(text) is not None and len(text) > 3 for text in (answer, gold)]
-    return Verdict.DIFFERENT if any(is_text) and not any("=" in text for text in (answer, gold)) else None
+    a, g = _words(answer), _words(gold)
+    is_text = [_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()) for text in (a, g)]
+    if a == g and (any(is_text) or len(a) > 2 or a == "no"):
+        return Verdict.EQUAL
+    return Verdict.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
 
 
 def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
@@ -167,18 +171,19 @@ def _interval_union(text: str) -> tuple[str, str] | None:
 def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
     """Unions part by part in any order; parts that overlap are left to set algebra."""
     a, g = structure.parse_union(answer), structure.parse_union(gold)
-    if a is None or g is None:
+    if a is None and g is None:
         return None
-    return Verdict.EQUAL if _same_multiset(list(a), list(g), compare) is Verdict.EQUAL else None
+    same = a is not None and g is not None and _same_multiset(list(a), list(g), compare) is Verdict.EQUAL
+    return Verdict.EQUAL if same else compare_symbolic(answer, gold)
 
 
 def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
     """Tuples and intervals in order, with the same brackets; sets and bare lists in any order."""
     a, g = structure.parse_group(answer), structure.parse_group(gold)
     if a is None:
-        return None if g is None else _same_single(g, answer, compare)
+        return None if g is None or _NAMED_SET in answer else _same_single(g, answer, compare)
     if g is None:
-        return _same_single(a, gold, compare)
+        return None if _NAMED_SET in gold else _same_single(a, gold, compare)
     if len(a.items) != len(g.items):
         return Verdict.DIFFERENT
     if a.ordered and g.ordered:
@@ -200,7 +205,7 @@ def _same_single(group: structure.Group, other: str, compare: Compare) -> Verdic
 def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
     """Two equations by the difference of their sides up to sign; `name = value` equals the value."""
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
-    if len(a) == 1 and len(g) == 1:
+    if (len(a) == 1 and len(g) == 1) or _is_list(answer) or _is_list(gold):
         return None
     if len(a) > 1 and len(g) > 1:
         return _same_equations(a, g, compare)
@@ -208,6 +213,11 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
     if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Verdict.EQUAL for part in parts[:-1]):
         return Verdict.DIFFERENT
     return compare(parts[-1], value)
+
+
+def _is_list(text: str) -> bool:
+    group = structure.parse_group(text)
+    return group is not None and not group.opening
 
 
 def _same_equations(a: list[str], g: list[str], compare: Compare) -> Verdict:

@@ -14,7 +14,9 @@ _WORK = re.compile(
     r"|\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d|\\partial|\\bmod|\\pmod|\\mod(?![a-zA-Z])|\bmod\b"
 )
 _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
-_NESTED_POWER = re.compile(r"\^\s*\{?[^{}^]*[\d)}\]]\s*\^|\^\s*\{[^{}]*\{[^{}]*\}[^{}]*\^|\^\s*\{[^{}]*[\d)}\]]\s*\^")
+# 2^3^4, and within the braces of an exponent a power of anything but a name: e^{x^2} may be computed, 9^{9^9} not.
+_CHAINED_POWER = re.compile(r"\^\s*[\w.]+\s*\^")
+_POWER_OF_NUMBER = re.compile(r"[\d)}\]!]\s*\^")
 _FACTORIAL = re.compile(r"(\d*)\s*(\)|\]|\}|[a-zA-Z])?\s*!")
 _BINOMIAL_NUMBER = re.compile(r"\d{4,}")
 
@@ -46,7 +48,7 @@ def _depth(text: str) -> int:
 def _has_large_power(text: str) -> bool:
     if "^" not in text:
         return re.search(rf"\d{{{4 * MAX_DIGITS},}}", text) is not None
-    if _NESTED_POWER.search(text) or re.search(rf"\d{{{MAX_DIGITS + 1},}}", text):
+    if re.search(rf"\d{{{MAX_DIGITS + 1},}}", text) or _has_tower(text):
         return True
     largest, stacked = 1, 1
     for bracket, braced, single in _EXPONENT.findall(text):
@@ -56,6 +58,22 @@ def _has_large_power(text: str) -> bool:
         if largest * stacked > MAX_EXPONENT:
             return True
     return False
+
+
+def _has_tower(text: str) -> bool:
+    if _CHAINED_POWER.search(text):
+        return True
+    return any(_POWER_OF_NUMBER.search(_braced(text[match.end() :])) for match in re.finditer(r"\^\s*\{", text))
+
+
+def _braced(text: str) -> str:
+    """The text up to the brace that closes the one before it."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:index]
+    return text
 
 
 def _has_large_factorial(text: str) -> bool:

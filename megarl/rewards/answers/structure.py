@@ -1,7 +1,6 @@
 """How answers are put together: lists, brackets, unions, matrices, alternatives and intervals."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 _OPENING, _CLOSING = "([{", ")]}"
@@ -12,6 +11,11 @@ _ONE_SIDED = re.compile(rf"({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _ONE_SIDED_BACK = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})")
 _TWO_SIDED = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _MEMBER = re.compile(rf"({_NAME})\s*\\in(?![a-zA-Z])\s*(.+)")
+_LETTER = r"[^\W\d_]"
+# One letter is a variable, unless it stands between numbers.
+_LIST_SEPARATORS = (
+    rf"[,;和或]|(?<!{_LETTER})(?<!\\)(?:and|or|или|et|und|oder|ou)(?!{_LETTER})|(?<=\d )[yoи](?= -?[\d\\])"
+)
 _INFINITY = r"\infty"
 
 
@@ -47,16 +51,8 @@ def split_top(text: str, separators: str) -> list[str]:
 def parse_group(text: str) -> Group | None:
     r"""`(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2`, `x=1; y=2`; None if the text is one thing without brackets."""
     opening, closing, inside = _outer_brackets(text)
-    items = [
-        item
-        for item in split_top(
-            inside, r"\\cup(?![a-zA-Z])|[,;]|(?<![a-zA-Z\\])(?:and|or|和|或|и|или|y|et|und|oder|ou)(?![a-zA-Z])"
-        )
-        if item
-    ]
+    items = [item for item in split_top(inside, _LIST_SEPARATORS) if item]
     if not items or (len(items) == 1 and opening not in ("(", r"\{")):
-        return None
-    if any(r"\cup" in part for part in (inside,)) and not opening:
         return None
     return Group(opening=opening, closing=closing, items=tuple(items))
 
@@ -138,6 +134,11 @@ def _closes_at_end(text: str) -> bool:
     return False
 
 
-def one_each(items: Sequence[str]) -> tuple[str, ...]:
-    """Items without repetitions of the same text."""
-    return tuple(dict.fromkeys(items))
+def is_balanced(text: str) -> bool:
+    """Whether every bracket closes, if need be by one of another kind, as in `[0,1)`."""
+    depth = 0
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth < 0:
+            return False
+    return depth == 0

@@ -7,7 +7,8 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
-from math_verify.grader import should_treat_as_complex, sympy_expr_eq
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify.grader import sympy_expr_eq
 
 from megarl.rewards.answers.guard import refusal
 from megarl.rewards.answers.numbers import REL_TOLERANCE
@@ -16,6 +17,8 @@ from megarl.rewards.answers.verdict import Verdict
 _READ_AS_WRITTEN = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
+_KEEP_CASE = ConversionConfig(lowercase_symbols=False)
+_IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z_])")
 _DECIMAL = re.compile(r"\d\.\d")
 _DEGREE = re.compile(r"\s*degree\b")
 # Decimal places and digits at which math-verify compares floats.
@@ -23,24 +26,30 @@ _FLOAT_ROUNDING, _NUMERIC_PRECISION = 6, 15
 
 
 @lru_cache(maxsize=8192)
-def parse_latex(text: str) -> Any:
-    """The sympy object of `text`, or None if it is refused or no LaTeX; never evaluates Python."""
+def parse_latex(text: str, *, is_complex: bool = False) -> Any:
+    """The sympy object of `text`, or None if it is refused or no LaTeX; never evaluates Python.
+
+    Variables are real; `is_complex`: they are not, and i is the imaginary unit.
+    """
     if refusal(text):
         return None
     try:
-        return latex2sympy(
+        expression = latex2sympy(
             _DEGREE.sub(r"^{\\circ}", text),
-            is_real=not should_treat_as_complex(text),
+            is_real=None if is_complex else True,
             convert_degrees=True,
+            conversion_config=_KEEP_CASE,
             normalization_config=_READ_AS_WRITTEN,
         )
+        return expression.xreplace({sympy.Symbol("i"): sympy.I}) if is_complex else expression
     except Exception:  # the parser raises Exception itself, and sympy whatever its constructors meet
         return None
 
 
 def compare_symbolic(answer: str, gold: str) -> Verdict:
     """Whether two expressions are equal for all values of their variables; takes unbounded time in the worst case."""
-    a, g = parse_latex(answer), parse_latex(gold)
+    is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
+    a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
     if a is None or g is None:
         return Verdict.UNPARSED
     try:

@@ -92,7 +92,7 @@ def _may_be_unit(words: str, *, spaced: bool, of_number: bool) -> bool:
 
 def _unit(words: str) -> str:
     """The one spelling of a unit."""
-    words = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", words.strip().strip(".").casefold())
+    words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
     return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")
 
