@@ -310,7 +310,8 @@ print(refused(os.setuid, 0), refused(os.nice, -5))
     assert capabilities == "0 0 0 0 0"
     assert flags == "1 2 True"
     assert namespaces == "-1 -1 -1" or os.uname().machine != "x86_64"
-    assert set(users.split()) <= {"EPERM", "EACCES"}
+    # There may be no user 0 in there at all.
+    assert set(users.split()) <= {"EPERM", "EACCES", "EINVAL"}
 
 
 def test_ignoring_requests_to_end(brief_sandbox: Sandbox) -> None:
