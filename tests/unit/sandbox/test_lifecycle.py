@@ -155,17 +155,19 @@ class TestLimitsOnly:
         source = """
 import os, time
 print(os.getcwd(), os.listdir("."), dict(os.environ).keys() - {"LC_CTYPE"}, flush=True)
-open("x", "w").close()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         print(os.getpid(), flush=True)
+        open("started", "w").close()
         time.sleep(600)
     os._exit(0)
+while not os.path.exists("started"):
+    time.sleep(0.001)
 time.sleep(float(input()))
 """
         with Sandbox(options) as sandbox, sandbox.program(source) as program:
-            outcomes = [program.run(RunWithInput(text=text)) for text in ("0.3", "600")]
+            outcomes = [program.run(RunWithInput(text=text)) for text in ("0", "600")]
         assert [outcome.ending for outcome in outcomes] == [Ending.EXITED, Ending.WALL_TIME]
         for outcome in outcomes:
             first, daemon = outcome.stdout.decode().splitlines()
