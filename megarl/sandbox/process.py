@@ -19,7 +19,7 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.sandbox import wire
 from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
-from megarl.sandbox.remedies import remedy
+from megarl.sandbox.remedies import REMEDIES
 from megarl.sandbox.task import Ending, Execute, Outcome, Task
 
 # Beyond what a program may take: how late a busy machine may be.
@@ -203,6 +203,6 @@ class Sandbox:
 
 def _refusal(step: str, reason: str) -> str:
     return (
-        f"rewards.code.isolation=namespaces: this machine refuses the step {step!r} ({reason}); {remedy(step)}, or set "
-        "rewards.code.isolation=limits_only, which protects neither files nor the network from programs"
+        f"rewards.code.isolation=namespaces: this machine refuses the step {step!r} ({reason}); {REMEDIES[step]}, or "
+        "set rewards.code.isolation=limits_only, which protects neither files nor the network from programs"
     )

@@ -33,7 +33,7 @@ def decode(data: bytes) -> Any:
     """The value; AnswerError for bytes that a program wrote by other means."""
     try:
         return _typed(json.loads(data))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise AnswerError(f"no answer: {data[:80]!r}") from error
 
 

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 from megarl.sandbox import wire
 from megarl.sandbox.jail import kernel, syscalls
 from megarl.sandbox.jail.namespaces import enter_namespaces
+from megarl.sandbox.jail.processes import Family
 from megarl.sandbox.jail.rights import Bounds
 from megarl.sandbox.jail.root import build_root
-from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch
+from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch, Scratch
 from megarl.sandbox.jail.steps import StepError, step
 from megarl.sandbox.jail.tasks import serve_tasks
 
@@ -52,29 +53,30 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
             os.waitpid(first, 0)
             os._exit(0)
         # From here on it is process 1 of the namespace, or the keeper itself if there is none.
-        scratch = _shut_in(bounds, setup) if bounds.is_isolated else _adopt(setup)
+        family, scratch = _shut_in(bounds, setup) if bounds.is_isolated else _adopt(setup)
         wire.send(connection, {"ready": True})
     except StepError as error:
         wire.send(connection, {"refused": error.name, "reason": error.reason})
         os._exit(1)
-    serve_tasks(connection, bounds, scratch, setup["import_paths"])
+    serve_tasks(connection, bounds, family, scratch, setup["import_paths"])
 
 
-def _shut_in(bounds: Bounds, setup: dict[str, Any]) -> MountedScratch:
+def _shut_in(bounds: Bounds, setup: dict[str, Any]) -> tuple[Family, Scratch]:
     _end_with_parent(0)
     # Programs may not look into this process, nor interrupt it.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    build_root(setup["paths"])
+    family = Family(build_root(setup["paths"]), is_isolated=True)
     with step("scratch tmpfs"):
-        return MountedScratch(mib=bounds.files_mib, files=bounds.files)
+        return family, MountedScratch(mib=bounds.files_mib, files=bounds.files)
 
 
-def _adopt(setup: dict[str, Any]) -> DirectoryScratch:
+def _adopt(setup: dict[str, Any]) -> tuple[Family, Scratch]:
     """Without namespaces: orphans of the program become children of this process."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    family = Family(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY), is_isolated=False)
     with step("scratch directory"):
-        return DirectoryScratch(f"{setup['scratch']}-{os.getpid()}")
+        return family, DirectoryScratch(f"{setup['scratch']}-{os.getpid()}")
 
 
 def _end_with_parent(parent: int) -> None:

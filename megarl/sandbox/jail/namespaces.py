@@ -10,7 +10,7 @@ PROGRAM_ID = 1000
 # Whom root makes them outside: the kernel does not limit the processes of root.
 _NOBODY = 65534
 
-_NAMESPACES = {
+NAMESPACES = {
     "mount namespace": kernel.CLONE_NEWNS,
     "pid namespace": kernel.CLONE_NEWPID,
     "network namespace": kernel.CLONE_NEWNET,
@@ -39,7 +39,7 @@ def enter_namespaces() -> None:
         _, status = os.waitpid(helper, 0)
     if code := os.waitstatus_to_exitcode(status):
         raise StepError("user mapping", OSError(code, os.strerror(code)))
-    for name, flag in _NAMESPACES.items():
+    for name, flag in NAMESPACES.items():
         with step(name):
             kernel.unshare(flag)
 

@@ -11,8 +11,11 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
-def build_root(paths: Sequence[str]) -> None:
-    """Make a tree of `paths` the root of this mount namespace, and let go of everything else."""
+def build_root(paths: Sequence[str]) -> int:
+    """Make a tree of `paths` the root of this mount namespace, and let go of everything else.
+
+    Returns a descriptor of the table of all processes in this pid namespace; programs see only their own.
+    """
     with step("private mounts"):
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
     with step("tmpfs"):
@@ -29,13 +32,16 @@ def build_root(paths: Sequence[str]) -> None:
             _show(device, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NOEXEC)
     with step("proc"):
         os.mkdir("/proc")
-        options = "subset=pid,hidepid=2"
-        kernel.mount("proc", "/proc", "proc", _SAFE | kernel.MS_NOEXEC, options)
+        kernel.mount("proc", "/proc", "proc", _SAFE | kernel.MS_NOEXEC, "subset=pid")
+        table = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        kernel.unmount("/proc")
+        kernel.mount("proc", "/proc", "proc", _SAFE | kernel.MS_NOEXEC, "subset=pid,hidepid=2")
     with step("detach the old root"):
         kernel.unmount(_OLD)
         os.rmdir(_OLD)
         os.mkdir("/tmp")
         kernel.restrict_mounts("/", kernel.MS_RDONLY)
+    return table
 
 
 def mount_scratch(*, mib: int, files: int) -> None:

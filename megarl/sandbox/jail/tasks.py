@@ -4,11 +4,10 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 from megarl.sandbox import wire
-from megarl.sandbox.jail.processes import end_all, resident_bytes
+from megarl.sandbox.jail.processes import Family
 from megarl.sandbox.jail.program import Child
 from megarl.sandbox.jail.rights import MIB, Bounds
 from megarl.sandbox.jail.scratch import Scratch
@@ -17,7 +16,9 @@ from megarl.sandbox.jail.watch import Stream, watch
 _STDERR_KEPT = 4096
 
 
-def serve_tasks(connection: socket.socket, bounds: Bounds, scratch: Scratch, import_paths: Sequence[str]) -> NoReturn:
+def serve_tasks(
+    connection: socket.socket, bounds: Bounds, family: Family, scratch: Scratch, import_paths: Sequence[str]
+) -> NoReturn:
     """Answer tasks until the other side closes, and exit."""
     try:
         _, (source,) = wire.receive(connection)
@@ -37,7 +38,7 @@ def serve_tasks(connection: socket.socket, bounds: Bounds, scratch: Scratch, imp
                 ).run()
             for fd in others:
                 os.close(fd)
-            header = _finish(child, streams, bounds)
+            header = _finish(child, family, streams, bounds)
             wire.send(connection, header, *(bytes(stream.data) for stream in streams))
     except ConnectionError:
         scratch.remove()
@@ -59,11 +60,15 @@ def _pipes(task: dict[str, Any], bounds: Bounds) -> tuple[list[Stream], list[int
     return streams, [given, *(writer for _, writer in pairs)]
 
 
-def _finish(child: int, streams: Sequence[Stream], bounds: Bounds) -> dict[str, Any]:
+def _finish(child: int, family: Family, streams: Sequence[Stream], bounds: Bounds) -> dict[str, Any]:
     """Watch the child, end it and all that it started, and say what came of it."""
-    is_over_memory = partial(_is_over, bounds.memory_mib * MIB) if bounds.is_isolated else lambda: False
-    ending = watch(child, streams, wall_s=bounds.wall_s, is_over_memory=is_over_memory)
-    status, usage = end_all(child, is_isolated=bounds.is_isolated)
+    ending = watch(
+        child,
+        streams,
+        wall_s=bounds.wall_s,
+        is_over_memory=lambda: family.resident_bytes() > bounds.memory_mib * MIB,
+    )
+    status, usage = family.end(child)
     for stream in streams:
         stream.drain()
     cpu_s = usage.ru_utime + usage.ru_stime
@@ -79,7 +84,3 @@ def _finish(child: int, streams: Sequence[Stream], bounds: Bounds) -> dict[str, 
         "signal": -code if code < 0 else None,
         "cpu_s": cpu_s,
     }
-
-
-def _is_over(limit: int) -> bool:
-    return resident_bytes() > limit

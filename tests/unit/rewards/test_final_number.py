@@ -73,6 +73,6 @@ def test_sums(response: str, expected: float) -> None:
 
 
 def test_unknown_source_lists_the_known_ones() -> None:
-    known = "megarl/countdown, megarl/sums, openai/gsm8k"
+    known = "apps, codecontests, codeforces, megarl/countdown, megarl/sums, openai/gsm8k, taco"
     with pytest.raises(ConfigError, match=re.escape(f"unknown data source 'chess'; expected one of: {known}")):
         score("chess", "e4", "e4", {})

@@ -310,7 +310,8 @@ print(refused(os.setuid, 0), refused(os.nice, -5))
     assert capabilities == "0 0 0 0 0"
     assert flags == "1 2 True"
     assert namespaces == "-1 -1 -1" or os.uname().machine != "x86_64"
-    assert set(users.split()) <= {"EPERM", "EACCES"}
+    # There may be no user 0 in there at all.
+    assert set(users.split()) <= {"EPERM", "EACCES", "EINVAL"}
 
 
 def test_ignoring_requests_to_end(brief_sandbox: Sandbox) -> None:
@@ -377,8 +378,6 @@ except OSError:
 
 
 def test_wall_time(brief_sandbox: Sandbox) -> None:
-    outcomes = run_contained(
-        brief_sandbox, "import time\ntime.sleep(float(input()))", RunWithInput(text="60"), RunWithInput(text="0")
-    )
-    assert [outcome.ending for outcome in outcomes] == [Ending.WALL_TIME, Ending.EXITED]
-    assert outcomes[0].cpu_s < BRIEF.cpu_s
+    (outcome,) = run_contained(brief_sandbox, "import time\ntime.sleep(60)")
+    assert outcome.ending is Ending.WALL_TIME
+    assert outcome.cpu_s < BRIEF.cpu_s
