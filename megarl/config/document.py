@@ -67,7 +67,7 @@ def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
 def _records(hint: Any) -> list[type]:
     """Dataclasses within the type of a list or of a mapping."""
     if get_origin(hint) is Mapping:
-        return [kind for kind in get_args(hint) if is_dataclass(kind)]
+        return [cast(type, kind) for kind in get_args(hint) if is_dataclass(kind)]
     items = get_args(hint)[:1] if get_origin(hint) is tuple else ()
     kinds = (kind for item in items if isinstance(item, UnionType) for kind in get_args(item))
     return [cast(type, kind) for kind in kinds if is_dataclass(kind)]
