@@ -117,7 +117,7 @@ def test_unknown_task_lists_the_known() -> None:
         TASKS.get("products")
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", list(TASKS))
 def test_corrupted_answers_are_wrong_and_near(name: str) -> None:
     task, rng = TASKS.get(name), random.Random(0)
     styles = Counter[str]()
