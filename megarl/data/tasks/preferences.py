@@ -1,7 +1,7 @@
 """Preference pairs of a built-in task: a right answer and a wrong one that looks like it."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,16 @@ _PAIR = pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejecte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceConfig:
-    """How many pairs of each file, from which levels (None: those of the task's prompts), and how they are answered.
+    """How many pairs of each file, and from which levels (None: those of the task's demonstrations).
 
-    The style of either answer is drawn on its own, so that style alone does not tell which of them is right:
-    `direct_frac` of the right answers come at once, and of the wrong ones `cheap_frac` are cheap and the rest corrupted
-    in the same two styles.
+    Right answers are worked out. Of the wrong ones `cheap_frac` are cheap, or near the right one where the cheap one is
+    right, and the rest are worked out too, with slips: what tells these from right ones is correctness alone.
     """
 
     seed: int = 0
-    num_train: int = 16384
+    num_train: int = 32768
     num_val: int = 400
     mix: LevelMix | None = None
-    direct_frac: float = 0.2
     cheap_frac: float = 0.3
 
     def __post_init__(self) -> None:
@@ -59,7 +57,7 @@ def generate_preferences(task: Task, out_dir: str | Path, config: PreferenceConf
 
     ConfigError for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
     """
-    mix = task.rl_mix if config.mix is None else config.mix
+    mix = task.sft_mix if config.mix is None else config.mix
     check_levels(task, mix)
     files = PreferenceFiles(root=Path(out_dir))
     files.root.mkdir(parents=True, exist_ok=True)
@@ -75,19 +73,13 @@ def _pairs(
     task: Task, problems: Iterator[Problem], rng: random.Random, config: PreferenceConfig
 ) -> Iterator[Mapping[str, Any]]:
     for problem in problems:
-        right = task.direct if rng.random() < config.direct_frac else task.worked
-        wrong: Callable[[Problem, random.Random], str] = task.corrupted_worked
-        if rng.random() < config.cheap_frac:
-            wrong = task.cheap
-        elif rng.random() < config.direct_frac:
-            wrong = task.corrupted_direct
+        wrong = task.cheap if rng.random() < config.cheap_frac else task.corrupted_worked
         rejected = wrong(problem, rng)
         if is_right(task, problem, rejected):
-            # A cheap answer may happen to be right.
             rejected = task.corrupted_direct(problem, rng)
         yield {
             "prompt": task.question(problem),
-            "chosen": right(problem),
+            "chosen": task.worked(problem),
             "rejected": rejected,
             "data_source": task.data_source,
         }

@@ -9,9 +9,10 @@ from megarl.data.tasks.base import TASKS, LevelMix, Problem
 
 MAX_NUMBER = 9
 
-# How far off wrong totals are, and how often a worked answer goes wrong by a number misread instead.
+# How far off wrong totals are, how often a total is wrong in a corrupted answer, and how often a number is misread.
 SLIPS = (1, 1, 2, 10)
-MISREAD_FRAC = 0.3
+WRONG_TOTAL_FRAC = 0.4
+MISREAD_FRAC = 0.15
 
 
 class Sums:
@@ -36,7 +37,7 @@ class Sums:
         return str(problem.target)
 
     def solution(self, problem: Problem) -> str:
-        return _worked(problem.numbers, list(accumulate(problem.numbers)))
+        return _worked(problem.numbers, list(accumulate(problem.numbers)), problem.target)
 
     def worked(self, problem: Problem) -> str:
         return self.solution(problem)
@@ -48,36 +49,31 @@ class Sums:
         return f"#### {(problem.target + 5) // 10 * 10}"
 
     def corrupted_worked(self, problem: Problem, rng: random.Random) -> str:
-        """One wrong total, from which the rest follows; or one number misread; or another final answer."""
-        numbers, slip = list(problem.numbers), _slip(rng)
-        place = rng.randrange(1, len(numbers) + 1)
-        if place == len(numbers):
-            return _worked(numbers, list(accumulate(numbers)), answer=_near(problem.target, slip))
-        if rng.random() < MISREAD_FRAC:
-            others = [n for n in range(1, MAX_NUMBER + 1) if n != numbers[place]]
-            numbers[place] = rng.choice(others)
-            return _worked(numbers, list(accumulate(numbers)))
-        totals = list(accumulate(numbers))
-        shift = _near(totals[place], slip) - totals[place]
-        return _worked(numbers, [*totals[:place], *(total + shift for total in totals[place:])])
+        """Numbers misread and totals that are wrong, each followed by what follows from it, and at last the answer."""
+        while True:
+            numbers, totals = [*problem.numbers[:1]], [*problem.numbers[:1]]
+            for number in problem.numbers[1:]:
+                numbers.append(rng.randint(1, MAX_NUMBER) if rng.random() < MISREAD_FRAC else number)
+                totals.append(_slipped(totals[-1] + numbers[-1], rng, WRONG_TOTAL_FRAC))
+            answer = _slipped(totals[-1], rng, WRONG_TOTAL_FRAC)
+            if answer != problem.target:
+                return _worked(numbers, totals, answer)
 
     def corrupted_direct(self, problem: Problem, rng: random.Random) -> str:
-        return f"#### {_near(problem.target, _slip(rng))}"
+        return f"#### {_slipped(problem.target, rng, 1.0)}"
 
 
-def _worked(numbers: Sequence[int], totals: Sequence[int], answer: int | None = None) -> str:
-    """Running totals, right or wrong, and the last of them, or another, as the answer."""
+def _worked(numbers: Sequence[int], totals: Sequence[int], answer: int) -> str:
+    """Running totals and an answer, right or wrong."""
     lines = [f"{a}+{n}={b}" for n, (a, b) in zip(numbers[1:], pairwise(totals), strict=True)]
-    return "\n".join([*lines, f"#### {totals[-1] if answer is None else answer}"])
+    return "\n".join([*lines, f"#### {answer}"])
 
 
-def _slip(rng: random.Random) -> int:
-    """An error as one makes it: one or two off, or a carry lost or made up."""
-    return rng.choice(SLIPS) * rng.choice((-1, 1))
-
-
-def _near(total: int, slip: int) -> int:
-    """Another number at this distance; no total is below 1."""
+def _slipped(total: int, rng: random.Random, slip_frac: float) -> int:
+    """This total, or with some probability one near it, as one errs: a few off, or a carry. None is below 1."""
+    if rng.random() >= slip_frac:
+        return total
+    slip = rng.choice(SLIPS) * rng.choice((-1, 1))
     return total + slip if total + slip >= 1 else total - slip
 
 
