@@ -19,8 +19,8 @@ class Isolation(StrEnum):
 class Limits:
     """What one run of a program may use. Sizes in MiB, times in seconds."""
 
-    cpu_s: int = 5
-    wall_s: float = 15.0
+    cpu_s: int = 5  # Computing.
+    wall_s: float = 15.0  # Of the clock.
     # Address space of each process, and resident memory of all of them together.
     memory_mib: int = 1024
     # Processes and threads.

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.rewards.code.extract import extract_code
 from megarl.rewards.code.options import CodeOptions, Credit
 from megarl.rewards.code.tests import Test, parse_tests
-from megarl.rewards.registry import SCORERS
+from megarl.rewards.registry import PARSE_FAILED, SCORERS
 from megarl.sandbox import Ending, Outcome, Sandbox, SandboxOptions
 from megarl.types import Reward
 
@@ -62,7 +62,7 @@ def score_code(
     is_correct = counts[Verdict.PASSED] == len(tests)
     score = counts[Verdict.PASSED] / len(tests) if options.credit is Credit.FRACTION else float(is_correct)
     details = {verdict.value: float(counts[verdict]) for verdict in Verdict}
-    details |= {"well_formed": float(code is not None), "num_tests": float(len(tests))}
+    details |= {PARSE_FAILED: float(code is None), "num_tests": float(len(tests))}
     return Reward(score=score, correct=is_correct, details=details)
 
 

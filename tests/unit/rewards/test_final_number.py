@@ -1,7 +1,5 @@
 """Scorers of answers after `####`."""
 
-import re
-
 import pytest
 
 from megarl.errors import ConfigError
@@ -73,6 +71,8 @@ def test_sums(response: str, expected: float) -> None:
 
 
 def test_unknown_source_lists_the_known_ones() -> None:
-    known = "apps, codecontests, codeforces, megarl/countdown, megarl/sums, openai/gsm8k, taco"
-    with pytest.raises(ConfigError, match=re.escape(f"unknown data source 'chess'; expected one of: {known}")):
+    with pytest.raises(ConfigError, match="unknown data source 'chess'; expected one of: ") as caught:
         score("chess", "e4", "e4", {})
+    assert {"apps", "gpqa", "megarl/countdown", "openai/gsm8k"} <= set(
+        str(caught.value).partition("of: ")[2].split(", ")
+    )

@@ -24,7 +24,7 @@ def judged(code: str, truth: str = SUMS, options: CodeOptions = FRACTION) -> Rew
 
 def counts(reward: Reward) -> Mapping[str, float]:
     """Of the verdicts that occurred."""
-    shape = ("num_tests", "well_formed")
+    shape = ("num_tests", "parse_failed")
     return {name: count for name, count in reward.details.items() if count and name not in shape}
 
 
@@ -36,7 +36,7 @@ def test_sources(source: str) -> None:
     assert reward.details["passed"] == reward.details["num_tests"] == 4
     nothing = score(source, "It is the sum.", SUMS, {})
     assert (nothing.score, nothing.correct) == (-1.0, False)
-    assert (nothing.details["well_formed"], nothing.details["not_run"]) == (0, 4)
+    assert (nothing.details["parse_failed"], nothing.details["not_run"]) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,9 @@ def test_a_program_that_sleeps_times_out() -> None:
 
 def test_all_or_nothing_stops_at_the_first_failure() -> None:
     reward = judged("a, b = map(int, input().split())\nprint(a + b if a == 1 else 0)", options=ALL)
-    assert (reward.score, reward.correct) == (-1.0, False)
+    assert (reward.score, reward.correct) == (0.0, False)
     assert counts(reward) == {"passed": 1, "wrong": 1, "not_run": 2}
-    zero = CodeOptions(sandbox=SANDBOX, wrong_value=0.0)
-    assert judged("print(3)", options=zero).score == 0.0
-    assert judged("print(sum(map(int, input().split())))", options=zero).score == 1.0
+    assert judged("print(sum(map(int, input().split())))", options=ALL).score == 1.0
 
 
 def test_a_program_that_hangs_is_not_waited_for_at_every_test() -> None:
