@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.chat import encode_conversations, encode_prompts, response_decoder, turn_ending
+from megarl.data.chat import encode_conversations, encode_prompts, turn_ending
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
 from megarl.memory import Phase
-from megarl.rewards import RewardManager
-from megarl.rewards.model import ConversationEncoder, ModelRewardManager, ModelRewards
+from megarl.rewards.judge import Item
+from megarl.rewards.model import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import FinishReason, FloatArray, Message, Prompt, RolloutBatch, Row, Sample, prompt_segment
 from tests.helpers.segments import policy_segment
 
@@ -118,11 +118,16 @@ def test_scores_in_the_order_of_the_samples() -> None:
     assert rewards(scorer, phases).score(RolloutBatch(prompts={}, samples=())) == []
 
 
-def test_what_is_correct_stays_with_the_rule() -> None:
-    manager = ModelRewardManager(rewards(LastTokens(), []), RewardManager(response_decoder(TOKENIZER)))
-    judged = manager.score(batch("#### 8", "#### 9"))
-    assert [reward.correct for reward in judged] == [True, False]
-    assert [reward.score for reward in judged] == [TOKENIZER(text)["input_ids"][0] for text in "89"]
+def test_as_a_judge_it_waits_for_the_whole_batch() -> None:
+    entered: list[Phase] = []
+    judging = ModelJudge(rewards(LastTokens(), entered)).begin()
+    answered = batch("8", "9")
+    for sample in answered.samples:
+        judging.add(Item(prompt=prompt(), sample=sample, prompt_text="", response=""))
+        assert entered == []
+    judged = judging.finish()
+    assert [reward.score for reward in judged.rewards] == [TOKENIZER(text)["input_ids"][0] for text in "89"]
+    assert len(entered) == 1
 
 
 def test_a_conversation_that_is_too_long_is_named() -> None:
