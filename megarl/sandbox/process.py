@@ -24,6 +24,7 @@ from megarl.sandbox.task import Ending, Execute, Outcome, Task
 
 # Beyond what a program may take: how late a busy machine may be.
 MARGIN_S = 30.0
+_DEAD = "the sandbox's launcher died or hung; its error is in this process's log"
 _ROOT = str(Path(megarl.__file__).parents[1])
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from megarl.sandbox.jail.launch import main; "
@@ -129,7 +130,11 @@ class Sandbox:
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+            try:
+                socket.send_fds(self._control, [b"p"], [theirs.fileno()])
+            except ConnectionError as error:
+                ours.close()
+                raise WorkerError(_DEAD) from error
         return ours
 
     def _shut_in(self, connection: socket.socket, source: str) -> Program:
@@ -138,7 +143,7 @@ class Sandbox:
             program.give(source)
         except (ConnectionError, TimeoutError) as error:
             connection.close()
-            raise WorkerError("the sandbox's launcher died or hung; its error is in this process's log") from error
+            raise WorkerError(_DEAD) from error
         except ConfigError:
             connection.close()
             raise

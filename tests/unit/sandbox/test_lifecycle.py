@@ -97,11 +97,22 @@ def run_confined(user: int, namespaces: int, source: str) -> subprocess.Complete
 def test_an_ordinary_user_needs_no_privilege() -> None:
     run = """
 assert os.geteuid() == 4321
-with Sandbox() as sandbox, sandbox.program("import os; print(os.getuid())") as program:
-    print(program.run(RunWithInput(text="")).stdout)
+source = '''
+import os, time
+print(os.getuid(), flush=True)
+if input():
+    if os.fork() == 0:
+        os.fork()
+    text = b"x" * (48 << 20)
+    time.sleep(60)
+'''
+with Sandbox(SandboxOptions(limits=Limits(memory_mib=128))) as sandbox, sandbox.program(source) as program:
+    for text in ("\\n", "several processes hold more than one may"):
+        outcome = program.run(RunWithInput(text=text))
+        print(outcome.ending, outcome.stdout)
 """
     done = run_confined(4321, 10, run)
-    assert done.stdout == "b'1000\\n'\n", done.stderr
+    assert done.stdout == "exited b'1000\\n'\nmemory b'1000\\n'\n", done.stderr
 
 
 def test_where_namespaces_are_missing_it_refuses_and_says_so() -> None:
