@@ -11,8 +11,8 @@ MAX_NUMBER = 9
 
 # How far off wrong totals are, how often a total is wrong in a corrupted answer, and how often a number is misread.
 SLIPS = (1, 1, 2, 10)
-WRONG_TOTAL_FRAC = 0.4
-MISREAD_FRAC = 0.15
+WRONG_TOTAL_FRAC = 0.5
+MISREAD_FRAC = 0.25
 
 
 class Sums:
