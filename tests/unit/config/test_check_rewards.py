@@ -135,9 +135,7 @@ def test_unsound_sections(section: dict[str, Any], expected: str) -> None:
 def test_group_scores_need_groups() -> None:
     parts = {"rule": {**RULE, "transform": "group_zscore"}}
     tree = {"rewards": hybrid(parts), "rollout": {"num_samples": 1}}
-    with pytest.raises(
-        ConfigError, match=r"parts.rule.transform: got 'group_zscore' with rollout.num_samples=1"
-    ):
+    with pytest.raises(ConfigError, match=r"parts.rule.transform: got 'group_zscore' with rollout.num_samples=1"):
         check_group_scores(from_dict(Config, tree))
     check_group_scores(from_dict(Config, {"rewards": hybrid(parts)}))
 
@@ -149,9 +147,7 @@ def test_training_checks_its_rewards() -> None:
 
 
 def test_names_are_the_users_and_their_settings_are_not() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'rewards.sources.gsm8k.rong'; did you mean '.*gsm8k.wrong"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown key 'rewards.sources.gsm8k.rong'; did you mean '.*gsm8k.wrong"):
         rewards(sources={"gsm8k": {"rong": 0}})
     with pytest.raises(ConfigError, match=r"rewards.hybrid.parts.a.manager: is missing"):
         rewards(hybrid={"parts": {"a": {}}})
