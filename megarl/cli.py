@@ -1,4 +1,4 @@
-"""The `megarl` command: train, sft, train-reward, eval, convert, doctor, report, quickstart.
+"""The `megarl` command: train, sft, train-reward, serve-reward, eval, convert, doctor, report, quickstart.
 
 | exit code | meaning |
 |---|---|
