@@ -41,6 +41,11 @@ def sleep(response: str, ground_truth: str, extra_info: Info) -> Reward:
     return Reward(score=1.0, correct=True)
 
 
+def sleep_for_ever(response: str, ground_truth: str, extra_info: Info) -> NoReturn:
+    while True:
+        time.sleep(60)
+
+
 def loop(response: str, ground_truth: str, extra_info: Info) -> NoReturn:
     while True:
         pass
@@ -57,22 +62,22 @@ def swallow(response: str, ground_truth: str, extra_info: Info) -> NoReturn:
 
 def swallow_once(response: str, ground_truth: str, extra_info: Info) -> NoReturn:
     try:
-        time.sleep(60)
+        loop(response, ground_truth, extra_info)
     except BaseException:
-        time.sleep(60)
-    raise AssertionError("slept")
+        loop(response, ground_truth, extra_info)
 
 
-def block_alarm(response: str, ground_truth: str, extra_info: Info) -> NoReturn:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+def block_signals(response: str, ground_truth: str, extra_info: Info) -> NoReturn:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     loop(response, ground_truth, extra_info)
 
 
-def own_alarm(response: str, ground_truth: str, extra_info: Info) -> Reward:
-    """As packages with time-outs of their own: the alarm and its handler are changed for good."""
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    signal.alarm(0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+def change_signals(response: str, ground_truth: str, extra_info: Info) -> Reward:
+    """For good."""
+    for signum in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     return Reward(score=1.0, correct=True)
 
 
@@ -111,7 +116,7 @@ def keep_memory(response: str, ground_truth: str, extra_info: Info) -> Reward:
 
 
 def flood(response: str, ground_truth: str, extra_info: Info) -> Reward:
-    for _ in range(64):
+    for _ in range(8):
         os.write(1, b"x" * (1 << 20))
         os.write(2, b"x" * (1 << 20))
         print("x" * (1 << 16))

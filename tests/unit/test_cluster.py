@@ -326,16 +326,16 @@ class Judge:
     """An actor that owns a verifier pool, made and used in a thread that is not the main one."""
 
     def __init__(self) -> None:
-        self.pool = VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.3, deadline_s=0.6))
+        self.pool = VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.2, deadline_s=0.6))
 
     def judge(self) -> tuple[bool, list[str], dict[str, Any]]:
-        scorers = ("same_text", "loop", "block_alarm", "process")
+        scorers = ("same_text", "loop", "block_signals", "process")
         verdicts = self.pool.score_all([job(scorer) for scorer in scorers])
         is_main = threading.current_thread() is threading.main_thread()
         return is_main, [verdict.outcome for verdict in verdicts], details_of(verdicts[-1])
 
     def hang(self) -> None:
-        self.pool.score_all([job("block_alarm")] * 100)
+        self.pool.score_all([job("block_signals")] * 100)
 
 
 def test_a_verifier_pool_in_an_actor(ray_session: None) -> None:

@@ -34,7 +34,7 @@ class Item:
 
 
 def make_items(count: int, rate: float, *, data: Path | None, seed: int, blocking: int = 0) -> list[Item]:
-    """`count` items, of which the fraction `rate` is pathological, evenly spread, and `blocking` block the alarm."""
+    """`count` items, of which the fraction `rate` is pathological, evenly spread, and `blocking` block signals."""
     rng = random.Random(seed)
     problems = list(_from_data(data)) if data else []
     num_hard = round(count * rate)
@@ -70,7 +70,7 @@ def _from_data(directory: Path) -> Iterator[tuple[str, str]]:
         text, _, rest = json.loads(line)["solution"].rpartition(r"\boxed{")
         gold = rest[: _closing(rest)]
         # A few; so are often answers that need algebra.
-        yield from [(text.replace("boxed", "mbox"), gold)] * 8
+        yield from [(text.replace("boxed", "mbox"), gold)] * 4
     for line in (directory / "eval/aime24.jsonl").read_text().splitlines():
         row = json.loads(line)
         yield row["solution"].replace("boxed", "mbox"), str(row["answer"])

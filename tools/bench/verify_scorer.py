@@ -37,10 +37,10 @@ def score_plain(response: str, ground_truth: str, extra_info: Mapping[str, Any])
 def score(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """The same: equal strings and integers first, a capped answer, and only the box if there is a single one.
 
-    `extra_info["block_alarm"]` makes the process deaf to SIGALRM first.
+    `extra_info["block_signals"]` makes the process deaf to signals first.
     """
-    if extra_info.get("block_alarm"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    if extra_info.get("block_signals"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     answer = only_box(response)
     if answer is None:
         return score_plain(response, ground_truth, extra_info)

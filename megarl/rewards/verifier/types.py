@@ -15,10 +15,11 @@ PARSE_FAILED = "parse_failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
-    """How many workers a pool has, and what a job may take. Times are wall-clock seconds.
+    """How many workers a pool has, and what a job may take.
 
-    A job's clock starts when a worker begins to execute it. After `soft_limit_s` the worker interrupts it; after
-    `deadline_s` the worker is killed. Either way the job has timed out and another worker takes the place of this one.
+    A job's clock starts when a worker begins to execute it. After `soft_limit_s` of CPU time the worker interrupts it;
+    `deadline_s` after its begin the worker is killed. Either way the job has timed out and another worker takes the
+    place of this one.
     `memory_limit_mib` is the address space that a worker may add to what it had at its start; one that holds more than
     `recycle_mib` of memory after a job is replaced. Of a longer response a scorer sees the last `max_response_chars`.
     `num_spares` workers beyond `num_workers` wait, started, for one to be replaced.
@@ -29,7 +30,7 @@ class VerifierOptions:
     num_workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
     num_spares: int = 1
     soft_limit_s: float = 1.0
-    deadline_s: float = 2.0
+    deadline_s: float = 3.0
     memory_limit_mib: int = 1024
     recycle_mib: int = 384
     max_response_chars: int = 262_144

@@ -19,7 +19,7 @@ from megarl.rewards.verifier.types import VerifierOptions
 READY = b"R"
 STARTED = b""
 # Code that swallows the interruption, as destructors do, gets another one.
-_REPEAT_S = 0.25
+_REPEAT_S = 0.05
 
 Scorers = dict[str, Callable[..., Any]]
 
@@ -60,19 +60,21 @@ def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_li
 def interrupted(call: Callable[[], Reply], soft_limit_s: float) -> Reply:
     """The reply of `call`, or that it timed out. Main thread only.
 
-    An earlier job may have changed how the alarm is handled, so all of it is set anew each time.
+    The limit is on CPU time: what a job is worth must not depend on what else the machine does, and packages that have
+    time-outs of their own use the other timer. An earlier job may have changed how the signal is handled, so all of it
+    is set anew each time.
     """
     try:
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-        signal.setitimer(signal.ITIMER_REAL, soft_limit_s, _REPEAT_S)
+        signal.signal(signal.SIGPROF, _interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.setitimer(signal.ITIMER_PROF, soft_limit_s, _REPEAT_S)
         try:
             return call()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except SoftLimit:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return Reply(outcome="timed_out", reason=f"interrupted after {soft_limit_s} s")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return Reply(outcome="timed_out", reason=f"interrupted after {soft_limit_s} s of CPU time")
 
 
 def _interrupt(_: int, __: FrameType | None) -> NoReturn:
