@@ -82,7 +82,8 @@ def source_spec(data_source: str, **changes: Any) -> SourceSpec:
     """
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
-        raise unknown_name("data source", name, {*SOURCES, *SCORERS}, key="data_source")
+        names = {*SOURCES, *(scorer for scorer in SCORERS if "@" not in scorer)}
+        raise unknown_name("data source", name, names, key="data_source")
     others = {field: value for field, value in changes.items() if field != "scorer"}
     spec = replace(SOURCES[name] if name in SOURCES else SourceSpec(scorer=name), **others)
     SCORERS.get(spec.variant)

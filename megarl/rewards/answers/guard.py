@@ -11,7 +11,7 @@ MAX_DEPTH = 20
 # Answers that ask for the work: a question repeated is no answer to it.
 _WORK = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim|limsup|liminf|det|gcd|lcm|min|max|sup|inf|deg|operatorname)(?![a-zA-Z])"
-    r"|\\frac\s*\{\s*d[^{}]*\}\s*\{\s*d|\\partial|\\bmod|\\pmod|\\mod(?![a-zA-Z])|\bmod\b"
+    r"|\\frac\s*\{\s*d(?:[^{}]|\{[^{}]*\})*\}\s*\{\s*d\s*\\?[a-zA-Z]|\\partial|\\bmod|\\pmod|\\mod(?![a-zA-Z])|\bmod\b"
 )
 _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
 # 2^3^4, and within the braces of an exponent a power of anything but a name: e^{x^2} may be computed, 9^{9^9} not.

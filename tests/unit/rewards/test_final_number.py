@@ -71,8 +71,7 @@ def test_sums(response: str, expected: float) -> None:
 
 
 def test_unknown_source_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown data source 'chess'; expected one of: ") as caught:
+    with pytest.raises(
+        ConfigError, match=r"unknown data source 'chess'; expected one of: .*megarl/countdown, megarl/sums"
+    ):
         score("chess", "e4", "e4", {})
-    assert {"apps", "gpqa", "megarl/countdown", "openai/gsm8k"} <= set(
-        str(caught.value).partition("of: ")[2].split(", ")
-    )
