@@ -142,7 +142,7 @@ def test_every_step_has_a_remedy() -> None:
 
 
 def test_what_an_interpreter_cannot_live_with_is_no_failure_of_programs() -> None:
-    options = SandboxOptions(limits=Limits(memory_mib=4))
+    options = SandboxOptions(limits=Limits(output_mib=1e-6))
     with Sandbox(options) as sandbox, pytest.raises(ConfigError, match="the sandbox cannot run an empty program here"):
         sandbox.program("print(1)")
 
