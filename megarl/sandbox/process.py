@@ -58,8 +58,10 @@ class Program:
             self._connection.settimeout(self._options.limits.wall_s + MARGIN_S)
             wire.send(self._connection, {"kind": type(task).__name__, **asdict(task)})
             header, (stdout, stderr, answer) = wire.receive(self._connection)
-        except (ConnectionError, TimeoutError):
+        except (ConnectionError, TimeoutError) as error:
             self._is_lost = True
+            if isinstance(error, TimeoutError):
+                self._kill()
             return Outcome(ending=Ending.LOST)
         header["ending"] = Ending(header["ending"])
         return Outcome(**header, stdout=stdout, stderr=stderr, answer=answer)
@@ -72,13 +74,16 @@ class Program:
                 self._connection.settimeout(MARGIN_S)
                 self._wait_for_end()
             except TimeoutError:
-                # Alive, and so still the owner of its number: it holds the connection.
-                os.kill(self.keeper, signal.SIGKILL)
+                self._kill()
                 self._wait_for_end()
             except ConnectionError:
                 pass
         if self._options.isolation is Isolation.LIMITS_ONLY:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _kill(self) -> None:
+        """Only while the connection is open: then the keeper is alive, and its number its own."""
+        os.kill(self.keeper, signal.SIGKILL)
 
     def _wait_for_end(self) -> None:
         while self._connection.recv(1 << 16):
@@ -164,10 +169,10 @@ class Sandbox:
         self._check()
 
     def _check(self) -> None:
-        """An empty program has to succeed, or what fails would be taken for failures of programs."""
+        """An import has to succeed, or what fails here would be taken for failures of programs."""
         try:
             with self._shut_in(self._ask(), "") as program:
-                outcome = program.run(Execute(statements="", token=""))
+                outcome = program.run(Execute(statements="import statistics", token=""))
         except ConfigError:
             self._stop()
             raise
@@ -175,8 +180,9 @@ class Sandbox:
             self._stop()
             last = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError(
-                f"the sandbox cannot run an empty program here: it ended with {outcome.ending.value}, {last!r}; run on "
-                "Linux 5.14 or newer, and raise rewards.code.limits if they are lower than an interpreter needs"
+                "the sandbox cannot run a program that does nothing here: it ended with "
+                f"{outcome.ending.value}, {last!r}; run on Linux 5.14 or newer, and raise the limits if they are lower "
+                "than an interpreter needs"
             )
 
     def _stop(self) -> None:

@@ -5,13 +5,15 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
+from megarl.errors import ConfigError
+
 _SYSTEM_PREFIX = "/usr"
 # Where libraries lie on systems that do not sort them by machine.
 _PLAIN = ["/lib64", "/usr/lib64", "/usr/lib"]
 
 
 def python_paths(import_paths: Sequence[str]) -> list[str]:
-    """Files and directories to show, those above before those below; what another one contains is left out."""
+    """Files and directories to show; what another one contains is left out. ConfigError if one lies in /tmp."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     libraries = ["/lib64", "/usr/lib64", f"/lib/{multiarch}", f"/usr/lib/{multiarch}"] if multiarch else _PLAIN
     wanted = {
@@ -30,4 +32,9 @@ def python_paths(import_paths: Sequence[str]) -> list[str]:
     for path in sorted(wanted):
         if not any(path.startswith(f"{above}/") for above in shown):
             shown.append(path)
+    if hidden := [path for path in shown if path.startswith("/tmp/")]:
+        raise ConfigError(
+            f"programs in the sandbox need {hidden[0]}, but their own files take the place of /tmp; keep Python and "
+            "rewards.code.sandbox.import_paths elsewhere"
+        )
     return shown

@@ -14,7 +14,8 @@ _SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
 def build_root(paths: Sequence[str]) -> int:
     """Make a tree of `paths` the root of this mount namespace, and let go of everything else.
 
-    Returns a descriptor of the table of all processes in this pid namespace; programs see only their own.
+    Returns a descriptor of the table of processes in this pid namespace. Programs see none: through /proc/self/exe they
+    could change the interpreter's file where it lies on the host.
     """
     with step("private mounts"):
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -35,7 +36,7 @@ def build_root(paths: Sequence[str]) -> int:
         kernel.mount("proc", "/proc", "proc", _SAFE | kernel.MS_NOEXEC, "subset=pid")
         table = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         kernel.unmount("/proc")
-        kernel.mount("proc", "/proc", "proc", _SAFE | kernel.MS_NOEXEC, "subset=pid,hidepid=2")
+        os.rmdir("/proc")
     with step("detach the old root"):
         kernel.unmount(_OLD)
         os.rmdir(_OLD)

@@ -14,7 +14,7 @@ import pytest
 from megarl.doctor.finding import Status
 from megarl.doctor.sandbox import check_sandbox
 from megarl.errors import ConfigError
-from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions
+from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions, process
 from megarl.sandbox.jail import kernel, namespaces
 from megarl.sandbox.remedies import REMEDIES
 from tests.helpers.sandboxes import BRIEF
@@ -33,6 +33,19 @@ def test_ending_the_sandbox_ends_a_program_that_runs() -> None:
         sandbox.close()
         assert gone(family)
         assert program.run(RunWithInput(text="")).ending is Ending.LOST
+
+
+def test_a_sandbox_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox(SandboxOptions(limits=BRIEF)) as sandbox:
+        with sandbox.program("print(1)") as program:
+            family = [psutil.Process(program.keeper), *psutil.Process(program.keeper).children()]
+            family[1].suspend()
+            monkeypatch.setattr(process, "MARGIN_S", 0.1)
+            assert program.run(RunWithInput(text="")).ending is Ending.LOST
+        monkeypatch.undo()
+        assert gone(family)
+        with sandbox.program("print(2)") as program:
+            assert program.run(RunWithInput(text="")).stdout == b"2\n"
 
 
 def test_a_launcher_that_died_is_started_again() -> None:
@@ -142,9 +155,34 @@ def test_every_step_has_a_remedy() -> None:
 
 
 def test_what_an_interpreter_cannot_live_with_is_no_failure_of_programs() -> None:
-    options = SandboxOptions(limits=Limits(memory_mib=4))
-    with Sandbox(options) as sandbox, pytest.raises(ConfigError, match="the sandbox cannot run an empty program here"):
+    options = SandboxOptions(limits=Limits(output_mib=1e-6))
+    with (
+        Sandbox(options) as sandbox,
+        pytest.raises(ConfigError, match="the sandbox cannot run a program that does nothing here"),
+    ):
         sandbox.program("print(1)")
+
+
+def test_packages_are_importable_and_read_only() -> None:
+    packages = str(Path(psutil.__file__).parents[1])
+    source = """
+import psutil
+try:
+    open(psutil.__file__, "a")
+except OSError as error:
+    print(psutil.__version__, error.strerror)
+"""
+    with Sandbox(SandboxOptions(import_paths=(packages,))) as sandbox, sandbox.program(source) as program:
+        outcome = program.run(RunWithInput(text=""))
+    # Whether the file is the program's own or not decides which comes first.
+    refusals = ("Permission denied", "Read-only file system")
+    assert outcome.stdout.decode().strip() in {f"{psutil.__version__} {refusal}" for refusal in refusals}
+
+
+def test_packages_in_the_place_of_scratch_files() -> None:
+    options = SandboxOptions(import_paths=("/tmp/packages",))
+    with Sandbox(options) as sandbox, pytest.raises(ConfigError, match="need /tmp/packages, but their own files take"):
+        sandbox.program("")
 
 
 @pytest.mark.parametrize("name", ["cpu_s", "wall_s", "memory_mib", "processes", "files_mib", "files", "output_mib"])

@@ -129,6 +129,6 @@ def test_bad_tests_are_an_error_even_without_a_program() -> None:
 
 
 def test_a_sandbox_that_cannot_be_is_an_error() -> None:
-    options = CodeOptions(sandbox=SandboxOptions(limits=Limits(memory_mib=4)))
-    with pytest.raises(ConfigError, match="the sandbox cannot run an empty program here"):
+    options = CodeOptions(sandbox=SandboxOptions(limits=Limits(output_mib=1e-6)))
+    with pytest.raises(ConfigError, match="the sandbox cannot run a program that does nothing here"):
         judged(ADD, FUNCTION, options)
