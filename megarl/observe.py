@@ -150,6 +150,8 @@ def _record(
         finish_reason=sample.finish_reason.value,
         num_prompt_tokens=len(sample.prompt_token_ids),
         num_response_tokens=len(sample.response_token_ids),
+        correct=reward.correct,
+        details=json.dumps(dict(reward.details)),
     )
 
 

@@ -34,6 +34,7 @@ CONTINUABLE = (
     "rollout.engine",
     *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
     "rewards.verifier",
+    "rewards.code.workers",
     "placement",
     "sync",
     "trainer.total_steps",

@@ -1,6 +1,6 @@
 """From the section `rewards` to the judges of a run."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,10 @@ def without_training(rewards: RewardsConfig, sources: Collection[str]) -> Reward
 
 def reward_manager(panel: Panel, tokenizer: "PreTrainedTokenizerBase") -> RewardManager:
     """The manager of a run whose policy has this tokenizer."""
-    show: Callable[[Sequence[int]], str] = lambda ids: str(tokenizer.decode(ids))  # noqa: E731
+
+    def show(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids))
+
     return RewardManager(panel, response_decoder(tokenizer), show)
 
 

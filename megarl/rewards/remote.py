@@ -70,10 +70,11 @@ class RemoteJudge:
     waits backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` says what happens.
     """
 
-    def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote", seed: int = 0) -> None:
-        """`name` is the metrics'; `seed` is for the jitter alone."""
+    def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote") -> None:
+        """`name` is the metrics'."""
         self.cfg, self.urls, self.name = cfg, tuple(urls), name
-        self.rng = random.Random(seed)
+        # Unlike all else this must differ between runs: they would ask a service that comes back all at once.
+        self._jitter = random.SystemRandom()
         self._loop = _Loop()
         self._client = self._loop.start(_open_client()).result()
 
@@ -97,7 +98,7 @@ class RemoteJudge:
         turns = [*self.urls[start:], *self.urls[:start]]
         for attempt in range(self.cfg.retries + 1):
             if attempt:
-                await asyncio.sleep(self.cfg.backoff_s * 2 ** (attempt - 1) * self.rng.uniform(0.5, 1.5))
+                await asyncio.sleep(self.cfg.backoff_s * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.5))
             for url in sorted(turns, key=lambda url: failed[url]):
                 try:
                     async with asyncio.timeout(self.cfg.timeout_s):
