@@ -227,7 +227,7 @@ def _serve_reward(arguments: argparse.Namespace) -> None:
     from megarl.config.check import check_serve_reward
     from megarl.config.load import load_config, with_overrides
     from megarl.config.schema import Config
-    from megarl.rewards.build import check_sources
+    from megarl.rewards.routes import check_sources
     from megarl.rewards.serve import ServeOptions, serve_rewards
 
     overrides = arguments.overrides

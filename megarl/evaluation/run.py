@@ -20,8 +20,9 @@ from megarl.observe import installed_versions
 from megarl.parallel.messages import LoadRequest
 from megarl.parallel.weights.families import read_model_spec
 from megarl.progress import Progress, ProgressValues
-from megarl.rewards.build import open_panel, reward_manager, without_training
+from megarl.rewards.build import open_panel, reward_manager
 from megarl.rewards.manager import RewardManager
+from megarl.rewards.routes import without_training
 from megarl.roles import actor_role
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource

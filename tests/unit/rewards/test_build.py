@@ -8,11 +8,12 @@ import pytest
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError
-from megarl.rewards.build import check_sources, open_panel, route_of, summands_of, without_training
+from megarl.rewards.build import open_panel
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import Judging
 from megarl.rewards.manager import RULE
 from megarl.rewards.remote import RemoteJudge
+from megarl.rewards.routes import check_sources, route_of, summands_of, without_training
 
 URL = "http://127.0.0.1:9/get_reward"
 HYBRID: Mapping[str, Any] = {
