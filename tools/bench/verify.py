@@ -167,9 +167,8 @@ def gates(measured: list[Measured], agreements: list[Agreement]) -> list[tuple[s
     """What was asked, what was measured, and whether that is enough."""
 
     def ratio(rate: float) -> float:
-        speed = {
-            each.contender: each.per_second for each in measured if each.rate == rate and each.items == COMPARED[rate]
-        }
+        compared = [each for each in measured if (each.items, each.rate, each.blocking) == (COMPARED[rate], rate, 0)]
+        speed = {each.contender: each.per_second for each in compared}
         return speed[OURS] / speed[TRL]
 
     pools = [each for each in measured if each.figures]
