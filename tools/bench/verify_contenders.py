@@ -32,7 +32,7 @@ def pool(num_workers: int, soft_limit_s: float) -> Verify:
     options = VerifierOptions(
         num_workers=num_workers,
         soft_limit_s=soft_limit_s,
-        deadline_s=soft_limit_s + 2.0,
+        deadline_s=soft_limit_s + 1.0,
         preload=(f"{verify_scorer.__name__}:{verify_scorer.warm_up.__name__}",),
     )
     verifier = VerifierPool(options)
