@@ -18,21 +18,31 @@ _THINK = ("<think>", "</think>")
 _ANSWER = ("<answer>", "</answer>")
 
 
-def has_format(response: str, *, tags: tuple[str, ...], after: str, opened: bool = False) -> bool:
-    """Whether the response starts with the first of `tags`, has exactly these, in this order, then matches `after`.
+def has_format(response: str, *, tags: tuple[str, ...], ends_well: FormatCheck, opened: bool = False) -> bool:
+    """Whether a response starts with the first of `tags`, has exactly these, in this order, and then `ends_well`.
 
-    `opened`: the prompt ends with the first tag, which the response must then not repeat.
+    `ends_well` is asked about what follows `</think>`. `opened`: the prompt ends with the first tag, which the
+    response must then not repeat.
     """
     text = (tags[0] if opened else "") + response.strip()
     if not text.startswith(tags[0]) or tuple(_TAG.findall(text)) != tags:
         return False
-    return re.fullmatch(after, text.rpartition("</think>")[2], re.DOTALL) is not None
+    return ends_well(text.rpartition("</think>")[2].strip())
 
 
-_FORMATS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "think": (_THINK, r".*\S.*"),
-    "think_boxed": (_THINK, r".*\\boxed\{.*\}.*"),
-    "think_answer": (_THINK + _ANSWER, r"\s*<answer>.*\S.*</answer>"),
+def _has_box(text: str) -> bool:
+    return "}" in text.partition(r"\boxed{")[2]
+
+
+def _is_answer(text: str) -> bool:
+    before, _, content = text.partition("<answer>")
+    return not before and content.endswith("</answer>") and content.removesuffix("</answer>").strip() != ""
+
+
+_FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
+    "think": (_THINK, bool),
+    "think_boxed": (_THINK, _has_box),
+    "think_answer": (_THINK + _ANSWER, _is_answer),
 }
 
 
@@ -42,9 +52,9 @@ def score_format(response: str, ground_truth: str, extra_info: Mapping[str, Any]
     return reward_of(well_formed, parse_failed=not well_formed)
 
 
-for _name, (_tags, _after) in _FORMATS.items():
-    FORMATS.register(_name)(partial(has_format, tags=_tags, after=_after))
-    FORMATS.register(f"{_name}/opened")(partial(has_format, tags=_tags, after=_after, opened=True))
+for _name, (_tags, _ends_well) in _FORMATS.items():
+    FORMATS.register(_name)(partial(has_format, tags=_tags, ends_well=_ends_well))
+    FORMATS.register(f"{_name}/opened")(partial(has_format, tags=_tags, ends_well=_ends_well, opened=True))
 for _name in FORMATS:
     _scorer: Scorer = partial(score_format, check=FORMATS.get(_name))
     SCORERS.register(f"format/{_name}")(_scorer)

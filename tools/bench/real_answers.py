@@ -10,6 +10,7 @@ fractions.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from megarl.rewards import score, source_spec
 from megarl.text_table import align
 
 WORKED_GATE = 0.995
+LIMIT_S = 20.0
 GATED = ("gsm8k/train", "gsm8k/test", "minerva_math")
 
 
@@ -120,9 +122,24 @@ def _value(text: str) -> Fraction | None:
         return None
 
 
+class _TooLong(BaseException):
+    """Not an Exception, which the scorers take for one of sympy's."""
+
+
+def _stop(*_: object) -> None:
+    raise _TooLong
+
+
 def is_correct(scorer: str, response: str, gold: str) -> bool:
-    """The scorer's verdict."""
-    return score(scorer, response, gold, {}, source=source_spec(scorer)).correct
+    """The scorer's verdict; wrong after `LIMIT_S` seconds, as a verifier's worker would say."""
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        return score(scorer, response, gold, {}, source=source_spec(scorer)).correct
+    except _TooLong:
+        print(f"over {LIMIT_S:.0f} s: {scorer}, {response[-200:]!r} for {gold!r}", flush=True)
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _stated(scorer: str, gold: str) -> str:
@@ -170,6 +187,7 @@ def main() -> int:
     parser.add_argument("--shifts", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGALRM, _stop)
     results = measure(args.dir, args.shifts)
     rows = [[r.data, r.check, r.scorer, f"{r.judged:,}", f"{r.correct:,}"] for r in results]
     print("\n".join(align([["data", "check", "scorer", "judged", "correct"], *rows])))

@@ -4,6 +4,8 @@ import re
 
 from megarl.rewards.answers.options import AnswerOptions
 
+# The answer stands at the end; a bounded search stays quick on any text.
+SEARCH_CHARS = 4096
 _THINK_END = "</think>"
 _STATED = re.compile(r"he (?:final )?answer is\s*:?", re.IGNORECASE)
 _STATED_REF = re.compile(r"he answer is")
@@ -34,12 +36,10 @@ def last_boxed(response: str, options: AnswerOptions) -> str | None:
 
 def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
     """Whether there is a box, and its content if that can be read."""
-    names = "|".join(options.boxes)
-    pattern = rf"(?:{names})" if options.bare_box else rf"\\(?:{names})(?![a-zA-Z])\s*"
-    boxes = list(re.finditer(pattern, response))
-    if not boxes:
+    ends = [end for end in (_last_command(response, name, options) for name in options.boxes) if end is not None]
+    if not ends:
         return False, None
-    text = response[boxes[-1].end() :]
+    text = response[max(ends) :]
     if not text.startswith("{"):
         return True, _first_line(re.split(r"[$\n]", text, maxsplit=1)[0])
     end = _matching_brace(text)
@@ -47,6 +47,19 @@ def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
         return True, _first_line(text[1:]) if options.accept_unclosed else None
     content = text[1:end]
     return True, " ".join(content.split("\n")).strip() if options.join_lines else _first_line(content)
+
+
+def _last_command(response: str, name: str, options: AnswerOptions) -> int | None:
+    """Where the last command of this name ends, spaces after it included."""
+    if options.bare_box:
+        start = response.rfind(name)
+        return start + len(name) if start >= 0 else None
+    start = response.rfind(f"\\{name}")
+    while start >= 0:
+        if match := re.compile(r"(?![a-zA-Z])\s*").match(response, start + 1 + len(name)):
+            return match.end()
+        start = response.rfind(f"\\{name}", 0, start)
+    return None
 
 
 def _matching_brace(text: str) -> int | None:
@@ -68,7 +81,7 @@ def _stated(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
 
 
 def _last_math(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    found = _MATH.findall(response) if options.last_math else []
+    found = _MATH.findall(response[-SEARCH_CHARS:]) if options.last_math else []
     return bool(found), _first_line("".join(found[-1])) if found else None
 
 

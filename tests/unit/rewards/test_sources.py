@@ -1,5 +1,6 @@
 """Ranges of data sources, formats, and scorers by name."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -248,3 +249,21 @@ def test_bad_ground_truth_shows_with_an_empty_answer(data_source: str, ground_tr
 
 def test_gold_may_stand_in_a_box() -> None:
     assert score("numina_olympiads", r"\boxed{5}", r"so it is $\boxed{5}$.", {}).correct
+
+
+@pytest.mark.parametrize("unit", [r"\boxed{", "{", "$", r"\(", "<think>", "the answer is ", "1,", "Answer: ", "\\frac"])
+def test_a_megabyte_is_judged_at_once(unit: str) -> None:
+    response = "<think>a</think>" + unit * (1_000_000 // len(unit))
+    start = time.process_time()
+    for name in (
+        "math",
+        "math@doc",
+        "strict",
+        "letters",
+        "answer_line",
+        "luffy/0",
+        "openai/gsm8k",
+        "format/think_boxed",
+    ):
+        score(name, response, "B", {})
+    assert time.process_time() - start < 5
