@@ -26,7 +26,7 @@ class PreferenceConfig:
     """
 
     seed: int = 0
-    num_train: int = 32768
+    num_train: int = 65536
     num_val: int = 400
     mix: LevelMix | None = None
     cheap_frac: float = 0.3
