@@ -19,7 +19,7 @@ class SourceConfig:
     # Formulas as the field's original code has them (ref), as its documents say (doc), or with their known exploits
     # closed (fix); null: the scorer's.
     mode: Literal["ref", "doc", "fix"] | None = None
-    format: str | None = None  # A format by its name in docs/rewards.md that counts too; null: the scorer's.
+    format: str | None = None  # A format by its name in docs/rewards/scorers.md that counts too; null: the scorer's.
     format_weight: float | None = None  # Its share of the score; null: the scorer's, mostly 0.
 
 
