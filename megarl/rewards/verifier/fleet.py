@@ -61,10 +61,15 @@ class Fleet:
         self._size = options.num_workers + options.num_spares
         self.workers: list[Worker] = []
         self._failed_starts = 0
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
         self._start_server()
+        self.replenish()
 
     def _start_server(self) -> None:
         """A process of its own, not a fork; its parent is this thread, with which it dies."""
+        self._server = None
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", _PACKAGE, str(theirs.fileno()), str(os.getpid())]
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -90,6 +95,7 @@ class Fleet:
         self._start_server()
 
     def _stop_server(self) -> None:
+        assert self._server is not None
         self._selector.unregister(self._control)
         self._control.close()
         try:
@@ -163,4 +169,5 @@ class Fleet:
     def close(self) -> None:
         for worker in list(self.workers):
             self.discard(worker)
-        self._stop_server()
+        if self._server is not None:
+            self._stop_server()

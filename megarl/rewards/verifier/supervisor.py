@@ -50,12 +50,12 @@ class Supervisor:
             self._thread.join()
 
     def _run(self) -> None:
-        error: Exception = RuntimeError("the verifier pool was closed before the job was judged")
+        error: Exception = RuntimeError("the verifier pool's thread ended by an error; see standard error")
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
             self._fleet = Fleet(self._options, selector, self._read)
-            self._fleet.replenish()
             try:
+                self._fleet.start()
                 while not self._is_closing:
                     self._dispatch()
                     # What has arrived is read before anything is found to be late.
@@ -63,7 +63,9 @@ class Supervisor:
                         key.data(events)
                     self._expire()
                     self._fleet.replenish()
-            except WorkerError as caught:
+                error = RuntimeError("the verifier pool was closed before the job was judged")
+            # No memory, processes or file descriptors left, or nothing that starts.
+            except (WorkerError, OSError) as caught:
                 error = caught
             finally:
                 self._leave(error)
@@ -110,7 +112,9 @@ class Supervisor:
         """Takes what a worker has said; if that is nothing any more, the worker has ended."""
         try:
             for message in worker.channel.receive():
-                self._handle(worker, message)
+                # After its last verdict a worker has nothing to say.
+                if worker in self._fleet.workers:
+                    self._handle(worker, message)
         except (EOFError, ValueError) as error:
             self._end(worker, Verdict(reward=None, outcome="crashed", seconds=_since(worker), reason=str(error)))
 

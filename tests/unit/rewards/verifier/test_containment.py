@@ -71,6 +71,13 @@ def test_what_is_no_reply_ends_the_worker(pool: VerifierPool, garbage: str, reas
     assert after.outcome == "scored"
 
 
+def test_what_comes_after_a_workers_last_reply_is_ignored(pool: VerifierPool) -> None:
+    reply = '{"reward": null, "outcome": "timed_out", "reason": "it says"}'
+    hostile, after = pool.score_all([job("garble", f"\0\0\0{chr(len(reply))}{reply}" * 2), job("same_text")])
+    assert (hostile.outcome, hostile.reason) == ("timed_out", "it says")
+    assert after.outcome == "scored"
+
+
 def test_a_job_that_changed_signals_does_not_spare_the_next_one(pool: VerifierPool) -> None:
     first, second = pool.score_all([job("change_signals"), job("loop")])
     assert (first.outcome, second.outcome) == ("scored", "timed_out")

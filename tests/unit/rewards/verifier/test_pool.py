@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -234,6 +235,12 @@ def test_workers_that_cannot_start_are_an_error(capfd: pytest.CaptureFixture[str
         with pytest.raises(RuntimeError, match="the verifier pool is closed"):
             pool.submit(job("same_text"))
     assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_fork_server_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with VerifierPool(VerifierOptions(num_workers=1)) as pool, pytest.raises((FileNotFoundError, RuntimeError)):
+        pool.submit(job("same_text")).result()
 
 
 def test_what_starts_threads_cannot_be_preloaded(capfd: pytest.CaptureFixture[str]) -> None:
