@@ -23,6 +23,7 @@ setup(
         "pyarrow",
         "sympy",
         "math-verify[antlr4_13_2]",
+        "latex2sympy2_extended",
         "numpy",
         "pyyaml",
         "packaging",
