@@ -26,6 +26,7 @@ setup(
         "httpx",
         "starlette",
         "uvicorn",
+        "latex2sympy2_extended",
         "numpy",
         "pyyaml",
         "packaging",

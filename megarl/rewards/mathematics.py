@@ -57,7 +57,7 @@ def judge_meaning(answer: str, gold: str, options: AnswerOptions) -> Verdict:
 def judge_string(answer: str, gold: str, options: AnswerOptions) -> Verdict:
     """Equality of strings: normalised as `doc` and `ref` do, or spelled alike."""
     if options.textual:
-        return Verdict.of(is_equiv(answer, gold))
+        return Verdict.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
     return Verdict.of(same_string(answer, gold))
 
 

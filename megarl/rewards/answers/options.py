@@ -18,12 +18,11 @@ class AnswerOptions:
     join_lines: a boxed answer may span lines; otherwise its first line counts.
     last_math, last_number: what counts if there is neither a box nor "the answer is".
     skip_thinking: only text after the last `</think>` counts.
-    textual: drop units, percent signs and the like from the text, as `normalise.normalise` lists.
+    textual: drop units, percent signs and the like from the text, as `normalise.normalise` lists, and take any two
+        numbers but integers for equal within the tolerance, also fractions.
     normalise_gold: gold is normalised as answers are.
     percent_factors: numbers that differ by a factor of 100 are equal, with a percent sign or without.
     ignore_brackets: `[1,2]` equals `(1,2)`.
-    loose_numbers: any two numbers but integers are equal within the tolerance; otherwise one must be a rounded
-        decimal and neither an integer.
     none_equals_none: no answer equals no gold.
     """
 
@@ -38,7 +37,6 @@ class AnswerOptions:
     normalise_gold: bool = True
     percent_factors: bool = False
     ignore_brackets: bool = False
-    loose_numbers: bool = False
     none_equals_none: bool = False
 
 
@@ -53,7 +51,6 @@ _REF = AnswerOptions(
     normalise_gold=False,
     percent_factors=True,
     ignore_brackets=True,
-    loose_numbers=True,
     none_equals_none=True,
 )
 _DOC = replace(_REF, boxes=("boxed", "fbox"), last_math=True)
