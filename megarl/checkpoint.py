@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 from megarl.config import from_dict
 from megarl.config.roles import role_settings
@@ -24,6 +24,9 @@ from megarl.types import AlgoState
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 
+# The commands that write checkpoints.
+Command: TypeAlias = Literal["train", "sft", "train-reward"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
@@ -33,7 +36,7 @@ class RunState:
     compared before the first update.
     """
 
-    command: Literal["train", "sft"]
+    command: Command
     step: int
     num_optimizer_steps: int
     num_critic_steps: int = 0

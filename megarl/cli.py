@@ -1,4 +1,5 @@
-"""The `megarl` command: train, sft, eval, convert, slurm, status, doctor, report, quickstart.
+"""The `megarl` command: train, sft, train-reward, serve-reward, eval, convert, slurm, status, doctor, report,
+quickstart.
 
 | exit code | meaning |
 |---|---|
@@ -14,7 +15,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.convert.cli import add_convert
 from megarl.errors import (
@@ -29,6 +30,9 @@ from megarl.errors import (
 )
 from megarl.launch.cli import add_slurm
 from megarl.signals import leave_on_signals
+
+if TYPE_CHECKING:
+    from megarl.config import Config
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -86,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, function, text in (
         ("train", _train, "train a policy by reinforcement learning"),
         ("sft", _sft, "train a policy on demonstrations"),
+        ("train-reward", _train_reward, "train a reward model on preference pairs"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
@@ -99,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     add_convert(commands)
     add_slurm(commands)
+    _add_serve_reward(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
@@ -141,6 +147,17 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.set_defaults(run=_eval)
 
 
+def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("serve-reward", help="answer reward requests of runs over HTTP, by rule")
+    command.add_argument("overrides", nargs="*", help="settings such as rewards.verifier.workers=8")
+    command.add_argument("--config", type=Path, help="a run file; its section rewards counts")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one")
+    command.add_argument("--max-rows", type=int, default=4096, metavar="N", help="rows in work; more are refused (503)")
+    command.add_argument("--data-source", metavar="NAME", help="of requests that name none")
+    command.set_defaults(run=_serve_reward)
+
+
 # Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
 
 
@@ -155,9 +172,7 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     if arguments.json or arguments.device_gib is not None:
         raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
+    _apply_environment()
     from megarl.runs import train
 
     train(config, overwrite=arguments.overwrite, resume=arguments.resume)
@@ -174,20 +189,33 @@ def _profile_override(steps: str | None) -> list[str]:
 
 
 def _sft(arguments: argparse.Namespace) -> None:
+    _apply_environment()
+    from megarl.runs import sft
+
+    sft(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _train_reward(arguments: argparse.Namespace) -> None:
+    _apply_environment()
+    from megarl.runs import train_reward
+
+    train_reward(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
+
+
+def _config(arguments: argparse.Namespace) -> "Config":
+    from megarl.config import load_config
+
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _apply_environment() -> None:
     from megarl.parallel.platform import apply_environment
 
     apply_environment()
-    from megarl.config import load_config
-    from megarl.runs import sft
-
-    config = load_config(arguments.config, arguments.overrides)
-    sft(config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
+    _apply_environment()
     from megarl.evaluation.inputs import EvalRequest
     from megarl.evaluation.run import evaluate
 
@@ -206,6 +234,23 @@ def _eval(arguments: argparse.Namespace) -> None:
             overwrite=arguments.overwrite,
         )
     )
+
+
+def _serve_reward(arguments: argparse.Namespace) -> None:
+    from megarl.config.check import check_serve_reward
+    from megarl.config.load import load_config, with_overrides
+    from megarl.config.schema import Config
+    from megarl.rewards.routes import check_sources
+    from megarl.rewards.serve import ServeOptions, serve_rewards
+
+    overrides = arguments.overrides
+    config = load_config(arguments.config, overrides) if arguments.config else with_overrides(Config(), overrides)
+    check_serve_reward(config)
+    options = ServeOptions(
+        host=arguments.host, port=arguments.port, max_rows=arguments.max_rows, data_source=arguments.data_source
+    )
+    check_sources(config.rewards, [] if options.data_source is None else [options.data_source])
+    serve_rewards(config.rewards, options)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -229,9 +274,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
-    from megarl.parallel.platform import apply_environment
-
-    apply_environment()
+    _apply_environment()
     from megarl.quickstart import quickstart
 
     quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)

@@ -8,22 +8,40 @@ anew, by the policy of that step.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.algos.filters import group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
 from megarl.data.mixture import Sampler
 from megarl.data.prompts import PromptDataset
 from megarl.metrics import Timers
+from megarl.rewards.judge import Judged, Tally, tally_metrics
+from megarl.rollout.source import OnSample
 from megarl.types import Prompt, Reward, RolloutBatch, Sample
 
-Generate = Callable[[Sequence[Prompt], int], RolloutBatch]
-Judge = Callable[[RolloutBatch], list[Reward]]
+# Samples a group for every prompt in a step, and tells of each sample as soon as it is finished.
+Generate = Callable[[Sequence[Prompt], int, OnSample], RolloutBatch]
+
+
+class Judging(Protocol):
+    """Judges the samples of one batch, which it is told of as they finish."""
+
+    def add(self, prompt: Prompt, sample: Sample) -> None: ...
+
+    def finish(self, samples: Sequence[Sample]) -> Judged: ...
+
+
+class Rewards(Protocol):
+    """Who judges: `megarl.rewards.RewardManager`."""
+
+    def begin(self) -> Judging: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Samples with their rewards in the same order, in whole groups, and how they were found."""
+    """Samples with their rewards in the same order, in groups that lack only what nobody could judge, and how they
+    were found.
+    """
 
     rollout: RolloutBatch
     rewards: Sequence[Reward]
@@ -65,12 +83,18 @@ class PromptQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The samples of one prompt."""
+    """The samples of one prompt, without those that nobody could judge, and how many there were."""
 
     index: int
     prompt: Prompt
     samples: tuple[Sample, ...]
     rewards: tuple[Reward, ...]
+    num_sampled: int
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its rewards can be compared: one alone would be its own baseline."""
+        return len(self.samples) >= min(2, self.num_sampled)
 
 
 class GroupCollector:
@@ -81,20 +105,20 @@ class GroupCollector:
         queue: PromptQueue,
         prompts: Sequence[Prompt] | PromptDataset,
         generate: Generate,
-        judge: Judge,
+        rewards: Rewards,
         *,
         cfg: FilterConfig,
         num_prompts: int,
         timers: Timers,
     ) -> None:
         self.queue = queue
-        self._prompts, self._generate, self._judge = prompts, generate, judge
+        self._prompts, self._generate, self._rewards = prompts, generate, rewards
         self._cfg, self._num_prompts, self._timers = cfg, num_prompts, timers
 
     def collect(self, step: int) -> Collected:
         """The groups of a step, in the order of their prompts; fewer, or none, if the filter removed too many."""
-        sampled = self._sample(self._num_prompts, step, used=set())
-        kept = self._passed(sampled)
+        sampled, tallies = self._sample(self._num_prompts, step, used=set())
+        kept, judged = self._passed(sampled), [tallies]
         num_refills = 0
         while len(kept) < self._num_prompts and num_refills < self._cfg.max_refills:
             count = refill_count(self._num_prompts, num_kept=len(kept), num_sampled=len(sampled))
@@ -102,7 +126,8 @@ class GroupCollector:
             if count == 0:  # every prompt was asked
                 break
             num_refills += 1
-            more = self._sample(count, step, used={group.index for group in sampled})
+            more, tallies = self._sample(count, step, used={group.index for group in sampled})
+            judged.append(tallies)
             sampled += more
             kept += self._passed(more)
         self.queue.give_back([group.index for group in kept[self._num_prompts :]])
@@ -113,36 +138,46 @@ class GroupCollector:
                 samples=tuple(sample for group in kept for sample in group.samples),
             ),
             rewards=[reward for group in kept for reward in group.rewards],
-            metrics=self._metrics(sampled) | {"filter/num_refills": float(num_refills)},
+            metrics=self._metrics(sampled) | tally_metrics(judged) | {"filter/num_refills": float(num_refills)},
         )
 
-    def _sample(self, count: int, step: int, *, used: set[int]) -> list[_Group]:
+    def _sample(self, count: int, step: int, *, used: set[int]) -> tuple[list[_Group], Mapping[str, Tally]]:
         indices = self.queue.take(count, except_for=used)
         prompts = [self._prompts[index] for index in indices]
+        judging = self._rewards.begin()
         with self._timers("gen"):
-            rollout = self._generate(prompts, step)
+            rollout = self._generate(prompts, step, judging.add)
         with self._timers("reward"):
-            rewards = self._judge(rollout)
+            judged = judging.finish(rollout.samples)
         by_uid: dict[str, list[tuple[Sample, Reward]]] = {prompt.uid: [] for prompt in prompts}
-        for sample, reward in zip(rollout.samples, rewards, strict=True):
+        for sample, reward in zip(rollout.samples, judged.rewards, strict=True):
             by_uid[sample.uid].append((sample, reward))
-        return [
-            _Group(index=index, prompt=prompt, samples=samples, rewards=judged)
-            for index, prompt in zip(indices, prompts, strict=True)
-            for samples, judged in [tuple(zip(*by_uid[prompt.uid], strict=True))]
-        ]
+        groups = [_group(index, prompt, by_uid[prompt.uid]) for index, prompt in zip(indices, prompts, strict=True)]
+        return groups, judged.tallies
 
     def _passed(self, groups: Sequence[_Group]) -> list[_Group]:
-        rows = _rows(groups)
+        judged = [group for group in groups if group.is_judged]
+        rows = _rows(judged)
         keep = kept_rows(rows.scores, rows.uids, self._cfg, demonstrated=rows.demonstrated)
         kept = {uid for uid, stays in zip(rows.uids, keep, strict=True) if stays}
-        return [group for group in groups if group.prompt.uid in kept]
+        return [group for group in judged if group.prompt.uid in kept]
 
     def _metrics(self, sampled: Sequence[_Group]) -> dict[str, float]:
-        """Of all that was sampled, removed or not."""
-        rows = _rows(sampled)
+        """Of all that was sampled and judged, removed or not."""
+        rows = _rows([group for group in sampled if group.is_judged])
         keep = kept_rows(rows.scores, rows.uids, self._cfg, demonstrated=rows.demonstrated)
         return group_metrics(rows.correct, rows.uids, keep, demonstrated=rows.demonstrated)
+
+
+def _group(index: int, prompt: Prompt, judged: Sequence[tuple[Sample, Reward]]) -> _Group:
+    left = [(sample, reward) for sample, reward in judged if not reward.dropped]
+    return _Group(
+        index=index,
+        prompt=prompt,
+        samples=tuple(sample for sample, _ in left),
+        rewards=tuple(reward for _, reward in left),
+        num_sampled=len(judged),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

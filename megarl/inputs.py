@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING
 from megarl.algos.build import algorithm_of
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.config.algo import DemonstrationConfig
-from megarl.config.check import check_model, check_sft, check_train
+from megarl.config.check import check_model, check_sft, check_train, check_train_reward
+from megarl.config.check_batches import max_row_terms, max_row_tokens
+from megarl.config.roles import reward_model_settings
 from megarl.config.schema import Config
 from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import require_hints
 from megarl.data.mixture import Sampler, prompt_sampler, train_files
+from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import require_batch
 from megarl.errors import ConfigError, DataError
 from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.parallel.weights.tables import OUTPUT_HEAD, VALUE_HEAD
-from megarl.rewards import SCORERS, score
-from megarl.roles import model_key, roles_of
+from megarl.rewards.build import check_ground_truths
+from megarl.rewards.model import ConversationEncoder
+from megarl.roles import model_key, reward_role, roles_of
 from megarl.rollout.replay import require_records
 from megarl.safetensors_map import check_tensors, model_files, read_specs
 from megarl.scoring import HINT_SCORES, HintWriter
@@ -40,6 +44,8 @@ class TrainInputs:
     algorithm: Algorithm
     roles: tuple[RoleSpec, ...]
     hints: HintWriter | None
+    # The reward model's view of samples, if one judges them.
+    conversations: ConversationEncoder | None
     train: PromptDataset
     val: PromptDataset | None
 
@@ -57,6 +63,16 @@ class SftInputs:
     config: Config
     spec: ModelSpec
     train: SftDataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRewardInputs:
+    """What `megarl train-reward` needs besides a cluster."""
+
+    config: Config
+    spec: ModelSpec
+    train: PreferenceDataset
+    val: PreferenceDataset | None
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
@@ -90,20 +106,25 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
         if role.head is Head.SCALAR:
             expected = spec.expected_tensors(scalar_head=True)
             check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
-            _require_something_to_freeze(spec, role, key)
+            _require_trained_head(spec, role, key)
         else:
             check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
-        if key != "model.path":
+        # A reward model may have another tokenizer: it reads conversations.
+        if key != "model.path" and role.role is not Role.REWARD:
             check_vocabulary(tokenizer, role.model.path, key)
 
 
-def _require_something_to_freeze(spec: ModelSpec, role: RoleSpec, key: str) -> None:
-    """A value head that a model does not bring starts at 0, and stays there unless it is trained."""
-    if not role.trainable and not any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
-        raise ConfigError(
-            f"critic.freeze: got true, but {spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0; set "
-            "critic.model_path to a critic that a run exported, or critic.freeze=false"
-        )
+def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
+    """A scalar head that a model does not bring starts at 0, and stays there unless it is trained."""
+    if role.trainable or any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
+        return
+    lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
+    if role.role is Role.REWARD:
+        raise ConfigError(f"{key}: {lacking}; set it to the export of a megarl train-reward run")
+    raise ConfigError(
+        f"critic.freeze: got true, but {lacking}; set critic.model_path to a critic that a run exported, or "
+        "critic.freeze=false"
+    )
 
 
 def open_train_inputs(config: Config) -> TrainInputs:
@@ -129,9 +150,12 @@ def open_train_inputs(config: Config) -> TrainInputs:
     if config.rollout.source == "replay":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
+    conversations = None
+    if any(role.role is Role.REWARD for role in roles):
+        conversations = _open_conversations(config, tokenizer)
     for data in (train, val):
         if data is not None:
-            check_ground_truths(data)
+            check_ground_truths(config.rewards, data)
     return TrainInputs(
         config=config,
         spec=spec,
@@ -141,6 +165,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         train=train,
         val=val,
         hints=hints,
+        conversations=conversations,
     )
 
 
@@ -172,16 +197,25 @@ def _open_hints(
     return HintWriter(tokenizer, cfg, max_row_tokens=longest)
 
 
-def check_ground_truths(data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt: an unknown source or a malformed ground truth shows now."""
-    for data_source in sorted(data.data_sources):
-        SCORERS.get(data_source)
-    for index in range(len(data)):
-        prompt = data[index]
-        try:
-            score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info)
-        except DataError as error:
-            raise DataError(f"prompt {prompt.uid}: {error}") from error
+def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:
+    """Refuse a reward model that cannot take the longest sample; with other tokens that shows at the sample."""
+    path, key = config.reward_model.model_path, "reward_model.model_path"
+    assert path is not None, "the configuration was not checked"
+    encoder, limit = ConversationEncoder(tokenizer, load_tokenizer(path, key)), max_reward_tokens(config)
+    if encoder.num_extra_tokens is not None and max_row_tokens(config) + encoder.num_extra_tokens > limit:
+        raise ConfigError(
+            f"reward_model.micro_batch_tokens: got room for {limit} tokens and a score, but with its chat template the "
+            f"longest conversation has {max_row_terms(config)} + {encoder.num_extra_tokens}; raise it (null: "
+            f"actor.micro_batch_tokens), or shorten the two"
+        )
+    return encoder
+
+
+def max_reward_tokens(config: Config) -> int:
+    """Tokens of the longest conversation that the reward model takes: a micro-batch, less the place of a score."""
+    assert config.reward_model.model_path is not None, "the configuration was not checked"
+    positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
+    return min(reward_model_settings(config).micro_batch_tokens - 1, positions)
 
 
 def open_sft_inputs(config: Config) -> SftInputs:
@@ -196,3 +230,18 @@ def open_sft_inputs(config: Config) -> SftInputs:
     )
     require_batch(len(train), config.sft.batch_size)
     return SftInputs(config=config, spec=spec, train=train)
+
+
+def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
+    """Check the configuration, the model and the pairs of a reward model's training."""
+    check_train_reward(config)
+    role = reward_role(config)
+    tokenizer = load_tokenizer(config.model.path)
+    check_role_models(config, [role], tokenizer)
+    train, val = (
+        PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config)) if files else None
+        for files in (config.train_reward.train, config.train_reward.val)
+    )
+    assert train is not None, "the configuration was checked"
+    require_batch(len(train), config.train_reward.batch_size)
+    return TrainRewardInputs(config=config, spec=read_model_spec(config.model.path), train=train, val=val)

@@ -289,9 +289,12 @@ class RolloutRecord:
     finish_reason: str
     num_prompt_tokens: int
     num_response_tokens: int
+    # Whether it counts as right, and what else its scorer said: JSON, numbers by name.
+    correct: bool = False
+    details: str = "{}"
 
 
-_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64()}
+_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64(), bool: pa.bool_()}
 ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
 
 

@@ -97,7 +97,9 @@ class RunRecorder:
         """Overwriting must not remove what the run is about to read."""
         config, root = self._config, self.paths.root.resolve()
         prompts = (*train_files(config.data.train), *config.data.val)
-        inputs = (config.model.path, *prompts, *config.sft.train, config.rollout.replay_dir)
+        pairs = (*config.train_reward.train, *config.train_reward.val)
+        models = (config.model.path, config.reward_model.model_path)
+        inputs = (*models, *prompts, *config.sft.train, *pairs, config.rollout.replay_dir)
         for given in inputs:
             if given and Path(given).resolve().is_relative_to(root):
                 raise ConfigError(
@@ -156,6 +158,8 @@ def _record(
         finish_reason=sample.finish_reason.value,
         num_prompt_tokens=len(sample.prompt_token_ids),
         num_response_tokens=len(sample.response_token_ids),
+        correct=reward.correct,
+        details=json.dumps(dict(reward.details)),
     )
 
 

@@ -22,6 +22,7 @@ class ProgressValues:
 
     reward: float | None = None
     loss: float | None = None
+    accuracy: float | None = None
     response_length: float | None = None
     mismatch: float | None = None
     tokens_per_s: float | None = None
@@ -31,6 +32,7 @@ class ProgressValues:
 _FORMATS: dict[str, str] = {
     "reward": "reward {:.3f}",
     "loss": "loss {:.3f}",
+    "accuracy": "accuracy {:.3f}",
     "response_length": "len {:.0f}",
     "mismatch": "mismatch {:.1e}",
     "tokens_per_s": "{:,.0f} tok/s",

@@ -1,11 +1,11 @@
 """Which checkpoint `--resume` continues from, and whether the configuration still fits it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megarl.checkpoint import Checkpoint, last_checkpoint
+from megarl.checkpoint import Checkpoint, Command, last_checkpoint
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.metrics import RunPaths
@@ -23,6 +23,8 @@ CONTINUABLE = (
     "actor.head",
     "reference.layout",
     "reference.micro_batch_tokens",
+    "reward_model.layout",
+    "reward_model.micro_batch_tokens",
     "critic.layout",
     "critic.recompute",
     "critic.micro_batch_tokens",
@@ -30,16 +32,29 @@ CONTINUABLE = (
     "rollout.timeout_s",
     "rollout.record",
     "rollout.engine",
+    *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
+    "rewards.verifier",
+    "rewards.code.workers",
     "placement",
     "sync",
     "trainer.total_steps",
     "trainer.mismatch_gate_nats",
     "validation",
     "sft.total_steps",
+    "train_reward.total_steps",
+    "train_reward.val_every_steps",
     "logging",
     "checkpoint",
     "cluster",
 )
+
+
+# The section that says how long a command's runs are, and how long.
+_TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
+    "train": lambda config: ("trainer", config.trainer.total_steps),
+    "sft": lambda config: ("sft", config.sft.total_steps),
+    "train-reward": lambda config: ("train_reward", config.train_reward.total_steps),
+}
 
 
 def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[str]:
@@ -53,7 +68,7 @@ def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[str]:
             yield f"{key}: {before} → {after}"
 
 
-def find_checkpoint(config: Config, command: Literal["train", "sft"]) -> Checkpoint | None:
+def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
     """The run directory's last complete checkpoint; None if the run has to start from scratch.
 
     Raises:
@@ -73,11 +88,11 @@ def find_checkpoint(config: Config, command: Literal["train", "sft"]) -> Checkpo
             f"{checkpoint.path}: was written by megarl {checkpoint.state.command}, which continues it; "
             f"choose another run.name for megarl {command}"
         )
-    total = config.trainer.total_steps if command == "train" else config.sft.total_steps
+    section, total = _TOTAL_STEPS[command](config)
     if checkpoint.state.step > total:
-        key = "trainer.total_steps" if command == "train" else "sft.total_steps"
         raise ConfigError(
-            f"{key}: got {total}, expected >= {checkpoint.state.step}, the steps that {checkpoint.path} has done"
+            f"{section}.total_steps: got {total}, expected >= {checkpoint.state.step}, the steps that "
+            f"{checkpoint.path} has done"
         )
     refused = [change for change in changed_keys(checkpoint.state.config, config) if not _is_continuable(change)]
     if refused:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.config.roles import critic_settings, reference_settings
+from megarl.config.check_rewards import judges
+from megarl.config.roles import critic_settings, reference_settings, reward_model_settings
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.parallel.messages import Head, Role, RoleSpec
 from megarl.types import Algorithm, Score
@@ -15,7 +16,7 @@ def actor_role(config: Config) -> RoleSpec:
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
-    """The actor, a frozen reference and a critic, the latter two if the algorithm reads their scores."""
+    """The actor; a frozen reference and a critic if the algorithm reads their scores; a reward model if it judges."""
     required, roles = algorithm.requires(), [actor_role(config)]
     if Score.REF_LOGPROBS in required:
         model = _model(config, config.reference.model_path)
@@ -30,7 +31,16 @@ def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
                 trainable=not config.critic.freeze,
             )
         )
+    if judges(config.rewards, "model"):
+        model = _model(config, config.reward_model.model_path)
+        settings = reward_model_settings(config)
+        roles.append(RoleSpec(role=Role.REWARD, model=model, settings=settings, head=Head.SCALAR, trainable=False))
     return tuple(roles)
+
+
+def reward_role(config: Config) -> RoleSpec:
+    """The reward model that `megarl train-reward` trains: model.path under the actor's settings."""
+    return RoleSpec(role=Role.REWARD, model=config.model, settings=config.actor, head=Head.SCALAR)
 
 
 def _model(config: Config, path: str | None) -> ModelConfig:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from megarl.checkpoint import Checkpoint
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
-from megarl.inputs import open_sft_inputs, open_train_inputs
+from megarl.inputs import open_sft_inputs, open_train_inputs, open_train_reward_inputs
 from megarl.observe import RunRecorder
 from megarl.parallel.messages import RoleSpec
 from megarl.report import write_report
 from megarl.resume import find_checkpoint, resume_notes
-from megarl.roles import actor_role
+from megarl.sft import sft_task
 from megarl.status import Heartbeat
+from megarl.supervised import SupervisedTask
+from megarl.train_reward import train_reward_task
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -40,16 +42,28 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
 
 def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """A supervised run, from checks to export. Raises RunStopped if a signal ends it early."""
-    inputs = open_sft_inputs(config)
-    checkpoint = find_checkpoint(config, "sft") if resume else None
+    task = sft_task(open_sft_inputs(config))
+    return _train_supervised(task, config, overwrite=overwrite, resume=resume)
+
+
+def train_reward(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+    """Training of a reward model, from checks to report. Raises RunStopped if a signal ends it early."""
+    task = train_reward_task(open_train_reward_inputs(config))
+    recorder = _train_supervised(task, config, overwrite=overwrite, resume=resume)
+    write_report(recorder.paths.root)
+    return recorder
+
+
+def _train_supervised(task: SupervisedTask, config: Config, *, overwrite: bool, resume: bool) -> RunRecorder:
+    checkpoint = find_checkpoint(config, task.command) if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     with (
-        _heartbeat(recorder, "sft"),
-        started_cluster(config, recorder.paths.logs, [actor_role(config)], with_engine=False) as cluster,
+        _heartbeat(recorder, task.command),
+        started_cluster(config, recorder.paths.logs, [task.role], with_engine=False) as cluster,
     ):
-        from megarl.sft import run_sft
+        from megarl.supervised import SupervisedTrainer
 
-        run_sft(inputs, cluster, recorder, checkpoint)
+        SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
     return recorder
 
 

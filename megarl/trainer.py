@@ -4,7 +4,8 @@ The trainer does not know which algorithm runs, nor how models are laid out: it 
 needs, and the cluster for passes over rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,8 @@ from megarl.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.cluster import Cluster
 from megarl.collection import Collected, GroupCollector, PromptQueue
 from megarl.config.batches import actor_learns, batch_counts, mini_batch_prompts, num_actor_steps
-from megarl.data.chat import response_decoder
 from megarl.export import export_model, weight_specs
-from megarl.inputs import TrainInputs, open_sampler
+from megarl.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.metrics import MetricsLogger, Timers
 from megarl.mismatch import MismatchGate, engines_differ, mismatch_of
 from megarl.observe import RunRecorder, batch_metrics, resident_memory
@@ -24,10 +24,12 @@ from megarl.parallel.messages import LoadRequest, Role
 from megarl.performance import PerformanceMeter
 from megarl.profiling import StepProfiler
 from megarl.progress import Progress, ProgressValues
-from megarl.rewards.manager import RewardManager
+from megarl.rewards.build import open_panel, reward_manager
+from megarl.rewards.manager import Panel
+from megarl.rewards.model import ModelJudge, ModelRewards
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import ReplaySource, record_path, write_record
-from megarl.rollout.source import RolloutSource, SamplingPlan, batch_seed
+from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, batch_seed, ignore_sample
 from megarl.rollout.vllm_source import VllmSource
 from megarl.scoring import ScoringPasses, with_scores
 from megarl.signals import stop_on_signals
@@ -45,7 +47,6 @@ class Trainer:
         cluster.check_serves(config, inputs.roles)
         self.inputs, self.config, self.cluster, self.recorder = inputs, config, cluster, recorder
         self.algorithm, self.state = inputs.algorithm, inputs.algorithm.initial_state()
-        self.rewards = RewardManager(response_decoder(inputs.tokenizer))
         self.timers = Timers()
         self.roles, self.counts = inputs.roles, batch_counts(config)
         self.has_critic = any(role.role is Role.CRITIC for role in self.roles)
@@ -55,20 +56,25 @@ class Trainer:
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
         self.source = self._rollout_source()
         self.gate = MismatchGate(config)
+        scorers = {
+            role.role: RoleScorer(cluster.workers, role, temperature=config.rollout.temperature) for role in self.roles
+        }
+        panel = self._open_panel(scorers)
+        self.rewards = reward_manager(panel, inputs.tokenizer)
+        sources = set() if inputs.val is None else inputs.val.data_sources
+        by_rule = bool(sources) and all(map(panel.knows, sources))
+        self.validation_rewards = reward_manager(panel.by_rule(), inputs.tokenizer) if by_rule else self.rewards
         self.queue = PromptQueue(open_sampler(config, inputs.train))
         self.collector = GroupCollector(
             self.queue,
             inputs.train,
             self.generate,
-            self.rewards.score,
+            self.rewards,
             cfg=config.algo.filter,
             num_prompts=config.trainer.prompts_per_step,
             timers=self.timers,
         )
         self.updaters = self._updaters()
-        scorers = {
-            role.role: RoleScorer(cluster.workers, role, temperature=config.rollout.temperature) for role in self.roles
-        }
         self.scoring = ScoringPasses(scorers=scorers, hints=inputs.hints, enter=self.memory.enter, timers=self.timers)
 
     def _updaters(self) -> dict[Role, RoleUpdater]:
@@ -92,6 +98,16 @@ class Trainer:
             if role.trainable
         }
 
+    def _open_panel(self, scorers: Mapping[Role, RoleScorer]) -> Panel:
+        """Who judges."""
+        inputs, model = self.inputs, None
+        if inputs.conversations is not None:
+            limit = max_reward_tokens(self.config)
+            scorer = scorers[Role.REWARD]
+            model = ModelJudge(ModelRewards(scorer, inputs.conversations, max_tokens=limit, enter=self.memory.enter))
+        sources = inputs.train.data_sources | (set() if inputs.val is None else inputs.val.data_sources)
+        return open_panel(self.config.rewards, sources, model=model)
+
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train up to step `trainer.total_steps`, from a checkpoint if there is one; validate, export the result.
 
@@ -107,6 +123,7 @@ class Trainer:
         self.sync = self.cluster.weight_sync(weight_specs(self.inputs.spec, config.model.dtype))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
+            closing(self.rewards),
             self.recorder.metrics() as log,
             Progress(total=total, initial=start, description=config.run.name) as progress,
             stop_on_signals() as stop,
@@ -192,8 +209,11 @@ class Trainer:
             ),
         )
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """Sample a group for every prompt, after prefixes of demonstrations where the algorithm wants them."""
+    def generate(self, prompts: Sequence[Prompt], step: int, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+        """Sample a group for every prompt, after prefixes of demonstrations where the algorithm wants them.
+
+        `on_sample` is told of each sample as it finishes.
+        """
         rollout, demonstrations = self.config.rollout, self.config.algo.demonstrations
         prefixes = plan_prefixes(
             prompts,
@@ -215,7 +235,7 @@ class Trainer:
         )
         self.memory.enter(memory.GENERATE)
         self.source.submit(prompts, plan)
-        batch = self.source.collect(len(prompts), timeout_s=rollout.timeout_s)
+        batch = self.source.collect(len(prompts), timeout_s=rollout.timeout_s, on_sample=on_sample)
         if rollout.record:
             write_record(record_path(self.recorder.paths.records, step), batch)
         return batch
@@ -280,9 +300,15 @@ class Trainer:
         """Validate if there is data for it; returns the score that `checkpoint.keep_best` compares."""
         if self.inputs.val is None:
             return None
-        self.memory.enter(memory.GENERATE)
         with self.timers("testing"):
-            result = validate(self.config, self.inputs.val, VllmSource(self.cluster.engines), self.rewards, step=step)
+            result = validate(
+                self.config,
+                self.inputs.val,
+                VllmSource(self.cluster.engines),
+                self.validation_rewards,
+                step=step,
+                before=partial(self.memory.enter, memory.GENERATE),
+            )
         log.log(step, result.metrics | self.timers.pop())
         progress.note(f"step {step}: " + result.summary)
         prefix = f"{self.config.checkpoint.best_metric}/"

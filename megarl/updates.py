@@ -56,11 +56,9 @@ class RoleScorer:
 
         A pair shares a micro-batch.
         """
-        plan = self._plan([a.num_tokens + b.num_tokens for a, b in zip(rows, others, strict=True)])
-        count = len(rows)
-        both = [[[*indices, *(count + i for i in indices)] for indices in batches] for batches in plan]
-        found = self._score([*rows, *others], both, step=step, paired=True)
-        return {**found, "kl": found["kl"][:count]}
+        both = [*rows, *others]
+        found = self._score(both, self._plan_pairs(both), step=step, paired=True)
+        return {**found, "kl": found["kl"][: len(rows)]}
 
     def _score(
         self, rows: Sequence[Row], plan: list[list[list[int]]], *, step: int, paired: bool = False
@@ -72,6 +70,12 @@ class RoleScorer:
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
         """Rows with no more than a pass of this role reads."""
         return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
+
+    def _plan_pairs(self, rows: Sequence[Row]) -> list[list[list[int]]]:
+        """Micro-batches of rows of the first half, followed in the same order by their like in the second."""
+        count = len(rows) // 2
+        plan = self._plan([a.num_tokens + b.num_tokens for a, b in zip(rows[:count], rows[count:], strict=True)])
+        return [[[*indices, *(count + i for i in indices)] for indices in batches] for batches in plan]
 
     def _plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         layout = self._role.layout
@@ -100,8 +104,11 @@ class RoleUpdater(RoleScorer):
         self._objective, self._total_steps = objective, total_steps
         self.num_optimizer_steps = 0
 
-    def update(self, rows: Sequence[Row], state: AlgoState, *, step: int) -> UpdateResult:
-        """One optimizer step on these rows; its `before` is in row order."""
+    def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False) -> UpdateResult:
+        """One optimizer step on these rows; its `before` is in row order.
+
+        paired: row i and row i of the second half share a micro-batch, of which they have the same places.
+        """
         optimizer = self._role.settings.optimizer
         request = UpdateRequest(
             role=self._role.role,
@@ -114,7 +121,8 @@ class RoleUpdater(RoleScorer):
         )
         self.num_optimizer_steps += 1
         needed = self._sent(rows, self._objective.reads)
-        result = self._workers.update(needed, self._plan([row.num_tokens for row in rows]), request)
+        plan = self._plan_pairs(rows) if paired else self._plan([row.num_tokens for row in rows])
+        result = self._workers.update(needed, plan, request)
         return replace(result, before={i: result.before[i] for i in range(len(rows))})
 
 

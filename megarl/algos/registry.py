@@ -1,12 +1,20 @@
 """Named collections of functions: what a configuration chooses from."""
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from megarl.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
+    """The error that lists what `key` may be, with the nearest name to `name` first."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return ConfigError(f"{key}: unknown {kind} {name!r}; {hint}expected one of: {', '.join(names)}")
 
 
 class Registry(Generic[T]):
@@ -33,9 +41,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """The entry called `name`; ConfigError if there is none."""
         if name not in self._entries:
-            close = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{self._key}: unknown {self._kind} {name!r}; {hint}expected one of: {', '.join(self)}")
+            raise unknown_name(self._kind, name, self, key=self._key)
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import psutil
@@ -96,13 +96,13 @@ class EngineActor(RunActor):
     def lost_workers(self) -> list[int]:
         return [i for i, worker in enumerate(self._workers) if not _is_alive(worker)]
 
-    @ray.method(concurrency_group=_GENERATION)
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """`VllmEngine.generate`."""
-        return self.engine.generate(requests)
-
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)
+
+    @ray.method(concurrency_group=_GENERATION)
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
+        """`VllmEngine.stream`, to be called with num_returns="streaming"."""
+        yield from self.engine.stream(requests)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,12 +1,13 @@
 """The engines, called together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import Process, wait_all, wait_streams
 from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FloatArray
 
 
@@ -48,18 +49,17 @@ class EngineGroup:
         busy = [(p, hand) for p, hand in zip(self.processes, hands, strict=True) if hand]
         return Submission(
             positions=tuple(tuple(hand) for _, hand in busy),
-            calls=tuple((p, p.actor.generate.remote([requests[i] for i in hand])) for p, hand in busy),
+            calls=tuple((p, _stream(p, [requests[i] for i in hand])) for p, hand in busy),
         )
 
-    def collect(self, submission: Submission, *, timeout_s: float) -> list[Completion]:
-        """Completions in request order."""
-        parts = wait_all(submission.calls, timeout_s=timeout_s, doing="generating")
-        answers = {
-            position: completion
-            for positions, part in zip(submission.positions, parts, strict=True)
-            for position, completion in zip(positions, part, strict=True)
-        }
-        return [answers[i] for i in range(len(answers))]
+    def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
+        """Wait for all completions. `on_finished` gets each, with the position of its request, once it is there."""
+
+        def take(call: int, part: Mapping[int, Completion]) -> None:
+            for place, completion in part.items():
+                on_finished(submission.positions[call][place], completion)
+
+        wait_streams(submission.calls, take, timeout_s=timeout_s, doing="generating")
 
     def load_weights(self, files: Sequence[Path], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
         """Reload every engine from the files on its host; returns the checksums of all their workers."""
@@ -84,6 +84,10 @@ class EngineGroup:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         calls = [(p, p.actor.call.remote(method, *args, **kwargs)) for p in self.processes]
         return wait_all(calls, timeout_s=self._timeout_s, doing=_DOING[method])
+
+
+def _stream(process: Process, requests: Sequence[GenerationRequest]) -> Any:
+    return process.actor.stream.options(num_returns="streaming").remote(requests)
 
 
 _DOING = {

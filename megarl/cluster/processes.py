@@ -1,7 +1,8 @@
 """The remote processes of a run, and how the driver waits for them."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,8 +80,17 @@ _waiting: list[tuple[str, float]] = []
 
 
 def current_wait() -> tuple[str, float] | None:
-    """What `wait_all` is waiting for in this process, and since when (seconds since 1970); None: for nothing."""
+    """What this process waits for, and since when (seconds since 1970); None: for nothing."""
     return _waiting[-1] if _waiting else None
+
+
+@contextmanager
+def _noted(doing: str) -> Iterator[None]:
+    _waiting.append((doing, time.time()))
+    try:
+        yield
+    finally:
+        _waiting.pop()
 
 
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
@@ -90,38 +100,83 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
         WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
-    _waiting.append((doing, time.time()))
-    try:
-        return _wait_all(calls, timeout_s, doing)
-    finally:
-        _waiting.pop()
-
-
-def _wait_all(calls: Sequence[tuple[Process, Any]], timeout_s: float, doing: str) -> list[Any]:
-    names = {ref: process.name for process, ref in calls}
-    watch = _Watch(process for process, _ in calls)
-    pending, deadline = [ref for _, ref in calls], time.monotonic() + timeout_s
-    while pending:
-        left_s = deadline - time.monotonic()
-        done, pending = ray.wait(pending, timeout=max(0.0, min(WATCH_S, left_s)))
-        busy = [names[ref] for ref in pending]
-        if not done and left_s <= WATCH_S:
-            silent = f"no answer from {', '.join(busy)} within {timeout_s:.0f} s{_doing_of(busy, watch)}"
-            raise WorkerError(f"{doing}: {silent}; see RUN/logs")
-        for ref in done:
-            if (error := _failure(ref)) is not None:
-                watch.ask(busy)
-                raise _cause(error, ref, [*pending, *watch.asked], names | watch.asked, doing, watch)
-        if not done:
-            if (lost := watch.lost()) is not None:
-                raise WorkerError(f"{doing}: {lost} died; see RUN/logs")
-            watch.ask(busy)
+    with _noted(doing):
+        wait = _Wait(calls, timeout_s=timeout_s, doing=doing)
+        for ref in wait.ready():
+            wait.pending.remove(ref)
+            wait.require_success(ref, ref)
     return ray.get([ref for _, ref in calls])
 
 
-def _failure(ref: Any) -> Exception | None:
+def wait_streams(
+    calls: Sequence[tuple[Process, Any]], take: Callable[[int, Any], None], *, timeout_s: float, doing: str
+) -> None:
+    """Wait for the ends of streams of results; `take` gets the position of a call and each of its results, as soon as
+    it is there. Raises as `wait_all`, and what `take` raises.
+    """
+    with _noted(doing):
+        positions = {stream: i for i, (_, stream) in enumerate(calls)}
+        wait = _Wait(calls, timeout_s=timeout_s, doing=doing)
+        for stream in wait.ready():
+            try:
+                ref = next(stream)
+            except StopIteration:
+                wait.pending.remove(stream)
+                continue
+            wait.require_success(ref, stream)
+            take(positions[stream], ray.get(ref))
+
+
+class _Wait:
+    """A wait for remote calls, each a reference or a stream of references, until nothing is `pending`."""
+
+    def __init__(self, calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> None:
+        self.pending = [call for _, call in calls]
+        self._names = {call: process.name for process, call in calls}
+        self._watch = _Watch(process for process, _ in calls)
+        self._timeout_s, self._doing = timeout_s, doing
+
+    def ready(self) -> Iterator[Any]:
+        """What is pending and has something to say, again and again. The caller takes out what is finished."""
+        deadline = time.monotonic() + self._timeout_s
+        while self.pending:
+            left_s = deadline - time.monotonic()
+            done, _ = ray.wait(self.pending, timeout=max(0.0, min(WATCH_S, left_s)))
+            if not done and left_s <= WATCH_S:
+                silent = f"no answer from {', '.join(self._busy())} within {self._timeout_s:.0f} s"
+                raise WorkerError(f"{self._doing}: {silent}{self._described(self._busy())}; see RUN/logs")
+            yield from done
+            if not done:
+                if (lost := self._watch.lost()) is not None:
+                    raise WorkerError(f"{self._doing}: {lost} died; see RUN/logs")
+                self._watch.ask(self._busy())
+
+    def _busy(self) -> list[str]:
+        return [self._names[call] for call in self.pending]
+
+    def _described(self, names: Sequence[str]) -> str:
+        """` (trainer rank 1 is stopped; …)` of those that did not answer."""
+        found = describe({name: self._watch.location_of(name) for name in names[:NUM_DESCRIBED]})
+        return f" ({found})" if found else ""
+
+    def require_success(self, ref: Any, call: Any) -> None:
+        """Raise the most telling failure if the result `ref` of `call` is one."""
+        if (error := _failure(ref)) is None:
+            return
+        self._watch.ask(self._busy())
+        names = self._names | self._watch.asked
+        others = [*(other for other in self.pending if other is not call), *self._watch.asked]
+        done, silent = ray.wait(others, num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])
+        failures = [(names[call], error), *((names[o], e) for o in done if (e := _failure(o)) is not None)]
+        raise _cause(failures, self._doing, lambda: self._described([names[other] for other in silent]))
+
+
+def _failure(call: Any) -> Exception | None:
+    """Why a result that is there, or the next one of a stream, is a failure."""
     try:
-        ray.get(ref, timeout=0)
+        ray.get(next(call) if isinstance(call, ray.ObjectRefGenerator) else call, timeout=0)
+    except StopIteration:
+        return None
     except (RayTaskError, ActorDiedError, ActorUnavailableError) as error:
         return error
     except GetTimeoutError:
@@ -129,30 +184,20 @@ def _failure(ref: Any) -> Exception | None:
     return None
 
 
-def _doing_of(busy: Sequence[str], watch: "_Watch") -> str:
-    """` (trainer rank 1 is stopped; …)` of those that did not answer."""
-    found = describe({name: watch.location_of(name) for name in busy[:NUM_DESCRIBED]})
-    return f" ({found})" if found else ""
+def _cause(failures: Sequence[tuple[str, Exception]], doing: str, others: Callable[[], str]) -> Exception:
+    """The failure to report, of named processes: a dead process, then megarl's own errors, then whatever came first.
 
-
-def _cause(
-    error: Exception, ref: Any, pending: Sequence[Any], names: Mapping[Any, str], doing: str, watch: _Watch
-) -> Exception:
-    """The failure to report: a dead process, then megarl's own errors, then whatever came first."""
-    done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=CAUSE_WAIT_S) if pending else ([], [])
-    failures = [(ref, error), *((r, e) for r in done if (e := _failure(r)) is not None)]
-    for failed, failure in failures:
+    others: what those do that have not answered.
+    """
+    for name, failure in failures:
         if isinstance(failure, ActorDiedError | ActorUnavailableError):
-            return WorkerError(f"{doing}: {names[failed]} died{_last_words(failure)}; see RUN/logs")
+            return WorkerError(f"{doing}: {name} died{_last_words(failure)}; see RUN/logs")
     causes = [getattr(failure, "cause", failure) for _, failure in failures]
     own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
     if own:
         return own[0]
-    silent = [names[r] for r in pending if r not in {failed for failed, _ in failures}]
-    others = _doing_of(silent, watch) if silent else ""
-    return WorkerError(
-        f"{doing}: {names[ref]} failed with {type(causes[0]).__name__}: {causes[0]}{others}; see RUN/logs"
-    )
+    name, kind = failures[0][0], type(causes[0]).__name__
+    return WorkerError(f"{doing}: {name} failed with {kind}: {causes[0]}{others()}; see RUN/logs")
 
 
 def _last_words(failure: Exception) -> str:

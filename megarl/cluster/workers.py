@@ -37,8 +37,9 @@ class WorkerGroup:
     ) -> dict[str, list[FloatArray]]:
         """What a role says of all rows, in order, from one pass; `plan[dp][micro_batch]` lists rows.
 
-        Log-probs and entropies (`logprobs`, `entropy`) of a language model, `values` of a critic. With `paired` the
-        second half of each micro-batch is the first with other prompts, and the answer is `kl`; see `HeadRequest`.
+        Log-probs and entropies (`logprobs`, `entropy`) of a language model, `values` of a critic or reward model.
+        With `paired` the second half of each micro-batch is the first with other prompts, and the answer is `kl`; see
+        `HeadRequest`.
         """
         shards = put_rows(rows)
         results = self._call_with_rows(

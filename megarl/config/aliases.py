@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.config.aliases_algo import CPO, LUFFY, OPENRLHF_ALGO, PPO_CRITIC, VERL_ALGO
+from megarl.config.aliases_rewards import OPENRLHF_REWARDS, VERL_REWARDS
 from megarl.config.aliases_roles import OPENRLHF_ROLES, VERL_ROLES
 
 
@@ -203,11 +204,11 @@ _VLLM = {
 ALIASES: Mapping[str, Alias] = {
     name: Alias(framework, *entry)
     for framework, tables in (
-        ("verl", (_VERL, VERL_ROLES, VERL_ALGO)),
+        ("verl", (_VERL, VERL_ROLES, VERL_ALGO, VERL_REWARDS)),
         ("PPO_critic", (PPO_CRITIC,)),
         ("CPO", (CPO,)),
         ("LUFFY", (LUFFY,)),
-        ("OpenRLHF", (_OPENRLHF, OPENRLHF_ROLES, OPENRLHF_ALGO)),
+        ("OpenRLHF", (_OPENRLHF, OPENRLHF_ROLES, OPENRLHF_ALGO, OPENRLHF_REWARDS)),
         ("vLLM", (_VLLM,)),
     )
     for table in tables

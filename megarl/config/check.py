@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from megarl.config.check_batches import (
+    check_dp_divides_pairs,
     check_dp_divides_rows,
     check_dp_divides_sft_batch,
+    check_pair_fits_micro_batch,
     check_row_fits_engine,
     check_row_fits_micro_batch,
     check_sft_outlasts_warmup,
     check_train_outlasts_warmup,
+    check_train_reward_outlasts_warmup,
     check_whole_mini_batches,
     max_row_terms,
     max_row_tokens,
@@ -27,9 +30,10 @@ from megarl.config.check_placement import (
     check_trainer_nodes,
     check_transport,
 )
+from megarl.config.check_rewards import check_group_scores, check_rewards, judges
 from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
-from megarl.config.schema import Config
+from megarl.config.schema import Config, RewardModelConfig
 from megarl.errors import ConfigError
 from megarl.parallel.platform import platform
 
@@ -51,9 +55,19 @@ def check_sft(config: Config) -> None:
     _apply((*COMMON_RULES, *SFT_RULES), config)
 
 
+def check_train_reward(config: Config) -> None:
+    """`check_config`, and what training a reward model needs."""
+    _apply((*COMMON_RULES, *TRAIN_REWARD_RULES), config)
+
+
 def check_eval(config: Config) -> None:
     """What an evaluation needs; rows pass through engines only."""
     _apply(EVAL_RULES, config)
+
+
+def check_serve_reward(config: Config) -> None:
+    """What a reward service needs; it has no model and no data."""
+    _apply(SERVE_RULES, config)
 
 
 def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor") -> None:
@@ -161,12 +175,38 @@ def _require_replay_dir(config: Config) -> None:
         )
 
 
+def _require_reward_model(config: Config) -> None:
+    if judges(config.rewards, "model") and config.reward_model.model_path is None:
+        raise ConfigError(
+            f"reward_model.model_path: is not set, but rewards.manager={config.rewards.manager} asks a reward model; "
+            "set it to a directory with score.weight, such as RUN/export of megarl train-reward, or change the manager"
+        )
+
+
 # --- supervised warm start
 
 
 def _require_sft_data(config: Config) -> None:
     if not config.sft.train:
         raise ConfigError("sft.train: is empty; list parquet or JSONL files, as in sft.train=[a.parquet]")
+
+
+# --- reward model training
+
+
+def _require_pairs(config: Config) -> None:
+    if not config.train_reward.train:
+        raise ConfigError(
+            "train_reward.train: is empty; list parquet or JSONL files, as in train_reward.train=[a.jsonl]"
+        )
+
+
+def _require_the_actors_settings(config: Config) -> None:
+    if config.reward_model != RewardModelConfig():
+        raise ConfigError(
+            "reward_model: is for runs that are judged by a reward model; train-reward trains model.path with the "
+            "settings of actor: set those, and leave reward_model out"
+        )
 
 
 # Ranges come first: later rules divide by these numbers.
@@ -185,10 +225,13 @@ TRAIN_RULES: tuple[Rule, ...] = (
     _require_profile_within_run,
     _require_scores_for_keep_best,
     _require_untruncated_sampling,
+    check_rewards,
+    check_group_scores,
     check_role_layouts,
     check_whole_mini_batches,
     check_dp_divides_rows,
     _require_replay_dir,
+    _require_reward_model,
     check_replayed_routing,
     check_train_outlasts_warmup,
     check_engines,
@@ -201,9 +244,17 @@ SFT_RULES: tuple[Rule, ...] = (
     check_dp_divides_sft_batch,
     check_sft_outlasts_warmup,
 )
+TRAIN_REWARD_RULES: tuple[Rule, ...] = (
+    _require_pairs,
+    _require_the_actors_settings,
+    check_pair_fits_micro_batch,
+    check_dp_divides_pairs,
+    check_train_reward_outlasts_warmup,
+)
 EVAL_RULES: tuple[Rule, ...] = (
     require_ranges,
     _require_sound_layout,
+    check_rewards,
     check_row_fits_engine,
     check_trainer_nodes,
     check_engines,
@@ -212,6 +263,8 @@ EVAL_RULES: tuple[Rule, ...] = (
     _require_ipc,
     check_cluster,
 )
+# What `megarl serve-reward` reads of a configuration.
+SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)
 
 
 # --- the model's dimensions

@@ -54,7 +54,7 @@ def check_dp_divides_rows(config: Config) -> None:
     """Replicas of every role get equally many rows: of an optimizer step, or of a step where a role only scores."""
     samples = config.rollout.num_samples
     update, step = (mini_batch_prompts(config), "an optimizer step"), (config.trainer.prompts_per_step, "a step")
-    counted = {"actor": update, "reference": step, "critic": update}
+    counted = {"actor": update, "reference": step, "critic": update, "reward_model": step}
     for role, settings in role_settings(config).items():
         dp, (prompts, what) = settings.layout.dp, counted[role]
         if prompts * samples % dp:
@@ -74,6 +74,26 @@ def check_dp_divides_sft_batch(config: Config) -> None:
         )
 
 
+def check_dp_divides_pairs(config: Config) -> None:
+    """Replicas get equally many pairs."""
+    dp, batch_size = config.actor.layout.dp, config.train_reward.batch_size
+    if batch_size % dp:
+        raise ConfigError(
+            f"train_reward.batch_size: got {batch_size}, expected a multiple of actor.layout.dp={dp}; change either"
+        )
+
+
+def check_pair_fits_micro_batch(config: Config) -> None:
+    """A pair, whose loss needs both its scores, shares a micro-batch."""
+    longest = 2 * (max_row_tokens(config) + 1)
+    if config.actor.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest}, two "
+            f"conversations of up to {max_row_terms(config)} tokens and a place for each score; raise it or shorten "
+            "the two"
+        )
+
+
 def check_train_outlasts_warmup(config: Config) -> None:
     """Actor and critic have optimizer steps left after their warm-up."""
     trainer, critic = config.trainer, config.critic
@@ -90,6 +110,11 @@ def check_train_outlasts_warmup(config: Config) -> None:
 def check_sft_outlasts_warmup(config: Config) -> None:
     """There are optimizer steps left after the warm-up."""
     _require_warmup_below(config.actor.optimizer, config.sft.total_steps, "actor")
+
+
+def check_train_reward_outlasts_warmup(config: Config) -> None:
+    """There are optimizer steps left after the warm-up."""
+    _require_warmup_below(config.actor.optimizer, config.train_reward.total_steps, "actor")
 
 
 def _require_warmup_below(optimizer: OptimizerConfig, num_steps: int, role: str) -> None:

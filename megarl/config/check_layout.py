@@ -44,9 +44,14 @@ def _check_expert_groups(layout: LayoutConfig, where: str) -> None:
 
 
 def check_role_layouts(config: Config) -> None:
-    """Layouts that reference and critic have of their own are sound, and the actor's ranks have devices for them."""
+    """Layouts that roles have of their own are sound, and the actor's ranks have devices for them."""
     size = config.actor.layout.world_size
-    for role, layout in (("reference", config.reference.layout), ("critic", config.critic.layout)):
+    own = {
+        "reference": config.reference.layout,
+        "critic": config.critic.layout,
+        "reward_model": config.reward_model.layout,
+    }
+    for role, layout in own.items():
         if layout is None:
             continue
         check_layout(layout, f"{role}.layout")

@@ -2,14 +2,14 @@
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from megarl.config.parse import describe_type
-from megarl.config.ranges import RANGES
+from megarl.config.ranges import ANY_NAME, RANGES
 from megarl.config.schema import Config
 
 PAGE = Path("docs/configuration.md")
@@ -53,18 +53,21 @@ def entries() -> list[Entry]:
 
 
 def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
-    """Dotted name and class of every section, parents first; then the records that keys hold lists of."""
+    """Dotted name and class of every section, parents first; then the records that keys hold lists or mappings of."""
     for name, hint in get_type_hints(cls).items():
         if is_dataclass(hint):
             section = f"{path}{name}"
             yield section, cast(type, hint)
             yield from _sections(cast(type, hint), f"{section}.")
         else:
-            yield from ((f"{path}{name}[i]", record) for record in _records(hint))
+            place = f".{ANY_NAME}" if get_origin(hint) is Mapping else "[i]"
+            yield from ((f"{path}{name}{place}", record) for record in _records(hint))
 
 
 def _records(hint: Any) -> list[type]:
-    """Dataclasses within a list's type."""
+    """Dataclasses within the type of a list or of a mapping."""
+    if get_origin(hint) is Mapping:
+        return [cast(type, kind) for kind in get_args(hint) if is_dataclass(kind)]
     items = get_args(hint)[:1] if get_origin(hint) is tuple else ()
     kinds = (kind for item in items if isinstance(item, UnionType) for kind in get_args(item))
     return [cast(type, kind) for kind in kinds if is_dataclass(kind)]
@@ -87,6 +90,8 @@ def _entries(cls: type, section: str) -> Iterator[Entry]:
 
 
 def _default(field: Field[Any]) -> str:
+    if field.default_factory is dict:
+        return "`{}`"
     if field.default is MISSING:
         return "required"
     words = {None: "null", True: "true", False: "false", "": '""', (): "[]"}

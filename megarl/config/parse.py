@@ -116,6 +116,13 @@ def _parse_tuple(hint: Any, value: object, path: str) -> object:
     return tuple(_convert(item_hint, item, f"{path}[{i}]") for i, (item_hint, item) in pairs)
 
 
+def _parse_mapping(hint: Any, value: object, path: str) -> object:
+    """Settings by names of the user's choice."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise _WrongTypeError
+    return {name: _convert(get_args(hint)[1], item, _join(path, name)) for name, item in value.items()}
+
+
 def _parse_literal(hint: Any, value: object, path: str) -> object:
     if value not in get_args(hint):
         raise _WrongTypeError
@@ -166,6 +173,7 @@ _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
     UnionType: _parse_union,
     Union: _parse_union,  # what Literal[...] | None is
     tuple: _parse_tuple,
+    Mapping: _parse_mapping,
     Literal: _parse_literal,
     bool: _parse_bool,
     str: _parse_exact,
@@ -183,6 +191,8 @@ def describe_type(hint: Any) -> str:
         return f"one of {', '.join(map(repr, args))}"
     if origin is tuple:
         return f"a list of {'' if Ellipsis in args else f'{len(args)} '}{_item(args[0])}"
+    if origin is Mapping:
+        return f"a mapping from names to {_alternative(args[1])}"
     names = {bool: "true or false", float: "a finite float"}
     return "a mapping" if is_dataclass(hint) else names.get(hint, hint.__name__)
 

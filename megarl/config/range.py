@@ -12,6 +12,7 @@ class Range:
     expected: str
 
 
+ANY_NUMBER = Range(holds=lambda x: True, expected="any number")
 AT_LEAST_0 = Range(holds=lambda x: x >= 0, expected=">= 0")
 AT_LEAST_1 = Range(holds=lambda x: x >= 1, expected=">= 1")
 POSITIVE = Range(holds=lambda x: x > 0, expected="> 0")

@@ -1,11 +1,11 @@
 """The range of every number in the configuration."""
 
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.range import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range
 from megarl.config.ranges_algo import ALGO_RANGES
+from megarl.config.ranges_rewards import ANY_NAME, REWARD_RANGES
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -39,6 +39,7 @@ def _under(section: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
 # Every number of the schema; null, sections that are null, and lists are handled by `require_ranges`.
 RANGES: Mapping[str, Range] = {
     **ALGO_RANGES,
+    **REWARD_RANGES,
     "run.seed": AT_LEAST_0,
     "model.vocab_multiple": AT_LEAST_1,
     "data.max_prompt_tokens": AT_LEAST_1,
@@ -55,6 +56,8 @@ RANGES: Mapping[str, Range] = {
     "critic.micro_batch_tokens": AT_LEAST_1,
     "critic.value_clip": Range(holds=lambda x: x > 0, expected="> 0, or null for no clipping"),
     "critic.warmup_steps": AT_LEAST_0,
+    **_under("reward_model.layout", _LAYOUT),
+    "reward_model.micro_batch_tokens": AT_LEAST_1,
     "rollout.num_samples": AT_LEAST_1,
     "rollout.temperature": POSITIVE,
     "rollout.top_p": SHARE,
@@ -84,6 +87,9 @@ RANGES: Mapping[str, Range] = {
     "validation.max_prompts": AT_LEAST_1,
     "sft.batch_size": AT_LEAST_1,
     "sft.total_steps": AT_LEAST_1,
+    "train_reward.batch_size": AT_LEAST_1,
+    "train_reward.total_steps": AT_LEAST_1,
+    "train_reward.val_every_steps": AT_LEAST_1,
     "logging.rollout_every_steps": AT_LEAST_0,
     "logging.num_rollouts": AT_LEAST_1,
     "logging.peak_tflops": POSITIVE,
@@ -100,13 +106,20 @@ RANGES: Mapping[str, Range] = {
 
 def require_ranges(config: Config) -> None:
     """The rule that every number lies in its range. Raises ConfigError."""
-    for key, allowed in RANGES.items():
-        value = _value_at(config, key)
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not allowed.holds(number):
-                raise ConfigError(f"{key}: got {number}, expected {allowed.expected}")
+    for pattern, allowed in RANGES.items():
+        for key, value in _values_at(config, pattern.split(".")):
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not allowed.holds(number):
+                    raise ConfigError(f"{key}: got {number}, expected {allowed.expected}")
 
 
-def _value_at(config: Config, key: str) -> Any:
-    """None where a section on the way is."""
-    return reduce(lambda section, name: None if section is None else getattr(section, name), key.split("."), config)
+def _values_at(section: Any, names: list[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values that a pattern means; none where a section on the way is null or a mapping is empty."""
+    if not names:
+        yield path, section
+    elif names[0] == ANY_NAME:
+        for name, item in section.items():
+            yield from _values_at(item, names[1:], f"{path}.{name}")
+    elif section is not None:
+        key = f"{path}.{names[0]}" if path else names[0]
+        yield from _values_at(getattr(section, names[0]), names[1:], key)

@@ -2,16 +2,26 @@
 
 from dataclasses import replace
 
-from megarl.config.schema import ActorConfig, Config
+from megarl.config.schema import ActorConfig, Config, ReferenceConfig, RewardModelConfig
 
 
 def reference_settings(config: Config) -> ActorConfig:
     """The reference's, in the actor's terms."""
-    actor, reference = config.actor, config.reference
+    return _frozen_settings(config, config.reference)
+
+
+def reward_model_settings(config: Config) -> ActorConfig:
+    """The reward model's, in the actor's terms."""
+    return _frozen_settings(config, config.reward_model)
+
+
+def _frozen_settings(config: Config, own: ReferenceConfig | RewardModelConfig) -> ActorConfig:
+    """Those of a model that only scores."""
+    actor = config.actor
     return replace(
         actor,
-        layout=reference.layout or actor.layout,
-        micro_batch_tokens=reference.micro_batch_tokens or actor.micro_batch_tokens,
+        layout=own.layout or actor.layout,
+        micro_batch_tokens=own.micro_batch_tokens or actor.micro_batch_tokens,
     )
 
 
@@ -33,4 +43,5 @@ def role_settings(config: Config) -> dict[str, ActorConfig]:
         "actor": config.actor,
         "reference": reference_settings(config),
         "critic": critic_settings(config),
+        "reward_model": reward_model_settings(config),
     }

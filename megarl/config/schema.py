@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.rewards import RewardsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +186,18 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelConfig:
+    """The frozen reward model, if rewards.manager asks for one."""
+
+    # A layout of its own, as reference.layout; null: the actor's layout and processes.
+    layout: LayoutConfig | None = None
+    # Directory of a model with a scalar head (score.weight), as train-reward exports it or transformers saves it. It
+    # may have a tokenizer and a chat template of its own.
+    model_path: str | None = None
+    micro_batch_tokens: int | None = None  # Null: the actor's.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The vLLM engines, alike. Nulls leave the choice to vLLM."""
 
@@ -295,6 +308,17 @@ class SftConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRewardConfig:
+    """Training of a reward model on preference pairs. The model is model.path, trained as `actor` says."""
+
+    train: tuple[str, ...] = ()  # Files of pairs (parquet or JSONL).
+    val: tuple[str, ...] = ()  # Files of held-out pairs; none: no validation.
+    batch_size: int = 32  # Pairs per optimizer step.
+    total_steps: int = 500  # Optimizer steps.
+    val_every_steps: int = 100  # Also before the first step and after the last.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
     """What is kept of a run besides metrics.jsonl."""
 
@@ -350,12 +374,15 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    train_reward: TrainRewardConfig = field(default_factory=TrainRewardConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

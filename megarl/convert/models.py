@@ -64,7 +64,7 @@ def _model_of(path: Path) -> Path:
     if not (path.parent / STATE_FILE).is_file():
         raise ConfigError(f"{path}: has no config.json; name the directory of the model with --model")
     config = read_checkpoint(path.parent).state.config
-    by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path}
+    by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path, Role.REWARD: None}
     if path.name not in by_role:
         raise ConfigError(f"{path}: expected the directory of a role, one of {list(by_role)}; or name it with --model")
     return Path(by_role[Role(path.name)] or config.model.path)

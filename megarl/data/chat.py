@@ -5,20 +5,20 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megarl.data.records import Message
 from megarl.errors import ConfigError, DataError
+from megarl.types import Message
 
 # Templates of reasoning models may open the thinking block in the prompt already.
 THINK_OPENING = "<think>\n"
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; ConfigError without a chat template or an eos token."""
-    tokenizer = _read_tokenizer(path, "model.path")
+def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory that `key` names; ConfigError without a chat template or an eos token."""
+    tokenizer = _read_tokenizer(path, key)
     if tokenizer.chat_template is None:
-        raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja")
+        raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
+        raise ConfigError(f"{key}: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
     return tokenizer
 
 
@@ -45,9 +45,7 @@ def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
     """Token ids of chats, each ending where the assistant is to speak."""
-    texts = _render(tokenizer, chats)
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids
+    return _encode(tokenizer, _render(tokenizer, chats))
 
 
 def encode_prompt(
@@ -107,7 +105,36 @@ def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[i
     return decode
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[str]:
+def encode_conversations(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+    """Token ids of chats that are over, as the template writes them."""
+    return _encode(tokenizer, _render(tokenizer, chats, add_generation_prompt=False))
+
+
+def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
+    """Token ids that the template writes after the end token of an answer.
+
+    None if it does not write prompt, answer and end token as the policy does: if it leaves out or adds thoughts, say.
+    """
+    question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
+    prompt = _render(tokenizer, [[question]])[0]
+    whole = _render(tokenizer, [[question, answer]], add_generation_prompt=False)[0]
+    written = f"{prompt}{answer.content}{tokenizer.eos_token}"
+    if not whole.startswith(written):
+        return None
+    ids: list[int] = tokenizer(whole.removeprefix(written), add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
+) -> list[str]:
     conversations = [[message.as_dict() for message in chat] for chat in chats]
-    texts: list[str] = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    texts: list[str] = tokenizer.apply_chat_template(
+        conversations, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     return texts
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return ids

@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.algo import DemonstrationConfig
 from megarl.data.chat import encode_demonstration
 from megarl.data.ragged import RaggedTokens
-from megarl.data.records import Message, parse_target, parse_target_probs
+from megarl.data.records import parse_target, parse_target_probs
 from megarl.errors import DataError
+from megarl.types import Message
 
 # Stands for a probability that the demonstrator did not give.
 UNKNOWN_PROB = -1.0

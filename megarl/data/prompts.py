@@ -98,6 +98,7 @@ class PromptDataset:
             data_source=record.data_source,
             ground_truth=record.ground_truth,
             extra_info=record.extra_info,
+            messages=record.messages,
             demonstration_ids=stored.token_ids(index) if stored else (),
             demonstration_probs=stored.probs(index, row, where) if stored else (),
         )

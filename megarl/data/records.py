@@ -3,8 +3,13 @@
 `prompt` and `target`: lists of {role, content}; `target_probs`: optional list of the probabilities that whoever wrote
 the target gave its tokens, -1 where unknown; `data_source`: string, at the top level or in `extra_info`;
 `ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: anything.
+
+Rows of preferences have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
+answer; `prompt` (or `messages`): a text or such a list, which may be left out where the two start with it; and
+`margin`, an optional number.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
+from megarl.types import Message
 
 PROMPT_COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
 TARGET_COLUMNS = ("target", "target_probs")
 DEMONSTRATION_COLUMNS = ("prompt", "target")
+PREFERENCE_SIDES = ("chosen", "rejected")
+PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "margin")
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 SCHEMA = pa.schema(
@@ -43,17 +51,6 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of a chat."""
-
-    role: str
-    content: str
-
-    def as_dict(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
     """A question with what its scorer needs. `ground_truth` is empty where a model judges (style "model")."""
 
@@ -71,6 +68,15 @@ class DemonstrationRecord:
 
     messages: tuple[Message, ...]
     target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceRecord:
+    """Two whole chats with the same prompt, and by how much the scores are to differ."""
+
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    margin: float
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
@@ -97,6 +103,40 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
 def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
     """The record of a row; `target` must be one assistant turn. DataError names `where` and what is wrong."""
     return DemonstrationRecord(messages=_messages(row, "prompt", where), target=_target(row, where))
+
+
+def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
+    """The record of a row; DataError names `where` and what is wrong."""
+    sides = {side: _conversation(row, side, where) for side in PREFERENCE_SIDES}
+    prompt = next((_conversation(row, name, where) for name in ("prompt", "messages") if row.get(name)), ())
+    openings = {side: turns[:-1] for side, turns in sides.items()}
+    opening = prompt or openings["chosen"]
+    for side, turns in sides.items():
+        if turns[-1].role != "assistant" or not turns[-1].content:
+            raise DataError(f"{where}: {side} ends with {turns[-1].as_dict()}, expected an answer of the assistant")
+        if openings[side] not in ((), opening) or not opening:
+            raise DataError(
+                f"{where}: {side} answers {[m.as_dict() for m in openings[side]]}, expected the same prompt in chosen, "
+                f"rejected and prompt, in at least one of these"
+            )
+    if sides["chosen"][-1] == sides["rejected"][-1]:
+        raise DataError(f"{where}: chosen and rejected are the same answer, expected two; remove the row")
+    margin = row.get("margin")
+    if margin is None:
+        margin = 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise DataError(f"{where}: margin is {margin!r}, expected a finite number, or none")
+    return PreferenceRecord(
+        chosen=(*opening, sides["chosen"][-1]), rejected=(*opening, sides["rejected"][-1]), margin=float(margin)
+    )
+
+
+def _conversation(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
+    """A list of turns; a text is one turn: an answer in chosen and rejected, a question elsewhere."""
+    value = row.get(name)
+    if isinstance(value, str):
+        return (Message(role="assistant" if name in PREFERENCE_SIDES else "user", content=value),)
+    return _messages(row, name, where)
 
 
 def parse_target(row: Mapping[str, Any], where: str) -> str | None:

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import check_machine
 from megarl.doctor.packages import check_packages
+from megarl.doctor.sandbox import check_sandbox
 from megarl.parallel.platform import platform
 
 
 def print_diagnosis(*, as_json: bool) -> bool:
     """Look, print, and say whether a run can start."""
-    findings = [*check_packages(), *check_machine(platform())]
+    findings = [*check_packages(), *check_machine(platform()), *check_sandbox()]
     print(to_json(findings) if as_json else to_text(findings))
     return can_start(findings)
 

@@ -13,10 +13,11 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError
 from megarl.evaluation.output import TABLE
-from megarl.inputs import check_ground_truths, open_model
+from megarl.inputs import open_model
 from megarl.metrics import RunPaths
 from megarl.parallel.weights.families import read_hf_config
 from megarl.report.run import path_labels
+from megarl.rewards.build import check_ground_truths
 from megarl.safetensors_map import model_files, read_specs
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_long_prompt=config.data.on_long_prompt,
     )
-    check_ground_truths(data)
+    check_ground_truths(config.rewards, data)
     labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)
     return EvalInputs(
         config=config,

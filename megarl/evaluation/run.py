@@ -4,13 +4,13 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from megarl import memory
 from megarl.checkpoint import Checkpoint
 from megarl.config import dump
 from megarl.config.schema import Config
-from megarl.data.chat import response_decoder
 from megarl.errors import ConfigError
 from megarl.evaluation.estimates import Answer, results_by_source
 from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
@@ -20,12 +20,14 @@ from megarl.observe import installed_versions
 from megarl.parallel.messages import LoadRequest
 from megarl.parallel.weights.families import read_model_spec
 from megarl.progress import Progress, ProgressValues
+from megarl.rewards.build import open_panel, reward_manager
 from megarl.rewards.manager import RewardManager
+from megarl.rewards.routes import without_training
 from megarl.roles import actor_role
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
 from megarl.runs import started_cluster
-from megarl.types import Prompt, RolloutBatch
+from megarl.types import Prompt, Reward, RolloutBatch
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -79,15 +81,22 @@ def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> 
 
 def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
     """Judged answers, greedy ones first; progress counts answers."""
-    config, rewards = inputs.config, RewardManager(response_decoder(inputs.tokenizer))
+    config, sources = inputs.config, inputs.data.data_sources
+    panel = open_panel(without_training(config.rewards, sources), sources)
     prompts = [inputs.data[i] for i in range(len(inputs.data))]
     labels = {prompt.uid: label for prompt, label in zip(prompts, inputs.labels, strict=True)}
     total = len(prompts) * (1 + config.rollout.num_samples)
-    num_done, num_tokens, began = 0, 0, time.monotonic()
-    with Progress(total=total, description="eval") as progress:
-        for greedy, batch in _batches(config, prompts, cluster):
-            for sample, reward in zip(batch.samples, rewards.score(batch), strict=True):
+    num_done, num_tokens, num_dropped, began = 0, 0, 0, time.monotonic()
+    with (
+        closing(reward_manager(panel, inputs.tokenizer)) as rewards,
+        Progress(total=total, description="eval") as progress,
+    ):
+        for greedy, batch, judged in _batches(config, prompts, cluster, rewards):
+            for sample, reward in zip(batch.samples, judged, strict=True):
                 prompt = batch.prompts[sample.uid]
+                if reward.dropped:
+                    num_dropped += 1
+                    continue
                 num_tokens += len(sample.response_token_ids)
                 yield Answer(
                     data=labels[sample.uid],
@@ -105,10 +114,16 @@ def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
                 )
             num_done += len(batch.samples)
             progress.update(num_done, ProgressValues(tokens_per_s=num_tokens / (time.monotonic() - began)))
+        if num_dropped:
+            progress.note(f"{num_dropped} answers that nobody could judge are left out")
 
 
-def _batches(config: Config, prompts: Sequence[Prompt], cluster: "Cluster") -> Iterator[tuple[bool, RolloutBatch]]:
-    """Whether it is greedy, and a batch of whole groups. One more batch waits at the engines than is asked for."""
+def _batches(
+    config: Config, prompts: Sequence[Prompt], cluster: "Cluster", rewards: RewardManager
+) -> Iterator[tuple[bool, RolloutBatch, Sequence[Reward]]]:
+    """Whether it is greedy, a batch of whole groups, and their rewards. One more batch waits at the engines than is
+    asked for.
+    """
     source, engine = VllmSource(cluster.engines), config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
     pending: deque[tuple[bool, int]] = deque()
@@ -119,14 +134,17 @@ def _batches(config: Config, prompts: Sequence[Prompt], cluster: "Cluster") -> I
             source.submit(chunk, plan)
             pending.append((plan.temperature == 0.0, len(chunk)))
             if len(pending) > 1:
-                yield _collect(source, pending, config)
+                yield _collect(source, pending, config, rewards)
     while pending:
-        yield _collect(source, pending, config)
+        yield _collect(source, pending, config, rewards)
 
 
-def _collect(source: VllmSource, pending: deque[tuple[bool, int]], config: Config) -> tuple[bool, RolloutBatch]:
-    greedy, num_prompts = pending.popleft()
-    return greedy, source.collect(num_prompts, timeout_s=config.rollout.timeout_s)
+def _collect(
+    source: VllmSource, pending: deque[tuple[bool, int]], config: Config, rewards: RewardManager
+) -> tuple[bool, RolloutBatch, Sequence[Reward]]:
+    (greedy, num_prompts), judging = pending.popleft(), rewards.begin()
+    batch = source.collect(num_prompts, timeout_s=config.rollout.timeout_s, on_sample=judging.add)
+    return greedy, batch, judging.finish(batch.samples).rewards
 
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:

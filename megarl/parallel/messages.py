@@ -15,6 +15,7 @@ class Role(StrEnum):
     ACTOR = "actor"
     REFERENCE = "reference"
     CRITIC = "critic"
+    REWARD = "reward_model"
 
 
 class Head(StrEnum):

@@ -96,19 +96,19 @@ def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[i
     return {i: host[b, : rows[i].num_response_tokens] for b, i in enumerate(indices)}
 
 
-# How messages call a score, and whose optimizer it depends on if not the actor's.
+# How messages call a score, and which settings train a role if not those of its name.
 _SPOKEN = {"logprobs": "log-probs"}
-_TRAINED_AS = {"values": Role.CRITIC}
+_TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.REWARD: Role.ACTOR}
 
 
-def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int) -> None:
+def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int, role: Role) -> None:
     """Raise with the step and the first row of which a model said something NaN or infinite."""
     bad = ~torch.isfinite(values).all(1)
     if bad.any():
         row = rows[indices[int(bad.nonzero()[0])]]
         raise NonFiniteError(
             f"step {step}: {_SPOKEN.get(name, name)} of row {row.label} are not finite; the weights or inputs have "
-            f"diverged: lower {_TRAINED_AS.get(name, Role.ACTOR)}.optimizer.lr, or start from an earlier checkpoint"
+            f"diverged: lower {_TRAINED_AS.get(role, role)}.optimizer.lr, or start from an earlier checkpoint"
         )
 
 
@@ -119,6 +119,7 @@ def score_rows(
     micro_batches: MicroBatches,
     request: HeadRequest,
     *,
+    role: Role,
     step: int,
 ) -> RowScores:
     """What the model says of the rows named by `micro_batches`, without a graph."""
@@ -127,7 +128,7 @@ def score_rows(
     def collect(model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs) -> None:
         for name, values in _by_name(out).items():
             complete = model.complete_rows(pack, values)
-            _require_finite(name, complete, rows, indices, step)
+            _require_finite(name, complete, rows, indices, step, role)
             scores.setdefault(name, {}).update(_to_rows(complete, rows, indices))
 
     _run_schedule(chunks, rows, micro_batches, request, collect, forward_only=True)
@@ -156,7 +157,7 @@ def accumulate_gradients(
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         complete = {name: model.complete_rows(pack, values) for name, values in _by_name(out).items()}
         primary = next(iter(complete))
-        _require_finite(primary, complete[primary], rows, indices, request.step)
+        _require_finite(primary, complete[primary], rows, indices, request.step, request.role)
         before.update(_to_rows(complete[primary], rows, indices))
         batch = row_batch([rows[i] for i in indices], device=device)
         parts = request.objective.loss(batch, _ROW_OUTPUTS[type(out)](**complete), request.state)
@@ -231,7 +232,8 @@ def _explain(batch: RowBatch, role: Role) -> str:
         bad = ~torch.isfinite(values).all(1)
         if bad.any():
             return f"{name} of row {batch.labels[int(bad.nonzero()[0])]} are not finite"
-    return f"all scores are finite; its micro-batch starts with row {batch.labels[0]}: lower {role}.optimizer.lr"
+    cause = f"all scores are finite; its micro-batch starts with row {batch.labels[0]}"
+    return f"{cause}: lower {_TRAINED_AS.get(role, role)}.optimizer.lr"
 
 
 def _reduce_sums(sums: Mapping[str, float], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

@@ -85,7 +85,7 @@ class PolicyWorker:
 
         loaded = self._role(role, Part.PARAMS)
         head = loaded.head_request(temperature=temperature, paired=paired)
-        scores = score_rows(loaded.chunks, rows, micro_batches, head, step=step)
+        scores = score_rows(loaded.chunks, rows, micro_batches, head, role=role, step=step)
         return scores if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:

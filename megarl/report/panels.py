@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from megarl.report.run import Run, Series
 from megarl.report.style import MUTED, EndLabel, color_of, label_ends
-from megarl.report.summary import GREEDY, SAMPLED, Estimate, data_sources, validation_curve
+from megarl.report.summary import GREEDY, PAIR_ACCURACY, SAMPLED, Estimate, data_sources, validation_curve
 
 # The moving mean spans this share of the run, within these bounds: a fast change must stay visible.
 SMOOTHING_FRAC = 0.1
@@ -141,6 +141,16 @@ def draw_line(metric: str) -> Callable[[Axes, Sequence[Run]], None]:
     return draw
 
 
+def draw_pair_accuracy(ax: Axes, runs: Sequence[Run]) -> None:
+    run, color = runs[0], color_of(0)
+    _plot_smoothed(ax, run.get("reward_model/accuracy"), color)
+    held_out = run.get(PAIR_ACCURACY)
+    if held_out:
+        ax.plot(held_out.steps, held_out.values, "o", color=color_of(1), markersize=3.5)
+        label_ends(ax, [EndLabel(held_out.values[-1], "held out", color_of(1))])
+    ax.set_ylim(0, 1.02)
+
+
 def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
     steps, phases = time_per_phase(runs[0])
     colors = [MUTED if name == "other" else color_of(index) for index, name in enumerate(phases)]
@@ -195,6 +205,22 @@ PANELS = (
         caption="Held-out prompts, sampled (band: ± one standard error) and greedy (dashed).",
         needs="val/test_score",
         draw=draw_validation,
+    ),
+    Panel(
+        name="pair_accuracy",
+        title="Accuracy on pairs",
+        unit="share of pairs in order",
+        caption="Of the batch that a reward model trains on, and of held-out pairs (dots).",
+        needs="reward_model/accuracy",
+        draw=draw_pair_accuracy,
+    ),
+    Panel(
+        name="pair_loss",
+        title="Loss on pairs",
+        unit="nats per pair",
+        caption="− log σ of the difference of a pair's scores, less its margin.",
+        needs="reward_model/loss",
+        draw=draw_line("reward_model/loss"),
     ),
     Panel(
         name="length",

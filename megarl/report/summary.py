@@ -8,6 +8,7 @@ from megarl.report.run import Run, Series
 SAMPLED = "val/test_score/"
 GREEDY = "val/test_score_greedy/"
 NUM_PROMPTS = "val/num_prompts/"
+PAIR_ACCURACY = "val/reward_model/accuracy"
 
 # Below this many standard errors a change of the validation score is called no clear change.
 CLEAR_CHANGE_STD_ERRORS = 2.0
@@ -122,6 +123,8 @@ def headline(run: Run) -> Headline:
     steps = f"{run.last_step} of {total} steps" if is_partial else f"{run.last_step} steps"
     duration = f"{steps} in {format_duration(run.elapsed_s)}"
     change = validation_change(run, SAMPLED)
+    if run.get(PAIR_ACCURACY):
+        return Headline(sentence=_pairs_sentence(run.get(PAIR_ACCURACY)), details=(duration,))
     if change is None:
         return Headline(sentence=_reward_sentence(run), details=(duration,))
     details = [duration, _prompts_text(run, change)]
@@ -131,6 +134,14 @@ def headline(run: Run) -> Headline:
     if change.gain_std_error is not None:
         details.append("± is one standard error, √(p(1−p)/n)")
     return Headline(sentence=_validation_sentence(change), details=tuple(details))
+
+
+def _pairs_sentence(accuracy: Series) -> str:
+    before, after = accuracy.values[0], accuracy.values[-1]
+    return (
+        f"The reward model puts {after:.3f} of held-out pairs in order after step {accuracy.steps[-1]} "
+        f"({before:.3f} after step {accuracy.steps[0]})."
+    )
 
 
 def _validation_sentence(change: Change) -> str:

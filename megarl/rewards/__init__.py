@@ -1,7 +1,25 @@
-"""Scorers by data source, and the manager that applies them to rollouts."""
+"""Scorers by data source, and the managers that apply them to rollouts."""
 
-from megarl.rewards import countdown, final_number
+from megarl.rewards import code, countdown, final_number, formats, luffy, mathematics
+from megarl.rewards.custom import load_reward_function
 from megarl.rewards.manager import RewardManager
-from megarl.rewards.registry import SCORERS, Scorer, score
+from megarl.rewards.registry import PARSE_FAILED, SCORERS, Scorer
+from megarl.rewards.sources import SOURCES, SourceSpec, score, source_spec
 
-__all__ = ["SCORERS", "RewardManager", "Scorer", "countdown", "final_number", "score"]
+__all__ = [
+    "PARSE_FAILED",
+    "SCORERS",
+    "SOURCES",
+    "RewardManager",
+    "Scorer",
+    "SourceSpec",
+    "code",
+    "countdown",
+    "final_number",
+    "formats",
+    "load_reward_function",
+    "luffy",
+    "mathematics",
+    "score",
+    "source_spec",
+]

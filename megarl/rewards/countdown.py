@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.registry import SCORERS
+from megarl.rewards.registry import PARSE_FAILED, SCORERS
 from megarl.types import Reward
 
 TOLERANCE = 1e-5
@@ -38,7 +38,7 @@ def score_countdown(
     answers = _ANSWER.findall(response)
     correct = bool(answers) and _reaches(answers[-1], numbers, target)
     score = 1.0 if correct else format_score if answers else 0.0
-    return Reward(score=score, correct=correct, details={"well_formed": float(bool(answers))})
+    return Reward(score=score, correct=correct, details={PARSE_FAILED: float(not answers)})
 
 
 SCORERS.register("megarl/countdown")(score_countdown)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.registry import SCORERS
+from megarl.rewards.registry import SCORERS, reward_of
 from megarl.types import Reward
 
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
@@ -24,7 +24,7 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any])
     """1 if the last `#### number` in the last 300 characters equals the ground truth as text, else 0."""
     found = _ANSWER.findall(response[-SEARCH_CHARS:])
     correct = bool(found) and normalise_number(found[-1]) == normalise_number(ground_truth)
-    return _reward(correct, bool(found))
+    return reward_of(correct, parse_failed=not found)
 
 
 @SCORERS.register("megarl/sums")
@@ -32,8 +32,4 @@ def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) 
     """1 if the response ends in `#### ` and the ground truth, and has no other `####`, else 0."""
     before, mark, number = response.rpartition(_MARK)
     well_formed = bool(mark) and _MARK.strip() not in before and re.fullmatch("[0-9]+", number) is not None
-    return _reward(well_formed and number == ground_truth, well_formed)
-
-
-def _reward(correct: bool, well_formed: bool) -> Reward:
-    return Reward(score=float(correct), correct=correct, details={"well_formed": float(well_formed)})
+    return reward_of(well_formed and number == ground_truth, parse_failed=not well_formed)

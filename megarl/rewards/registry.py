@@ -1,4 +1,4 @@
-"""Scorers by data source: functions of the response's text."""
+"""Scorers by name: functions of the response's text."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -6,9 +6,15 @@ from typing import Any, Protocol
 from megarl.algos.registry import Registry
 from megarl.types import Reward
 
+# The key of `Reward.details` that is 1 where no answer could be read, so that it counts apart from wrong ones.
+PARSE_FAILED = "parse_failed"
+
 
 class Scorer(Protocol):
-    """Judges one response. Any text is judged; DataError is for a malformed ground truth."""
+    """Judges one response, from 0 (wrong) to 1 (right). Any text is judged; DataError: a malformed ground truth.
+
+    Takes as long as it takes: time limits are the caller's.
+    """
 
     def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward: ...
 
@@ -16,6 +22,6 @@ class Scorer(Protocol):
 SCORERS: Registry[Scorer] = Registry("data source", key="data_source")
 
 
-def score(data_source: str, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """The reward of `response`; ConfigError lists the known sources if `data_source` is none of them."""
-    return SCORERS.get(data_source)(response, ground_truth, extra_info)
+def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
+    """1 or 0, and whether an answer could be read."""
+    return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})

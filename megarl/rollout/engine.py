@@ -6,7 +6,7 @@ engine is built, never before.
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -105,13 +105,16 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Finish all requests; results in request order."""
+        found = {i: completion for part in self.stream(requests) for i, completion in part.items()}
+        return [found[i] for i in range(len(requests))]
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
+        """Finish all requests; those that a step of the engine finished, by their positions, as soon as they are."""
         from vllm import TokensPrompt
 
-        outputs = self._stepper.finish(
-            [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests],
-            [_sampling_params(r) for r in requests],
-        )
-        return [_completion(output) for output in outputs]
+        prompts = [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests]
+        for part in self._stepper.stream(prompts, [_sampling_params(r) for r in requests]):
+            yield {position: _completion(output) for position, output in part.items()}
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
         """Log-probs (temperature 1) of tokens 1… of each sequence under the current weights."""

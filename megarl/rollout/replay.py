@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.rollout.source import SamplingPlan, require_finite
-from megarl.types import ExpertArray, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
+from megarl.types import ExpertArray, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 _SEGMENT = pa.struct(
     [
@@ -74,12 +74,14 @@ class ReplaySource:
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
         self._pending.append((list(prompts), plan))
 
-    def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
         prompts, plan = self._pending.popleft()
         path = record_path(self._directory, plan.step)
         batch = read_record(path)
         _require_same_request(batch, prompts, plan, path)
-        require_finite(batch, step=plan.step)
+        require_finite(batch.samples, step=plan.step)
+        for sample in batch.samples:
+            on_sample(batch.prompts[sample.uid], sample)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +126,7 @@ def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
                 "data_source": prompt.data_source,
                 "ground_truth": prompt.ground_truth,
                 "extra_info": dict(prompt.extra_info),
+                "messages": [message.as_dict() for message in prompt.messages],
                 "demonstration_ids": prompt.demonstration_ids,
                 "demonstration_probs": prompt.demonstration_probs,
             }
@@ -145,6 +148,7 @@ def _to_prompt(row: dict[str, Any]) -> Prompt:
     fields = json.loads(row["prompt"])
     # JSON has no tuples.
     fields |= {name: tuple(fields.get(name, ())) for name in ("demonstration_ids", "demonstration_probs")}
+    fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
     return Prompt(uid=row["uid"], token_ids=tuple(ids), **fields)
 
 

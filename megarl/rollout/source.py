@@ -1,15 +1,22 @@
 """The seam between the trainer and whatever produces samples."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from megarl.errors import NonFiniteError
 from megarl.rollout.prefixes import Prefix
-from megarl.types import Prompt, RolloutBatch
+from megarl.types import Prompt, RolloutBatch, Sample
+
+# Told of each sample, with its prompt, when it is finished: others may still be generated.
+OnSample: TypeAlias = Callable[[Prompt, Sample], None]
+
+
+def ignore_sample(prompt: Prompt, sample: Sample) -> None:
+    """An `OnSample` for those who wait for the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +51,8 @@ class RolloutSource(Protocol):
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
         """Start sampling; returns at once."""
 
-    def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
-        """The next `num_groups` finished groups, in submission order."""
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+        """The next `num_groups` finished groups, in submission order; `on_sample` gets each of their samples once."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to continue exactly."""
@@ -65,9 +72,9 @@ def batch_seed(run_seed: int, step: int) -> int:
     return sample_seed(run_seed, step, "", -1)
 
 
-def require_finite(batch: RolloutBatch, *, step: int) -> None:
+def require_finite(samples: Sequence[Sample], *, step: int) -> None:
     """Raise NonFiniteError naming the first sample whose log-probs are NaN or infinite."""
-    for sample in batch.samples:
+    for sample in samples:
         if not np.isfinite(sample.rollout_logprobs).all():
             raise NonFiniteError(
                 f"step {step}: rollout log-probs of row {sample.uid}/{sample.sample_index} are not finite; "

@@ -17,18 +17,26 @@ class Stepper:
 
     def finish(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
         """vLLM's outputs of all prompts, in their order, when all have finished."""
+        found = {i: output for part in self.stream(prompts, params) for i, output in part.items()}
+        return [found[i] for i in range(len(prompts))]
+
+    def stream(self, prompts: Sequence[Any], params: Sequence[Any]) -> Iterator[dict[int, Any]]:
+        """vLLM's outputs by the positions of their prompts, those that have finished as soon as they have."""
         with self._turn:
             queued = self._llm.enqueue(prompts, params, use_tqdm=False)
         # vLLM adds a random end to the ids that its outputs have.
-        ids = [request_id.split("-")[0] for request_id in queued]
-        while True:
+        positions = {request_id.partition("-")[0]: i for i, request_id in enumerate(queued)}
+        while positions:
             with self._turn:
                 # A holder that has come to wait goes first: the lock alone would be taken here again at once.
                 self._turn.wait_for(lambda: self._holders == 0)
-                if all(request_id in self._finished for request_id in ids):
-                    return [self._finished.pop(request_id) for request_id in ids]
-                outputs = self._llm.llm_engine.step()
-                self._finished |= {output.request_id: output for output in outputs if output.finished}
+                if not positions.keys() & self._finished.keys():
+                    outputs = self._llm.llm_engine.step()
+                    self._finished |= {output.request_id: output for output in outputs if output.finished}
+                ids = positions.keys() & self._finished.keys()
+                part = {positions.pop(request_id): self._finished.pop(request_id) for request_id in ids}
+            if part:
+                yield part
 
     @contextmanager
     def held(self) -> Iterator[bool]:

@@ -1,14 +1,18 @@
 """Rollouts from vLLM engines."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import SamplingPlan, require_finite, sample_seed
+from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite, sample_seed
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+
+# Told of each completion, with the position of its request.
+OnCompletion: TypeAlias = Callable[[int, Completion], None]
 
 
 class Engines(Protocol):
@@ -16,7 +20,17 @@ class Engines(Protocol):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Any: ...
 
-    def collect(self, calls: Any, *, timeout_s: float) -> list[Completion]: ...
+    def collect(self, calls: Any, on_finished: OnCompletion, *, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submission:
+    """Prompts that engines are working on; `asked` lists (prompt, sample index) of each request."""
+
+    prompts: list[Prompt]
+    plan: SamplingPlan
+    asked: list[tuple[Prompt, int]]
+    calls: Any
 
 
 class VllmSource:
@@ -27,26 +41,37 @@ class VllmSource:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._pending: deque[tuple[list[Prompt], SamplingPlan, Any]] = deque()
+        self._pending: deque[_Submission] = deque()
 
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        requests = [
-            _request(prompt, plan, i)
-            for prompt in prompts
-            for i in range(plan.num_samples)
-            if plan.num_tokens_left(prompt.uid, i)
-        ]
-        self._pending.append((list(prompts), plan, self._engines.submit(requests)))
+        asked = [(p, i) for p in prompts for i in range(plan.num_samples) if plan.num_tokens_left(p.uid, i)]
+        calls = self._engines.submit([_request(prompt, plan, i) for prompt, i in asked])
+        self._pending.append(_Submission(prompts=list(prompts), plan=plan, asked=asked, calls=calls))
 
-    def collect(self, num_groups: int, *, timeout_s: float) -> RolloutBatch:
-        prompts, plan, calls = self._pending.popleft()
-        if len(prompts) != num_groups:
-            raise ValueError(f"asked for {num_groups} groups, the oldest submission has {len(prompts)}")
-        completions = iter(self._engines.collect(calls, timeout_s=timeout_s))
-        samples = tuple(_sample(prompt, plan, i, completions) for prompt in prompts for i in range(plan.num_samples))
-        batch = RolloutBatch(prompts={p.uid: p for p in prompts}, samples=samples)
-        require_finite(batch, step=plan.step)
-        return batch
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+        pending = self._pending.popleft()
+        if len(pending.prompts) != num_groups:
+            raise ValueError(f"asked for {num_groups} groups, the oldest submission has {len(pending.prompts)}")
+        samples: dict[tuple[str, int], Sample] = {}
+
+        def finish(prompt: Prompt, sample_index: int, completion: Completion | None) -> None:
+            sample = _sample(prompt, pending.plan, sample_index, completion)
+            require_finite([sample], step=pending.plan.step)
+            samples[prompt.uid, sample_index] = sample
+            on_sample(prompt, sample)
+
+        order = [(p, i) for p in pending.prompts for i in range(pending.plan.num_samples)]
+        for prompt, i in order:
+            if not pending.plan.num_tokens_left(prompt.uid, i):
+                finish(prompt, i, None)
+        self._engines.collect(
+            pending.calls,
+            lambda position, completion: finish(*pending.asked[position], completion),
+            timeout_s=timeout_s,
+        )
+        return RolloutBatch(
+            prompts={p.uid: p for p in pending.prompts}, samples=tuple(samples[p.uid, i] for p, i in order)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         # Synchronous: nothing is in flight between steps.
@@ -67,15 +92,14 @@ def _request(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Generatio
     )
 
 
-def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completions: Iterator[Completion]) -> Sample:
-    """The sample from its prefix and, if it was generated, the next completion."""
+def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completion: Completion | None) -> Sample:
+    """The sample from its prefix and, if it was generated, its completion."""
     prefix = plan.prefix(prompt.uid, sample_index)
     finish_reason = FinishReason.STOP if prefix.is_complete else FinishReason.LENGTH
     segments = [prompt_segment(prompt.token_ids)]
     if prefix.token_ids:
         segments.append(_demonstration_segment(prefix.token_ids))
-    if plan.num_tokens_left(prompt.uid, sample_index):
-        completion = next(completions)
+    if completion is not None:
         finish_reason = completion.finish_reason
         segments.append(_policy_segment(completion))
     return Sample(

@@ -10,24 +10,16 @@ the current policy's, `ref_logprobs` a frozen reference's. A *group* is the samp
 never by position. `loss_mask` marks the tokens that the policy chose.
 """
 
-from megarl.types.batches import (
-    Advantages,
-    ModelOutputs,
-    PolicyOutputs,
-    RowBatch,
-    ScoredBatch,
-    ValueOutputs,
-    row_batch,
-    scored_batch,
-)
-from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
-from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample
+from typing import TYPE_CHECKING, Any
+
 from megarl.types.samples import (
+    DROPPED,
     BoolArray,
     ExpertArray,
     FinishReason,
     FloatArray,
     IntArray,
+    Message,
     Prompt,
     Reward,
     RolloutBatch,
@@ -37,8 +29,23 @@ from megarl.types.samples import (
     prompt_segment,
 )
 
+if TYPE_CHECKING:
+    from megarl.types.batches import (
+        Advantages,
+        ModelOutputs,
+        PolicyOutputs,
+        RowBatch,
+        ScoredBatch,
+        ValueOutputs,
+        row_batch,
+        scored_batch,
+    )
+    from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
+    from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample, row_read_at_end
+
 __all__ = [
     "DEMONSTRATION",
+    "DROPPED",
     "Advantages",
     "AlgoState",
     "Algorithm",
@@ -50,6 +57,7 @@ __all__ = [
     "FloatArray",
     "IntArray",
     "LossSums",
+    "Message",
     "ModelOutputs",
     "Objective",
     "PolicyOutputs",
@@ -69,5 +77,16 @@ __all__ = [
     "prompt_segment",
     "row_batch",
     "row_from_sample",
+    "row_read_at_end",
     "scored_batch",
 ]
+
+if not TYPE_CHECKING:  # a checker would take any name for known
+
+    def __getattr__(name: str) -> Any:
+        """What needs torch is imported when it is first asked for: processes that only judge text do without it."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from megarl.types import batches, objectives, rows
+
+        return next(getattr(module, name) for module in (batches, objectives, rows) if hasattr(module, name))

@@ -101,6 +101,21 @@ def row_from_sample(sample: Sample) -> Row:
     )
 
 
+def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: float) -> Row:
+    """A whole sequence that a scalar head scores at its last token; it has the one place of that score.
+
+    What a head says of a token it says from the token before. So one more token follows, which no score depends on.
+    """
+    return Row(
+        uid=uid,
+        sample_index=sample_index,
+        token_ids=np.append(token_ids, token_ids[-1:]),
+        num_prompt_tokens=len(token_ids),
+        loss_mask=np.ones(1, dtype=np.bool_),
+        scores={name: np.full(1, value, dtype=np.float32) for name, value in scores.items()},
+    )
+
+
 def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:
     """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding."""
     width = max((len(a) for a in arrays), default=0)

@@ -1,5 +1,6 @@
 """What is sampled: prompts, segments, samples, and rewards."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -32,9 +33,21 @@ class SegmentSource(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A question as the model reads it, with what a scorer needs to judge an answer.
 
+    messages: the chat of which `token_ids` were made, for scorers with a chat template of their own.
     demonstration_ids: an answer to start samples with, ending in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of them, -1 where unknown; empty: none is known.
     """
@@ -44,6 +57,7 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
     demonstration_ids: tuple[int, ...] = ()
     demonstration_probs: tuple[float, ...] = ()
 
@@ -153,8 +167,15 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty."""
+    """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty.
+
+    dropped: nobody could judge it, so it must not train; its score is NaN, which whoever reads it refuses.
+    """
 
     score: float
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
+    dropped: bool = False
+
+
+DROPPED = Reward(score=math.nan, correct=False, dropped=True)

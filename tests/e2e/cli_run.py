@@ -86,3 +86,16 @@ def leftovers(run_id: str) -> list[str]:
     """Whatever a run has outside its run directory: processes, shared memory, temporary files."""
     files = [*Path("/dev/shm").glob(f"*{run_id}*"), *Path(tempfile.gettempdir()).glob(f"*{run_id}*")]
     return [f"process {pid}" for pid in processes(run_id)] + [str(file) for file in files]
+
+
+def run_to_end(directory: Path, *arguments: str) -> str:
+    """A command in a process of its own that leaves nothing behind; what it printed."""
+    directory.mkdir(exist_ok=True)
+    run = start(directory, *arguments)
+    try:
+        run_id = run.run_id()
+        assert run.process.wait(START_S) == 0, run.stderr.read_text()
+        assert leftovers(run_id) == []
+    finally:
+        run.end()
+    return run.stdout.read_text()

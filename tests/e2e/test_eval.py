@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.rewards import score
-from tests.e2e import cli_run
+from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import SFT_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -29,24 +29,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[TaskFiles]:
     return [generate(TASKS.get(name), tmp_path_factory.mktemp(name), sizes) for name in ("sums", "countdown")]
 
 
-def run_megarl(directory: Path, *arguments: str) -> str:
-    """A command in a process of its own that leaves nothing behind; what it printed."""
-    directory.mkdir(exist_ok=True)
-    run = cli_run.start(directory, *arguments)
-    try:
-        run_id = run.run_id()
-        assert run.process.wait(cli_run.START_S) == 0, run.stderr.read_text()
-        assert cli_run.leftovers(run_id) == []
-    finally:
-        run.end()
-    return run.stdout.read_text()
-
-
 def evaluate(model: Path, out: Path, data: list[TaskFiles], *arguments: str) -> str:
     files = [str(files.val) for files in data]
     options = ["--num-samples", str(NUM_SAMPLES), "--k", "1", "3", "--max-response-tokens", str(MAX_TOKENS)]
     settings = ["data.max_prompt_tokens=128", "rollout.engine.max_num_seqs=16", *arguments]
-    return run_megarl(out, "eval", str(model), *settings, "--data", *files, *options, "--out", str(out))
+    return run_to_end(out, "eval", str(model), *settings, "--data", *files, *options, "--out", str(out))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -110,7 +97,7 @@ def test_a_checkpoint_answers_like_its_export(tmp_path: Path, data: list[TaskFil
     base = make_checkpoint(tmp_path / "base", tied=True)
     where = [f"run.dir={tmp_path}", "run.name=sft", f"model.path={base}", f"sft.train=[{data[0].sft}]"]
     steps = ["sft.batch_size=8", "sft.total_steps=4", "actor.optimizer.lr=0.01", "run.deterministic=true"]
-    run_megarl(tmp_path / "cwd", "sft", str(SFT_FILE), *SMALL, *steps, *where)
+    run_to_end(tmp_path / "cwd", "sft", str(SFT_FILE), *SMALL, *steps, *where)
     run, other = tmp_path / "sft", ["actor.layout.tp=1", "actor.layout.sequence_parallel=false"]
     evaluate(run, tmp_path / "export", data)
     evaluate(run / "checkpoints" / "step_000004", tmp_path / "same", data, "sync.verify=true")

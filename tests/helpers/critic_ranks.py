@@ -1,4 +1,4 @@
-"""What the tests of critics run on every rank, through the worker."""
+"""What the tests of critics and reward models run on every rank, through the worker."""
 
 import itertools
 import multiprocessing
@@ -41,11 +41,11 @@ def run_critic(context: RankContext, case: CriticCase) -> CriticOutcome:
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
     mine = case.micro_batches[worker.layout.dp_rank]
-    scored = worker.score(case.rows, mine, role=Role.CRITIC, temperature=1.0, step=0)
+    scored = worker.score(case.rows, mine, role=case.critic.role, temperature=1.0, step=0)
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
         updates.append(worker.update(case.rows, mine, request))
-        worker.store_weights(files, with_checksums=False, role=Role.CRITIC)
+        worker.store_weights(files, with_checksums=False, role=case.critic.role)
     return CriticOutcome(scored=scored, updates=updates)
 
 

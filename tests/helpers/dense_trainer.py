@@ -1,4 +1,4 @@
-"""Steps of a policy or a critic in transformers and plain torch, float64, one row at a time on dense logits.
+"""Steps of policies, critics and reward models in transformers and plain torch, float64, one row at a time, dense.
 
 Written from the formulas, without anything of megarl's training side.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, Qwen3ForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, Qwen3ForSequenceClassification
 
 from megarl.types import Row
 from tests.helpers.checkpoints import load_hf
@@ -67,6 +67,19 @@ class DenseTrainer:
 
     def step(self, rows: Sequence[Row], lr: float) -> DenseStep:
         self.optimizer.zero_grad()
+        loss, before = self._backward(rows)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grad_norm = torch.sqrt(sum(g.square().sum() for g in grads)).item()
+        for grad in grads:
+            grad.mul_(min(1.0, self.adam.clip_grad_norm / (grad_norm + 1e-6)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        return DenseStep(loss=loss, grad_norm=grad_norm, before=before, weights=weights)
+
+    def _backward(self, rows: Sequence[Row]) -> tuple[float, list[np.ndarray]]:
+        """Gradients of the loss; the loss, and what the model says of every row."""
         num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         num_rows = sum(bool(row.loss_mask.any()) for row in rows)
         loss, before = 0.0, []
@@ -79,15 +92,7 @@ class DenseTrainer:
             part = kept.mean() / num_rows if self.per_row else kept.sum() / num_tokens
             part.backward()
             loss += part.item()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        grad_norm = torch.sqrt(sum(g.square().sum() for g in grads)).item()
-        for grad in grads:
-            grad.mul_(min(1.0, self.adam.clip_grad_norm / (grad_norm + 1e-6)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
-        return DenseStep(loss=loss, grad_norm=grad_norm, before=before, weights=weights)
+        return loss, before
 
     def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
         """[R] loss of every response token, and what the model says of it."""
@@ -142,3 +147,28 @@ class DenseCritic(DenseTrainer):
         returns, old = (torch.from_numpy(row.scores[name]).double() for name in ("returns", "values"))
         near_old = old + (values - old).clamp(-self.clip, self.clip)
         return 0.5 * torch.maximum((values - returns) ** 2, (near_old - returns) ** 2), values
+
+
+class DenseRewardModel(DenseTrainer):
+    """A reward model: the mean over pairs of −log σ(chosen − rejected − margin), its scores as transformers pools them.
+
+    Rows are prompts: the chosen of all pairs, then the rejected, each followed by a token that does not count.
+    """
+
+    def __init__(self, path: Path, adam: AdamSettings) -> None:
+        super().__init__(AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64), adam)
+
+    def score(self, row: Row) -> torch.Tensor:
+        tokens = torch.from_numpy(row.token_ids[: row.num_prompt_tokens])
+        return self.model(tokens[None]).logits[0, 0]
+
+    def _backward(self, rows: Sequence[Row]) -> tuple[float, list[np.ndarray]]:
+        count = len(rows) // 2
+        loss, before = 0.0, {}
+        for i in range(count):
+            chosen, rejected = self.score(rows[i]), self.score(rows[count + i])
+            part = -F.logsigmoid(chosen - rejected - float(rows[i].scores["margin"][0])) / count
+            part.backward()
+            loss += part.item()
+            before |= {i: chosen, count + i: rejected}
+        return loss, [before[i].detach().numpy()[None] for i in range(len(rows))]

@@ -24,8 +24,10 @@ from megarl.janitor import Janitor
 from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.platform import apply_environment
 from megarl.ray_environment import RAY_ENVIRONMENT
+from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import AlgoState, Denominators, FinishReason, Row
+from tests.helpers.verifier import details_of, job, wait_for_end
 
 NUM_PROCESSES = 4
 LAYOUT = LayoutConfig(tp=2, dp=2)
@@ -93,17 +95,21 @@ class Worker:
 
     # --- as an engine
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        time.sleep(0.1 * (2 - self.index % 3))
-        return [
-            Completion(
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
+        """The first request at the end. A request for no tokens kills the engine, one for -1 fails."""
+        for place, request in reversed(list(enumerate(requests))):
+            time.sleep(0.1 * (2 - self.index % 3))
+            if request.max_tokens == 0:
+                os._exit(1)
+            if request.max_tokens < 0:
+                raise NonFiniteError("weights are spoiled")
+            completion = Completion(
                 token_ids=np.asarray([request.seed, self.index]),
                 logprobs=np.zeros(2, np.float32),
                 finish_reason=FinishReason.STOP,
                 weight_versions=np.zeros(2, np.int64),
             )
-            for request in requests
-        ]
+            yield {place: completion}
 
     def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
         return [{files[0]: version + self.index}]
@@ -303,17 +309,70 @@ def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None
     assert stored.checksums == {"w": 0 + 1 + 2 + 3}
 
 
-def test_requests_are_dealt_out_and_collected_in_their_order(processes: list[Process]) -> None:
+def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
+    return GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+
+
+def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
+    """Tokens by position, in the order in which they came."""
+    found: dict[int, list[int]] = {}
+    group.collect(
+        group.submit(requests), lambda i, completion: found.update({i: completion.token_ids.tolist()}), timeout_s=30.0
+    )
+    return found
+
+
+def test_requests_are_dealt_out_and_told_of_as_they_finish(processes: list[Process]) -> None:
     group = EngineGroup(processes[:3], timeout_s=30.0)
-    requests = [
-        GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2)
-        for seed in range(7)
-    ]
-    completions = group.collect(group.submit(requests), timeout_s=30.0)
-    assert [c.token_ids.tolist() for c in completions] == [[seed, seed % 3] for seed in range(7)]
-    assert group.collect(group.submit(requests[:1]), timeout_s=30.0)[0].token_ids.tolist() == [0, 0]
+    found = collected(group, [request(seed) for seed in range(7)])
+    assert found == {seed: [seed, seed % 3] for seed in range(7)}
+    # An engine takes its requests from the last to the first; none waits for another engine.
+    assert [[i for i in found if i % 3 == engine] for engine in range(3)] == [[6, 3, 0], [4, 1], [5, 2]]
+    assert list(found)[-1] == 0
+    assert collected(group, [request(0)]) == {0: [0, 0]}
+
+
+def test_failures_while_results_stream_in(processes: list[Process]) -> None:
+    group = EngineGroup(processes[:2], timeout_s=30.0)
+    with pytest.raises(NonFiniteError, match="weights are spoiled"):
+        collected(group, [request(0, max_tokens=-1), request(1), request(2)])
+    # A process of its own: it dies.
+    group = EngineGroup([processes[0], start(1)], timeout_s=30.0)
+    with pytest.raises(WorkerError, match="generating: trainer rank 1 died"):
+        collected(group, [request(0), request(1, max_tokens=0), request(2), request(3)])
+    group = EngineGroup([processes[0]], timeout_s=30.0)
+    with pytest.raises(WorkerError, match="generating: no answer from trainer rank 0 within 0 s"):
+        group.collect(group.submit([request(0)]), lambda i, completion: None, timeout_s=0.05)
 
 
 def test_every_engine_loads_the_same_files(processes: list[Process]) -> None:
     loaded = EngineGroup(processes[:3], timeout_s=30.0).load_weights([Path("f")], version=5, with_checksums=True)
     assert loaded == [{"f": 5}, {"f": 6}, {"f": 7}]
+
+
+class Judge:
+    """An actor that owns a verifier pool, made and used in a thread that is not the main one."""
+
+    def __init__(self) -> None:
+        self.pool = VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.2, deadline_s=0.6))
+
+    def judge(self) -> tuple[bool, list[str], dict[str, Any]]:
+        scorers = ("same_text", "loop", "block_signals", "process")
+        verdicts = self.pool.score_all([job(scorer) for scorer in scorers])
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main, [verdict.outcome for verdict in verdicts], details_of(verdicts[-1])
+
+    def hang(self) -> None:
+        self.pool.score_all([job("block_signals")] * 100)
+
+
+def test_a_verifier_pool_in_an_actor(ray_session: None) -> None:
+    judge = ray.remote(Judge).options(num_cpus=0.5, max_concurrency=2).remote()
+    is_main, outcomes, worker = ray.get(judge.judge.remote(), timeout=60)
+    assert not is_main
+    assert outcomes == ["scored", "timed_out", "timed_out", "scored"]
+    judge.hang.remote()
+    time.sleep(0.2)
+    ray.kill(judge)
+    wait_for_end(int(worker["pid"]))
+    wait_for_end(int(worker["parent"]))

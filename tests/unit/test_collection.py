@@ -5,6 +5,7 @@ shuffle: its batches of two are [0, 1], [2, 3], … and across the end of an epo
 """
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,15 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algos.advantages import compute_advantages
 from megarl.collection import Collected, GroupCollector, PromptQueue, refill_count
-from megarl.config.algo import FilterConfig
+from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.data.mixture import MixtureSampler
 from megarl.data.sampler import PromptSampler
 from megarl.metrics import Timers
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment
+from megarl.rewards.judge import Judged, Tally
+from megarl.rollout.source import OnSample
+from megarl.training_rows import training_rows
+from megarl.types import DROPPED, FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, scored_batch
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 MIXED, WRONG, RIGHT = (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)
+# In place of a score: nobody could judge the sample.
+LOST = math.nan
 MIXED_GROUPS = FilterConfig(mean_score=(0.0, 1.0))
 
 
@@ -117,12 +124,15 @@ class World:
         ]
         self.asked: list[tuple[int, list[int]]] = []
 
-    def generate(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+    def generate(self, prompts: Sequence[Prompt], step: int, on_sample: OnSample) -> RolloutBatch:
         """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
         indices = [prompt.token_ids[0] for prompt in prompts]
         self.asked.append((step, indices))
         samples = [self._sample(i, place, step) for i in indices for place in range(len(self.scores[i]))]
         random.Random(step).shuffle(samples)
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        for sample in reversed(samples):
+            on_sample(by_uid[sample.uid], sample)
         return RolloutBatch(prompts={prompt.uid: prompt for prompt in prompts}, samples=tuple(samples))
 
     def _sample(self, index: int, place: int, step: int) -> Sample:
@@ -135,9 +145,12 @@ class World:
             finish_reason=FinishReason.STOP,
         )
 
-    def judge(self, rollout: RolloutBatch) -> list[Reward]:
-        scores = [self.scores[int(s.prompt_token_ids[0])][s.sample_index] for s in rollout.samples]
-        return [Reward(score=score, correct=score > 0.5) for score in scores]
+    def begin(self) -> "WorldJudging":
+        return WorldJudging(self)
+
+    def judge(self, sample: Sample) -> Reward:
+        score = self.scores[int(sample.prompt_token_ids[0])][sample.sample_index]
+        return DROPPED if score is LOST else Reward(score=score, correct=score > 0.5)
 
     def collector(
         self, cfg: FilterConfig, num_prompts: int, *, queue: PromptQueue | None = None, timers: Timers | None = None
@@ -146,11 +159,28 @@ class World:
             queue or queue_of(len(self.scores)),
             self.prompts,
             self.generate,
-            self.judge,
+            self,
             cfg=cfg,
             num_prompts=num_prompts,
             timers=timers or Timers(),
         )
+
+
+class WorldJudging:
+    """Judges what it was told of; checks that it was told of everything once."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.told = world, list[Sample]()
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        assert prompt.uid == sample.uid
+        self.told.append(sample)
+
+    def finish(self, samples: Sequence[Sample]) -> Judged:
+        assert {id(sample) for sample in self.told} == {id(sample) for sample in samples}
+        assert len(self.told) == len(samples)
+        tallies = {"reward/jobs": Tally(total=len(samples)), "reward/s": Tally(total=2.0, over=len(samples))}
+        return Judged(rewards=[self.world.judge(sample) for sample in samples], tallies=tallies)
 
 
 def prompts_of(collected: Collected) -> list[int]:
@@ -204,6 +234,9 @@ def test_metrics_are_of_all_that_was_sampled() -> None:
         "batch/solved": 0.4,
         "batch/failed": 0.6,
         "batch/on_solved": 0.4,
+        # Ten samples were judged, in two batches that took two seconds each.
+        "reward/jobs": 10.0,
+        "reward/s": 0.4,
     }
 
 
@@ -256,6 +289,45 @@ def test_scores_of_demonstrations_may_be_left_out() -> None:
         assert collected.metrics["batch/on_solved"] == 0.25
 
 
+def test_what_nobody_could_judge_does_not_train() -> None:
+    """A group goes on without a lost row; one row alone, or none, is no group."""
+    world = World([(1.0, LOST, 0.0, 0.0), (LOST, 1.0, LOST, LOST), (LOST,) * 4, (0.0, 1.0, 1.0, LOST)])
+    collected = world.collector(FilterConfig(), 4, queue=queue_of(4, 4)).collect(1)
+    found = {
+        (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
+    }
+    assert found == {
+        ("q:0", 0): 1.0,
+        ("q:0", 2): 0.0,
+        ("q:0", 3): 0.0,
+        ("q:3", 0): 0.0,
+        ("q:3", 1): 1.0,
+        ("q:3", 2): 1.0,
+    }
+    assert list(collected.rollout.prompts) == ["q:0", "q:3"]
+    assert collected.metrics["filter/num_groups"] == 2.0
+    assert collected.metrics["batch/solved"] == 0.5
+
+
+def test_groups_are_compared_without_the_rows_that_nobody_could_judge() -> None:
+    """GRPO of 1, 0, 0 (one of four rows lost): mean 1/3, std √(1/3); 2/3 and −1/3 over it."""
+    world = World([(1.0, LOST, 0.0, 0.0), (0.0, 1.0, 1.0, LOST)])
+    collected = world.collector(FilterConfig(), 2).collect(1)
+    training = training_rows(collected, AlgoConfig())
+    batch = scored_batch(training.rows, training.rewards)
+    advantages = compute_advantages(batch, AdvantageConfig(estimator="grpo")).advantages
+    by_row = {row.label: float(advantages[i, 0]) for i, row in enumerate(training.rows)}
+    high, low = (2 / 3) / math.sqrt(1 / 3), (1 / 3) / math.sqrt(1 / 3)
+    expected = {"q:0/0": high, "q:0/2": -low, "q:0/3": -low, "q:1/0": -high, "q:1/1": low, "q:1/2": low}
+    assert by_row == pytest.approx(expected, abs=1e-5)
+
+
+def test_lost_groups_are_replaced_by_refills() -> None:
+    world = World([(LOST, 1.0), MIXED, MIXED, MIXED])
+    collected = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), 2).collect(1)
+    assert prompts_of(collected) == [1, 2]
+
+
 @pytest.mark.parametrize("resumed_after", [1, 2, 3])
 def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
     rng = random.Random(0)
@@ -282,13 +354,13 @@ def test_times_of_generation_and_judging_add_up_over_refills() -> None:
     timers = Timers(clock=lambda: now[0])
     generate, judge = world.generate, world.judge
 
-    def slow_generate(prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+    def slow_generate(prompts: Sequence[Prompt], step: int, on_sample: OnSample) -> RolloutBatch:
         now[0] += 10.0
-        return generate(prompts, step)
+        return generate(prompts, step, on_sample)
 
-    def slow_judge(rollout: RolloutBatch) -> list[Reward]:
-        now[0] += 1.0
-        return judge(rollout)
+    def slow_judge(sample: Sample) -> Reward:
+        now[0] += 0.25
+        return judge(sample)
 
     world.generate, world.judge = slow_generate, slow_judge  # type: ignore[method-assign]
     world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers).collect(1)

@@ -37,6 +37,8 @@ ROLLOUT = RolloutRecord(
     finish_reason="stop",
     num_prompt_tokens=9,
     num_response_tokens=11,
+    correct=True,
+    details='{"format": 1.0}',
 )
 
 
@@ -197,6 +199,8 @@ def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None
         ("finish_reason", "string"),
         ("num_prompt_tokens", "int64"),
         ("num_response_tokens", "int64"),
+        ("correct", "bool"),
+        ("details", "string"),
     ]
     assert [file.name for file in path.parent.iterdir()] == ["step_000012.parquet"]
 

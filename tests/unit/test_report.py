@@ -313,6 +313,20 @@ def test_headline_without_validation_is_the_reward(tmp_path: Path) -> None:
     )
 
 
+def test_report_of_a_reward_models_training(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "judge")
+    paths.root.mkdir()
+    paths.config.write_text(yaml.safe_dump(CONFIG))
+    with MetricsLogger([JsonlSink(paths.metrics)]) as log:
+        log.log(0, {"val/reward_model/accuracy": 0.5})
+        for step in (1, 2):
+            log.log(step, {"reward_model/accuracy": 0.5 + 0.1 * step, "reward_model/loss": 0.7 - 0.1 * step})
+        log.log(2, {"val/reward_model/accuracy": 0.75})
+    page = parse(write_report(paths.root).html.read_text(encoding="utf-8"))
+    assert page.heading == ("The reward model puts 0.750 of held-out pairs in order after step 2 (0.500 after step 0).")
+    assert page.tags.count("svg") == 2
+
+
 @pytest.mark.parametrize(
     ("after", "words"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 from megarl.config import Config, from_dict
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.parallel.messages import Head, Role, RoleSpec
-from megarl.roles import actor_role, by_layout, roles_of
+from megarl.roles import actor_role, by_layout, reward_role, roles_of
 from megarl.types import Algorithm, Score
 
 
@@ -67,6 +67,26 @@ def test_settings_of_their_own() -> None:
     assert (critic.layout, critic.settings.micro_batch_tokens) == (LayoutConfig(pp=2), 8)
     assert (critic.model.path, critic.settings.recompute, critic.trainable) == ("values", "selective", False)
     assert (critic.settings.optimizer.lr, critic.settings.optimizer.warmup_steps) == (1e-5, 3)
+
+
+def test_a_reward_model_is_frozen_and_hosted_where_one_judges() -> None:
+    own = {"model_path": "judge", "layout": {"dp": 2}, "micro_batch_tokens": 7}
+    judged = {"actor": {"recompute": "full"}, "rewards": {"manager": "model"}, "reward_model": own}
+    found = roles(judged)
+    assert list(found) == [Role.ACTOR, Role.REWARD]
+    model = found[Role.REWARD]
+    assert (model.model.path, model.head, model.trainable) == ("judge", Head.SCALAR, False)
+    assert (model.layout, model.settings.micro_batch_tokens) == (LayoutConfig(dp=2), 7)
+    mixed = {"manager": "hybrid", "hybrid": {"parts": {"judge": {"manager": "model"}}}}
+    assert list(roles(judged | {"rewards": mixed})) == [Role.ACTOR, Role.REWARD]
+    assert list(roles({"reward_model": own})) == [Role.ACTOR]
+
+
+def test_a_reward_model_in_training_is_the_model_under_the_actors_settings() -> None:
+    config = from_dict(Config, {"model": {"path": "m"}, "actor": {"layout": {"tp": 2}}})
+    role = reward_role(config)
+    assert (role.role, role.model.path, role.settings) == (Role.REWARD, "m", config.actor)
+    assert (role.head, role.trainable) == (Head.SCALAR, True)
 
 
 def test_roles_of_one_layout_go_together_and_the_actors_layout_first() -> None:

@@ -60,6 +60,12 @@ class Task(Protocol):
     def cheap(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration that answers at once, without checking."""
 
+    def corrupted_worked(self, problem: Problem, rng: random.Random) -> str:
+        """A wrong answer that is worked out, but for a slip."""
+
+    def corrupted_direct(self, problem: Problem, rng: random.Random) -> str:
+        """A wrong answer near the right one, stated at once."""
+
 
 TASKS: Registry[Task] = Registry("task", key="task")
 

@@ -7,6 +7,8 @@ from types import MappingProxyType
 from megarl.data.tasks.base import TASKS, LevelMix, Problem
 
 MAX_NUMBER = 9
+# How often a wrong search ends with a value made to fit.
+MISCALCULATED_FRAC = 0.5
 
 
 def candidates(numbers: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -58,6 +60,20 @@ class Countdown:
 
     def cheap(self, problem: Problem, rng: random.Random) -> str:
         return f"<answer>{rng.choice(candidates(problem.numbers))[0]}</answer>"
+
+    def corrupted_worked(self, problem: Problem, rng: random.Random) -> str:
+        """A search that stops at a wrong candidate, whose value it may miscalculate to be the target."""
+        found = candidates(problem.numbers)
+        wrong = [i for i, (_, value) in enumerate(found) if value != problem.target]
+        last = rng.choice(wrong)
+        lines = [f"{expression}={value}" for expression, value in found[: last + 1]]
+        if rng.random() < MISCALCULATED_FRAC:
+            lines[last] = f"{found[last][0]}={problem.target}"
+        return "\n".join([*lines, f"<answer>{found[last][0]}</answer>"])
+
+    def corrupted_direct(self, problem: Problem, rng: random.Random) -> str:
+        wrong = [expression for expression, value in candidates(problem.numbers) if value != problem.target]
+        return f"<answer>{rng.choice(wrong)}</answer>"
 
     def _search(self, problem: Problem) -> list[str]:
         lines = []

@@ -71,8 +71,8 @@ def generate(task: Task, out_dir: str | Path, config: GenerateConfig) -> TaskFil
         check_levels(task, mix)
     files = TaskFiles(root=Path(out_dir))
     files.root.mkdir(parents=True, exist_ok=True)
-    val = held_out_problems(task, _rng(task, "val", config.seed), rl_mix, config.num_val)
-    rng = _rng(task, "train", config.seed)
+    val = held_out_problems(task, split_rng(task, "val", config.seed), rl_mix, config.num_val)
+    rng = split_rng(task, "train", config.seed)
     train = [draw_problem(task, rng, rl_mix, held_out=False) for _ in range(config.num_train)]
     write_parquet(files.sft, _demonstrations(task, sft_mix, config))
     write_parquet(files.train, (_prompt_row(task, p, i, "train") for i, p in enumerate(train)))
@@ -101,12 +101,13 @@ def hint_message(hint: str, question: str) -> str:
     return f"Hint: {hint}\n{question}"
 
 
-def _rng(task: Task, split: str, seed: int) -> random.Random:
+def split_rng(task: Task, split: str, seed: int) -> random.Random:
+    """The generator of a file's random choices."""
     return random.Random(f"{task.data_source}/{split}/{seed}")
 
 
 def _demonstrations(task: Task, mix: LevelMix, config: GenerateConfig) -> Iterator[Mapping[str, Any]]:
-    rng = _rng(task, "sft", config.seed)
+    rng = split_rng(task, "sft", config.seed)
     for index in range(config.num_sft):
         problem = draw_problem(task, rng, mix, held_out=False)
         question = task.question(problem)

@@ -59,6 +59,19 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
             "unknown key 'ref.megatron.pipeline_model_parallel_size', verl's name for 'reference.layout.pp'",
         ),
         (
+            {"reward_model": {"reward_manager": "naive"}},
+            "unknown key 'reward_model.reward_manager', verl's name for 'rewards.manager' (naive is rule)",
+        ),
+        (
+            {"custom_reward_function": {"path": "mine.py"}},
+            "unknown key 'custom_reward_function.path', verl's name for 'rewards.custom.path'",
+        ),
+        (
+            {"remote_rm_url": "http://judge:5000/get_reward"},
+            "unknown key 'remote_rm_url', OpenRLHF's name for 'rewards.remote.urls' and 'rewards.custom.path' (URLs "
+            "with rewards.manager=remote, or a .py file)",
+        ),
+        (
             {"trainer": {"critic_warmup": 5}},
             "unknown key 'trainer.critic_warmup', verl's name for 'critic.warmup_steps'",
         ),

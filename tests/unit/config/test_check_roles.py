@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.check import check_model, check_sft, check_train
+from megarl.config.check import check_model, check_sft, check_train, check_train_reward
 from megarl.errors import ConfigError
 
 HF_CONFIG = {
@@ -91,6 +91,16 @@ def config(**sections: Any) -> Config:
             "actor.optimizer.warmup_steps: got 30, expected < 30, the run's optimizer steps, or the learning rate "
             "never arrives; shorten the warm-up or lengthen the run",
         ),
+        (
+            {"reward_model": {"layout": {"pp": 5}}},
+            "reward_model.layout: tp 1 × pp 5 × cp 1 × dp 1 = 5 ranks, expected <= 4, those of actor.layout, whose "
+            "devices they use; lower it, raise actor.layout, or set reward_model.layout=null",
+        ),
+        (
+            {"rewards": {"manager": "model"}},
+            "reward_model.model_path: is not set, but rewards.manager=model asks a reward model; set it to a directory "
+            "with score.weight, such as RUN/export of megarl train-reward, or change the manager",
+        ),
     ],
 )
 def test_unsound_roles(sections: dict[str, Any], message: str) -> None:
@@ -106,6 +116,7 @@ def test_unsound_roles(sections: dict[str, Any], message: str) -> None:
         {"critic": {"layout": {"tp": 4, "sequence_parallel": True}, "micro_batch_tokens": 128}},
         {"critic": {"warmup_steps": 20, "optimizer": {"warmup_steps": 39}}},
         {"critic": {"freeze": True, "value_clip": None}},
+        {"rewards": {"manager": "model"}, "reward_model": {"model_path": "judge", "layout": {"dp": 4}}},
     ],
 )
 def test_sound_roles(sections: dict[str, Any]) -> None:
@@ -114,6 +125,46 @@ def test_sound_roles(sections: dict[str, Any]) -> None:
 
 def test_a_warm_start_has_neither() -> None:
     check_sft(config(critic={"layout": {"dp": 16}, "warmup_steps": 1000}))
+
+
+PAIRS = {"train_reward": {"train": ["pairs.jsonl"]}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"train_reward": {}},
+            "train_reward.train: is empty; list parquet or JSONL files, as in train_reward.train=[a.jsonl]",
+        ),
+        (
+            {"train_reward": {"train": ["a.jsonl"], "batch_size": 7}},
+            "train_reward.batch_size: got 7, expected a multiple of actor.layout.dp=2; change either",
+        ),
+        (
+            {**PAIRS, "actor": {"micro_batch_tokens": 257}},
+            "actor.micro_batch_tokens: got 257, expected >= 258, two conversations of up to data.max_prompt_tokens=100 "
+            "+ rollout.max_response_tokens=28 tokens and a place for each score; raise it or shorten the two",
+        ),
+        (
+            {**PAIRS, "actor": {"optimizer": {"warmup_steps": 500}}},
+            "actor.optimizer.warmup_steps: got 500, expected < 500, the run's optimizer steps, or the learning rate "
+            "never arrives; shorten the warm-up or lengthen the run",
+        ),
+        (
+            {**PAIRS, "reward_model": {"model_path": "judge"}},
+            "reward_model: is for runs that are judged by a reward model; train-reward trains model.path with the "
+            "settings of actor: set those, and leave reward_model out",
+        ),
+    ],
+)
+def test_unsound_reward_training(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_train_reward(config(**sections))
+
+
+def test_sound_reward_training() -> None:
+    check_train_reward(config(**PAIRS, actor={"micro_batch_tokens": 258}))
 
 
 def test_a_model_of_its_own_fits_the_roles_layout() -> None:

@@ -4,12 +4,15 @@ import random
 import re
 import zlib
 from collections import Counter
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.data.tasks import TASKS, Countdown, Problem, Sums
 from megarl.data.tasks.base import check_levels, draw_problem, is_held_out
 from megarl.data.tasks.countdown import candidates
+from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences, is_right
 from megarl.errors import ConfigError
 from megarl.rewards import score
 
@@ -112,3 +115,62 @@ def test_bad_levels(mix: dict[int, float]) -> None:
 def test_unknown_task_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=re.escape("unknown task 'products'; expected one of: countdown, sums")):
         TASKS.get("products")
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_corrupted_answers_are_wrong_and_near(name: str) -> None:
+    task, rng = TASKS.get(name), random.Random(0)
+    styles = Counter[str]()
+    for _ in range(500):
+        problem = draw_problem(task, rng, task.rl_mix, held_out=False)
+        for corrupted, right in ((task.corrupted_worked, task.worked), (task.corrupted_direct, task.direct)):
+            text = corrupted(problem, rng)
+            assert not is_right(task, problem, text)
+            assert re.fullmatch(re.sub(r"\d+", r"\\d+", re.escape(text)), text)
+            styles[corrupted.__name__] += len(text.splitlines()) == len(right(problem).splitlines())
+    # Countdown's wrong searches end earlier or later than the right one.
+    assert styles["corrupted_direct"] == 500
+    assert styles["corrupted_worked"] == 500 or name == "countdown"
+
+
+def test_sums_go_wrong_by_little() -> None:
+    rng = random.Random(0)
+    answers = Counter(SUMS.corrupted_direct(SUM, rng) for _ in range(200))
+    assert set(answers) == {f"#### {21 + slip}" for slip in (-10, -2, -1, 1, 2, 10)}
+    # No total below 1.
+    small = Problem(numbers=(1, 1), target=2, level=1)
+    assert {SUMS.corrupted_direct(small, rng) for _ in range(200)} == {f"#### {n}" for n in (1, 3, 4, 12)}
+
+
+def test_slips_are_carried_on() -> None:
+    """Lines of a corrupted sum start with the total before, and have slips of every kind, one or several."""
+    rng, kinds = random.Random(0), Counter[tuple[int, int, int]]()
+    for _ in range(300):
+        *lines, final = SUMS.corrupted_worked(SUM, rng).splitlines()
+        terms = [tuple(map(int, re.split(r"[+=]", line))) for line in lines]
+        assert terms[0][0] == 5
+        assert [a for a, _, _ in terms[1:]] == [b for *_, b in terms[:-1]]
+        errors = [b - a - n for a, n, b in terms]
+        assert set(map(abs, errors)) <= {0, 1, 2, 10}
+        misread = sum(got != asked for (_, got, _), asked in zip(terms, (7, 3, 6), strict=True))
+        kinds[sum(map(bool, errors)), misread, final != f"#### {terms[-1][2]}"] += 1
+    assert kinds[0, 0, 0] == 0
+    assert min(kinds[1, 0, 0], kinds[0, 1, 0], kinds[0, 0, 1], kinds[1, 1, 0]) > 5
+
+
+def test_preference_files(tmp_path: Path) -> None:
+    sizes = PreferenceConfig(num_train=300, num_val=40)
+    files = generate_preferences(SUMS, tmp_path / "a", sizes)
+    again = generate_preferences(SUMS, tmp_path / "b", sizes)
+    rows = pq.read_table(files.train).to_pylist()
+    assert rows == pq.read_table(again.train).to_pylist()
+    held_out = pq.read_table(files.val).to_pylist()
+    assert (len(rows), len(held_out), len({row["prompt"] for row in held_out})) == (300, 40, 40)
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
+    for row in (*rows, *held_out):
+        total = str(sum(map(int, re.findall(r"\d+", row["prompt"]))))
+        assert score(SUMS.data_source, row["chosen"], total, {}).correct
+        assert not score(SUMS.data_source, row["rejected"], total, {}).correct
+    # Most wrong answers look like the right ones.
+    alike = sum(len(row["chosen"].split()) == len(row["rejected"].split()) for row in rows)
+    assert 0.6 * len(rows) < alike < 0.8 * len(rows)

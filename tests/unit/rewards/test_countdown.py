@@ -81,7 +81,7 @@ def test_format_score_is_for_wrong_answers_only() -> None:
         reward = score_countdown(response, REFERENCE, {}, format_score=0.1)
         assert reward.score == expected
         assert reward.correct == (expected == 1.0)
-        assert reward.details == {"well_formed": float(expected > 0)}
+        assert reward.details == {"parse_failed": float(expected == 0)}
 
 
 def test_long_or_deep_expressions_are_wrong() -> None:

@@ -1,7 +1,5 @@
 """Scorers of answers after `####`."""
 
-import re
-
 import pytest
 
 from megarl.errors import ConfigError
@@ -73,6 +71,7 @@ def test_sums(response: str, expected: float) -> None:
 
 
 def test_unknown_source_lists_the_known_ones() -> None:
-    known = "megarl/countdown, megarl/sums, openai/gsm8k"
-    with pytest.raises(ConfigError, match=re.escape(f"unknown data source 'chess'; expected one of: {known}")):
+    with pytest.raises(
+        ConfigError, match=r"unknown data source 'chess'; expected one of: .*megarl/countdown, megarl/sums"
+    ):
         score("chess", "e4", "e4", {})

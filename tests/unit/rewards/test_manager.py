@@ -1,83 +1,169 @@
-"""Rewards of a batch."""
+"""Rewards of a batch: who is asked, the mixture, and correctness apart from it. Judges here answer from tables."""
 
-import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from megarl.data.chat import response_decoder
 from megarl.data.tiny_model import make_byte_tokenizer
-from megarl.errors import ConfigError, DataError
-from megarl.rewards import RewardManager
-from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+from megarl.rewards.hybrid import Summand
+from megarl.rewards.judge import Item, Judged, Tally, mean_of, tally_metrics
+from megarl.rewards.manager import RULE, Panel, RewardManager
+from megarl.types import (
+    DROPPED,
+    FinishReason,
+    Prompt,
+    Reward,
+    RolloutBatch,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+)
 
 TOKENIZER = make_byte_tokenizer()
-MANAGER = RewardManager(response_decoder(TOKENIZER))
 
 
-def prompt(uid: str, data_source: str, ground_truth: str) -> Prompt:
-    return Prompt(uid=uid, token_ids=(1,), data_source=data_source, ground_truth=ground_truth)
+@dataclass
+class Table:
+    """Judges by the response's text; `heard` are the items in the order of `add`."""
+
+    rewards: Mapping[str, Reward]
+    heard: list[Item] = field(default_factory=list)
+    closed: bool = False
+
+    def begin(self) -> "Table":
+        self.heard = []
+        return self
+
+    def add(self, item: Item) -> None:
+        self.heard.append(item)
+
+    def finish(self) -> Judged:
+        rewards = [self.rewards[item.response] for item in self.heard]
+        return Judged(rewards=rewards, tallies={f"reward/{id(self)}": Tally(total=len(rewards))})
+
+    def close(self) -> None:
+        self.closed = True
 
 
-def sample(uid: str, index: int, *texts: str, finish_reason: FinishReason = FinishReason.STOP) -> Sample:
-    segments = []
-    for text in texts:
-        ids = np.asarray(TOKENIZER(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-        segments.append(
-            Segment(
-                source=SegmentSource.POLICY,
-                token_ids=ids,
-                loss_mask=np.ones(len(ids), dtype=np.bool_),
-                weight_versions=np.zeros(len(ids), dtype=np.int64),
-            )
-        )
+def worth(score: float, *, correct: bool = False) -> Reward:
+    return Reward(score=score, correct=correct)
+
+
+def prompt(uid: str, data_source: str) -> Prompt:
+    ids = tuple(TOKENIZER(f"<|im_start|>{uid}?", add_special_tokens=False)["input_ids"])
+    return Prompt(uid=uid, token_ids=ids, data_source=data_source, ground_truth="")
+
+
+def sample(uid: str, index: int, text: str) -> Sample:
+    ids = np.asarray(TOKENIZER(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    segment = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=ids,
+        loss_mask=np.ones(len(ids), dtype=np.bool_),
+        weight_versions=np.zeros(len(ids), dtype=np.int64),
+    )
     return Sample(
         uid=uid,
         sample_index=index,
         seed=0,
-        # The prompt must not be scored: it holds a right answer of the other prompt.
-        segments=(prompt_segment(TOKENIZER("#### 8")["input_ids"]), *segments),
-        finish_reason=finish_reason,
+        segments=(prompt_segment([1]), segment),
+        finish_reason=FinishReason.STOP,
     )
 
 
-PROMPTS = {
-    "a": prompt("a", "megarl/sums", "8"),
-    "b": prompt("b", "megarl/countdown", json.dumps({"numbers": [4, 5, 9], "target": 8})),
-}
+PROMPTS = {"m": prompt("m", "maths"), "c": prompt("c", "chat")}
+RULE_SAYS = Table({"good": worth(1.0, correct=True), "bad": worth(0.0)})
+MODEL_SAYS = Table(
+    {"good": worth(-3.0), "bad": worth(5.0, correct=True), "kind": worth(2.0, correct=True), "rude": worth(-2.0)}
+)
 
 
-def test_rewards_in_the_order_of_the_samples() -> None:
-    batch = RolloutBatch(
-        prompts=PROMPTS,
-        samples=(
-            sample("b", 0, "<answer>4+9-5</answer><|im_end|>"),
-            sample("a", 0, "#### 9<|im_end|>"),
-            sample("a", 1, "3+5=8\n#### 8<|im_end|>"),
-            sample("b", 1, "<answer>4+5+9</answer><|im_end|>"),
-        ),
+def manager(
+    judges: Mapping[str, Table], summands: Mapping[str, Summand], routes: Mapping[str, Sequence[str]]
+) -> RewardManager:
+    panel = Panel(judges=judges, summands=summands, route=lambda s: routes[s], knows=lambda s: s == "maths")
+    return RewardManager(panel, response_decoder(TOKENIZER), lambda ids: str(TOKENIZER.decode(ids)))
+
+
+def batch(*samples: Sample) -> RolloutBatch:
+    return RolloutBatch(prompts=PROMPTS, samples=samples)
+
+
+MIXED = batch(sample("m", 0, "good"), sample("c", 0, "kind"), sample("m", 1, "bad"), sample("c", 1, "rude"))
+
+
+def test_correct_is_what_the_rule_says_whatever_is_rewarded() -> None:
+    """The model alone is rewarded, and likes wrong answers better; where there is no rule it decides itself."""
+    judges = {RULE: RULE_SAYS, "model": MODEL_SAYS}
+    judged = manager(judges, {"model": Summand()}, {"maths": ["model"], "chat": ["model"]}).score(MIXED)
+    assert [reward.score for reward in judged.rewards] == [-3.0, 2.0, 5.0, -2.0]
+    assert [reward.correct for reward in judged.rewards] == [True, True, False, False]
+    assert [item.response for item in RULE_SAYS.heard] == ["good", "bad"]
+    assert judged.rewards[0].details == {"rule/score": 1.0, "model/score": -3.0}
+
+
+def test_parts_by_data_source() -> None:
+    """maths: 2·rule + 0.5·model. chat: 0.5·model."""
+    judges = {RULE: RULE_SAYS, "model": MODEL_SAYS}
+    summands = {RULE: Summand(weight=2.0), "model": Summand(weight=0.5)}
+    judged = manager(judges, summands, {"maths": [RULE, "model"], "chat": ["model"]}).score(MIXED)
+    assert [reward.score for reward in judged.rewards] == [2.0 - 1.5, 1.0, 2.5, -1.0]
+    assert [reward.correct for reward in judged.rewards] == [True, True, False, False]
+
+
+def test_samples_are_told_of_as_they_finish_and_answered_in_the_batchs_order() -> None:
+    asked = manager({RULE: RULE_SAYS}, {RULE: Summand()}, {"maths": [RULE]})
+    samples = [sample("m", i, text) for i, text in enumerate(["good<|im_end|>", "bad<|im_end|>", "good"])]
+    judging = asked.begin()
+    for each in reversed(samples):
+        judging.add(PROMPTS["m"], each)
+        assert RULE_SAYS.heard[-1].sample is each
+    # Of prompts special tokens are shown, of responses they are not.
+    assert (RULE_SAYS.heard[0].prompt_text, RULE_SAYS.heard[1].response) == ("<|im_start|>m?", "bad")
+    assert [reward.score for reward in judging.finish(samples).rewards] == [1.0, 0.0, 1.0]
+
+
+def test_a_row_that_a_part_dropped_is_dropped_and_no_baseline_of_others() -> None:
+    """Group z-scores of the rows that are left: mean 2, std √2."""
+    model = Table({"good": worth(1.0), "bad": worth(3.0), "odd": worth(900.0)})
+    judge = Table({"good": worth(0.0), "bad": worth(0.0), "odd": DROPPED})
+    rule = Table({"good": worth(1.0, correct=True), "bad": worth(0.0), "odd": worth(0.0)})
+    summands = {"model": Summand(transform="group_zscore"), "judge": Summand()}
+    asked = manager({RULE: rule, "model": model, "judge": judge}, summands, {"maths": ["model", "judge"]})
+    judged = asked.score(batch(*(sample("m", i, text) for i, text in enumerate(["good", "odd", "bad"]))))
+    assert judged.rewards[1] is DROPPED
+    assert [judged.rewards[i].score for i in (0, 2)] == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-6)
+    assert judged.tallies["reward/dropped_rows"].value == 1.0
+    assert judged.tallies["reward/judge/score"] == Tally(total=0.0, over=2)
+    assert judged.tallies["reward/model/score"] == Tally(total=904.0, over=3)
+
+
+def test_a_single_judges_reward_is_untouched() -> None:
+    rewards = {"good": Reward(score=0.1, correct=True, details={"format": 1.0})}
+    judged = manager({RULE: Table(rewards)}, {RULE: Summand()}, {"maths": [RULE]}).score(batch(sample("m", 0, "good")))
+    assert judged.rewards == [rewards["good"]]
+
+
+def test_the_rule_alone_judges_what_is_not_trained_on() -> None:
+    judges = {RULE: RULE_SAYS, "model": MODEL_SAYS}
+    asked = manager(judges, {"model": Summand()}, {"maths": ["model"]})
+    alone = RewardManager(asked.panel.by_rule(), response_decoder(TOKENIZER), lambda ids: "")
+    judged = alone.score(batch(sample("m", 0, "good"), sample("m", 1, "bad")))
+    assert [reward.score for reward in judged.rewards] == [1.0, 0.0]
+    asked.close()
+    assert [judge.closed for judge in judges.values()] == [True, True]
+
+
+def test_tallies_of_several_batches() -> None:
+    metrics = tally_metrics(
+        [
+            {"jobs": Tally(total=3.0), "seconds": mean_of([1.0, 2.0, 6.0]), "never": mean_of([])},
+            {"jobs": Tally(total=1.0), "seconds": mean_of([11.0])},
+        ]
     )
-    assert [r.score for r in MANAGER.score(batch)] == [1.0, 0.0, 1.0, 0.0]
-    assert [r.correct for r in MANAGER.score(batch)] == [True, False, True, False]
-
-
-def test_truncated_empty_and_split_responses_are_scored_as_text() -> None:
-    batch = RolloutBatch(
-        prompts=PROMPTS,
-        samples=(
-            sample("a", 0, "#### 8", finish_reason=FinishReason.LENGTH),
-            sample("a", 1, "3+5=", finish_reason=FinishReason.LENGTH),
-            sample("a", 2),
-            sample("b", 0, "<answer>4+9", "-5</answer>"),
-        ),
-    )
-    assert [r.score for r in MANAGER.score(batch)] == [1.0, 0.0, 0.0, 1.0]
-
-
-def test_errors_name_the_sample_or_the_source() -> None:
-    bad = RolloutBatch(prompts={"b": prompt("b", "megarl/countdown", "8")}, samples=(sample("b", 3, "x"),))
-    with pytest.raises(DataError, match="sample b/3: countdown ground truth is '8'"):
-        MANAGER.score(bad)
-    unknown = RolloutBatch(prompts={"c": prompt("c", "chess", "e4")}, samples=(sample("c", 0, "e4"),))
-    with pytest.raises(ConfigError, match="unknown data source 'chess'"):
-        MANAGER.score(unknown)
+    assert metrics == {"jobs": 4.0, "seconds": 5.0}

@@ -12,8 +12,8 @@ from megarl.errors import NonFiniteError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix, demonstration_scores
 from megarl.rollout.source import SamplingPlan, sample_seed
-from megarl.rollout.vllm_source import VllmSource
-from megarl.types import FinishReason, Prompt, SegmentSource
+from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.types import FinishReason, Prompt, Sample, SegmentSource
 
 PLAN = SamplingPlan(step=4, num_samples=2, temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=3, run_seed=11)
 PROMPTS = [
@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 class EchoEngines:
-    """Answers each request with its prompt reversed, under versions 8 and, at last, 9; keeps what it was asked."""
+    """Answers each request with its prompt reversed, under versions 8 and, at last, 9, the last request first."""
 
     def __init__(self, *, logprob: float = -0.5) -> None:
         self.logprob = logprob
@@ -33,18 +33,21 @@ class EchoEngines:
         self.requests += requests
         return list(requests)
 
-    def collect(self, calls: Sequence[GenerationRequest], *, timeout_s: float) -> list[Completion]:
+    def collect(self, calls: Sequence[GenerationRequest], on_finished: OnCompletion, *, timeout_s: float) -> None:
         self.timeouts_s.append(timeout_s)
-        return [
-            Completion(
-                token_ids=np.asarray(request.token_ids[::-1], dtype=np.int64),
-                logprobs=np.full(len(request.token_ids), self.logprob, dtype=np.float32),
+        for position, request in reversed(list(enumerate(calls))):
+            token_ids = np.asarray(self.answer(request), dtype=np.int64)
+            completion = Completion(
+                token_ids=token_ids,
+                logprobs=np.full(len(token_ids), self.logprob, dtype=np.float32),
                 finish_reason=FinishReason.LENGTH,
                 # A sync came before the last token.
-                weight_versions=np.asarray([8] * (len(request.token_ids) - 1) + [9]),
+                weight_versions=np.asarray([8] * (len(token_ids) - 1) + [9]),
             )
-            for request in calls
-        ]
+            on_finished(position, completion)
+
+    def answer(self, request: GenerationRequest) -> Sequence[int]:
+        return request.token_ids[::-1]
 
 
 def test_every_sample_is_a_request_with_its_own_seed() -> None:
@@ -105,23 +108,26 @@ def test_loading_state_forgets_what_was_submitted() -> None:
 def test_nan_from_the_engine_names_step_and_row() -> None:
     source = VllmSource(EchoEngines(logprob=float("nan")))
     source.submit(PROMPTS, PLAN)
-    with pytest.raises(NonFiniteError, match="step 4: rollout log-probs of row a/0 are not finite"):
+    with pytest.raises(NonFiniteError, match="step 4: rollout log-probs of row b/1 are not finite"):
         source.collect(2, timeout_s=1.0)
+
+
+def test_samples_are_told_of_as_they_finish() -> None:
+    source = VllmSource(EchoEngines())
+    prefixes = {("a", 1): Prefix(token_ids=(5, 2), is_complete=True)}
+    source.submit(PROMPTS, replace(PLAN, prefixes=prefixes))
+    told: list[tuple[Prompt, Sample]] = []
+    batch = source.collect(2, timeout_s=1.0, on_sample=lambda prompt, sample: told.append((prompt, sample)))
+    # What nobody generates is finished at once.
+    assert [(prompt.uid, sample.sample_index) for prompt, sample in told] == [("a", 1), ("b", 1), ("b", 0), ("a", 0)]
+    assert {id(sample) for _, sample in told} == {id(sample) for sample in batch.samples}
 
 
 class FillingEngines(EchoEngines):
     """Answers each request with as many tokens 8 as it may have."""
 
-    def collect(self, calls: Sequence[GenerationRequest], *, timeout_s: float) -> list[Completion]:
-        return [
-            Completion(
-                token_ids=np.full(request.max_tokens, 8, dtype=np.int64),
-                logprobs=np.full(request.max_tokens, self.logprob, dtype=np.float32),
-                finish_reason=FinishReason.LENGTH,
-                weight_versions=np.full(request.max_tokens, 9),
-            )
-            for request in calls
-        ]
+    def answer(self, request: GenerationRequest) -> Sequence[int]:
+        return [8] * request.max_tokens
 
 
 def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:

@@ -1,0 +1,156 @@
+"""Rules of the section `rewards`: what belongs together, and what would have no effect."""
+
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+from megarl.config.rewards import HybridPartConfig, RewardsConfig, SourceConfig
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+_REMOTE, _HYBRID = "rewards.remote", "rewards.hybrid"
+
+
+def check_rewards(config: Config) -> None:
+    """Raises ConfigError with the remedy."""
+    rewards = config.rewards
+    _check_verifier(rewards)
+    _check_custom(rewards)
+    _check_hybrid(rewards)
+    _check_remote(rewards)
+
+
+def check_group_scores(config: Config) -> None:
+    """A z-score within a group needs one."""
+    for key, part in _parts(config.rewards):
+        if part.transform == "group_zscore" and config.rollout.num_samples < 2:
+            raise ConfigError(
+                f"{key}.transform: got 'group_zscore' with rollout.num_samples=1, whose z-scores are all 0; raise "
+                "rollout.num_samples, or choose another transform"
+            )
+
+
+def judges(rewards: RewardsConfig, manager: str) -> bool:
+    """Whether this manager has a say in rewards."""
+    return manager in (rewards.manager, *(part.manager for _, part in _parts(rewards)))
+
+
+def _parts(rewards: RewardsConfig) -> Iterator[tuple[str, HybridPartConfig]]:
+    """Key and settings of the parts that a run has."""
+    if rewards.manager == "hybrid":
+        yield from ((f"{_HYBRID}.parts.{name}", part) for name, part in rewards.hybrid.parts.items())
+
+
+def _check_verifier(rewards: RewardsConfig) -> None:
+    limits = rewards.verifier
+    if limits.hard_limit_s <= limits.soft_limit_s:
+        raise ConfigError(
+            f"rewards.verifier.hard_limit_s: got {limits.hard_limit_s}, expected more than rewards.verifier."
+            f"soft_limit_s={limits.soft_limit_s}, which must have its chance first; raise it"
+        )
+
+
+def _check_custom(rewards: RewardsConfig) -> None:
+    path = rewards.custom.path
+    if path is None:
+        return
+    if not path.endswith(".py"):
+        raise ConfigError(f"rewards.custom.path: got {path!r}, expected a Python file (.py)")
+    for name, source in rewards.sources.items():
+        if source.scorer is None and source != SourceConfig():
+            raise ConfigError(
+                f"rewards.sources.{name}: says how a scorer judges this source, but rewards.custom.path judges it; set "
+                f"rewards.sources.{name}.scorer, or remove the other keys"
+            )
+
+
+def _check_hybrid(rewards: RewardsConfig) -> None:
+    hybrid = rewards.hybrid
+    if rewards.manager != "hybrid":
+        if hybrid.parts or hybrid.routes:
+            raise ConfigError(
+                f"{_HYBRID}: is set, but rewards.manager={rewards.manager} does not read it; set "
+                "rewards.manager=hybrid, or remove it"
+            )
+        return
+    if not hybrid.parts:
+        raise ConfigError(
+            f"{_HYBRID}.parts: is empty, but rewards.manager=hybrid; name its parts, as in "
+            "{rule: {manager: rule}, judge: {manager: remote, weight: 0.2}}"
+        )
+    for key, part in _parts(rewards):
+        _check_part(key, part)
+    _check_single(rewards)
+    for source, route in hybrid.routes.items():
+        _check_route(f"{_HYBRID}.routes.{source}", route, hybrid.parts)
+
+
+def _check_part(key: str, part: HybridPartConfig) -> None:
+    if key.endswith(".rule") and part.manager != "rule":
+        raise ConfigError(f"{key}.manager: got {part.manager!r}, but rule is the rule's name in metrics; rename it")
+    if (part.transform == "clip") != (part.clip is not None):
+        given = "is not set" if part.clip is None else f"got {list(part.clip)}"
+        raise ConfigError(
+            f"{key}.clip: {given}, but {key}.transform={part.transform}; transform=clip takes [low, high], other "
+            "transforms take none"
+        )
+    if part.clip is not None and part.clip[0] >= part.clip[1]:
+        raise ConfigError(f"{key}.clip: got {list(part.clip)}, expected [low, high] with low < high")
+    if part.urls and part.manager != "remote":
+        raise ConfigError(f"{key}.urls: are set, but {key}.manager={part.manager} calls no service; remove them")
+
+
+def _check_single(rewards: RewardsConfig) -> None:
+    """There is one rule and one reward model; only services differ from part to part."""
+    for manager in ("rule", "model"):
+        names = [name for name, part in rewards.hybrid.parts.items() if part.manager == manager]
+        if len(names) > 1:
+            raise ConfigError(
+                f"{_HYBRID}.parts: {' and '.join(names)} both have manager={manager}, of which a run has one; merge "
+                "them, with the sum of their weights"
+            )
+
+
+def _check_route(key: str, route: tuple[str, ...], parts: Mapping[str, HybridPartConfig]) -> None:
+    known = list(parts)
+    if not route:
+        raise ConfigError(f"{key}: is empty, so nobody would judge this source; name parts of {_HYBRID}.parts")
+    for name in route:
+        if name not in known:
+            raise ConfigError(f"{key}: got {name!r}, expected parts of {_HYBRID}.parts: {', '.join(known)}")
+    if len(set(route)) < len(route):
+        raise ConfigError(f"{key}: got {list(route)}, expected each part once; set its weight in {_HYBRID}.parts")
+
+
+def _check_remote(rewards: RewardsConfig) -> None:
+    remote = rewards.remote
+    if (remote.on_error == "value") != (remote.value is not None):
+        given = "is not set" if remote.value is None else f"got {remote.value}"
+        raise ConfigError(
+            f"{_REMOTE}.value: {given}, but {_REMOTE}.on_error={remote.on_error}; on_error=value takes a number, "
+            "other choices take none"
+        )
+    asked = [key for key, part in _parts(rewards) if part.manager == "remote" and not part.urls]
+    if rewards.manager == "remote":
+        asked = ["rewards"]
+    if asked and not remote.urls:
+        raise ConfigError(
+            f"{_REMOTE}.urls: is empty, but {asked[0]}.manager=remote; list reward services, as in "
+            "[http://host:8000/get_reward]"
+        )
+    if remote.urls and not asked:
+        raise ConfigError(
+            f"{_REMOTE}.urls: is set, but nothing asks these services; set rewards.manager=remote, or remove them"
+        )
+    for key, urls in ((_REMOTE, remote.urls), *((key, part.urls) for key, part in _parts(rewards))):
+        for url in urls:
+            _check_url(f"{key}.urls", url)
+
+
+def _check_url(key: str, url: str) -> None:
+    try:
+        address = urlsplit(url)
+        is_http = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # such as a port that is no number
+        is_http = False
+    if not is_http:
+        raise ConfigError(f"{key}: got {url!r}, expected http://host:port/path, or https")

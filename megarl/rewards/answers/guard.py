@@ -1,0 +1,91 @@
+"""What sympy is never given: text that is cheap to write and costly, or unsafe, to compute."""
+
+import math
+import re
+
+MAX_EXPONENT = 10_000
+MAX_FACTORIAL = 1_000
+MAX_DIGITS = 50
+MAX_DEPTH = 20
+
+# Answers that ask for the work: a question repeated is no answer to it.
+_WORK = re.compile(
+    r"\\(?:int|iint|oint|sum|prod|lim|limsup|liminf|det|gcd|lcm|min|max|sup|inf|deg|operatorname)(?![a-zA-Z])"
+    r"|\\frac\s*\{\s*d(?:[^{}]|\{[^{}]*\})*\}\s*\{\s*d\s*\\?[a-zA-Z]|\\partial|\\bmod|\\pmod|\\mod(?![a-zA-Z])|\bmod\b"
+)
+_EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
+# 2^3^4, and within the braces of an exponent a power of anything but a name: e^{x^2} may be computed, 9^{9^9} not.
+_CHAINED_POWER = re.compile(r"\^\s*[\w.]+\s*\^")
+_POWER_OF_NUMBER = re.compile(r"[\d)}\]!]\s*\^")
+_FACTORIAL = re.compile(r"(\d*)\s*(\)|\]|\}|[a-zA-Z])?\s*!")
+_BINOMIAL_NUMBER = re.compile(r"\d{4,}")
+
+
+def refusal(text: str) -> str | None:
+    """Why an answer must not be evaluated, or None if it may be."""
+    return "asks for a computation" if _WORK.search(text) else costly(text)
+
+
+def costly(text: str) -> str | None:
+    """Why evaluation may take long, or None; the bounds are on what the numbers of the text can become."""
+    if _depth(text) > MAX_DEPTH:
+        return "nested too deeply"
+    if _has_large_power(text):
+        return "power too large"
+    if _has_large_factorial(text):
+        return "factorial too large"
+    return None
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "({[") - (character in ")}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _has_large_power(text: str) -> bool:
+    if "^" not in text:
+        return re.search(rf"\d{{{4 * MAX_DIGITS},}}", text) is not None
+    if re.search(rf"\d{{{MAX_DIGITS + 1},}}", text) or _has_tower(text):
+        return True
+    largest, stacked = 1, 1
+    for bracket, braced, single in _EXPONENT.findall(text):
+        size = math.prod(int(digits[:10]) or 1 for digits in re.findall(r"\d+", braced or single))
+        # A power of a bracket may be the power of a power.
+        largest, stacked = (largest, stacked * size) if bracket else (max(largest, size), stacked)
+        if largest * stacked > MAX_EXPONENT:
+            return True
+    return False
+
+
+def _has_tower(text: str) -> bool:
+    if _CHAINED_POWER.search(text):
+        return True
+    return any(_POWER_OF_NUMBER.search(_braced(text[match.end() :])) for match in re.finditer(r"\^\s*\{", text))
+
+
+def _braced(text: str) -> str:
+    """The text up to the brace that closes the one before it."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:index]
+    return text
+
+
+def _has_large_factorial(text: str) -> bool:
+    if r"\binom" in text and _BINOMIAL_NUMBER.search(text):
+        return True
+    if r"\Gamma" in text or re.search(r"!\s*[)}\]]*\s*!", text):
+        return True
+    for digits, closing in _FACTORIAL.findall(text):
+        if closing in (")", "]", "}"):
+            # What is in the bracket counts: sums of small numbers and names only.
+            if re.search(r"\^|!.*!|\\cdot|\\frac|\d{4,}|\d\s*\(|\)\s*\(", text):
+                return True
+        elif digits and (len(digits) > 4 or int(digits) > MAX_FACTORIAL):
+            return True
+    return False

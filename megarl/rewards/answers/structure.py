@@ -1,0 +1,144 @@
+"""How answers are put together: lists, brackets, unions, matrices, alternatives and intervals."""
+
+import re
+from dataclasses import dataclass
+
+_OPENING, _CLOSING = "([{", ")]}"
+_MATRIX = re.compile(r"\\begin\s*\{([pb]?matrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_NAME = r"(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?)"
+_RELATION = r"(<|>|\\leq|\\geq)"
+_ONE_SIDED = re.compile(rf"({_NAME})\s*{_RELATION}\s*([^<>=]+)")
+_ONE_SIDED_BACK = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})")
+_TWO_SIDED = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})\s*{_RELATION}\s*([^<>=]+)")
+_MEMBER = re.compile(rf"({_NAME})\s*\\in(?![a-zA-Z])\s*(.+)")
+_LETTER = r"[^\W\d_]"
+# One letter is a variable, unless it stands between numbers.
+_LIST_SEPARATORS = (
+    rf"[,;和或]|(?<!{_LETTER})(?<!\\)(?:and|or|или|et|und|oder|ou)(?!{_LETTER})|(?<=\d )[yoи](?= -?[\d\\])"
+)
+_INFINITY = r"\infty"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    r"""Items between brackets; "" as brackets of a bare list. `ordered`: not so sets `\{…\}` and bare lists."""
+
+    opening: str
+    closing: str
+    items: tuple[str, ...]
+
+    @property
+    def ordered(self) -> bool:
+        return self.opening not in ("", r"\{")
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """Split at a regular expression, but not inside brackets, braces or environments."""
+    parts, depth, start, position = [], 0, 0, 0
+    pattern = re.compile(rf"\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
+    while match := pattern.search(text, position):
+        token, position = match[0], max(match.end(), match.start() + 1)
+        if token in _OPENING or token == r"\begin":
+            depth += 1
+        elif token in _CLOSING or token == r"\end":
+            depth -= 1
+        elif depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    return [*parts, text[start:].strip()]
+
+
+def parse_group(text: str) -> Group | None:
+    r"""`(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2`, `x=1; y=2`; None if the text is one thing without brackets."""
+    opening, closing, inside = _outer_brackets(text)
+    items = [item for item in split_top(inside, _LIST_SEPARATORS) if item]
+    if not items or (len(items) == 1 and opening not in ("(", r"\{")):
+        return None
+    return Group(opening=opening, closing=closing, items=tuple(items))
+
+
+def parse_union(text: str) -> tuple[str, ...] | None:
+    """Parts of a union, or None if it is none."""
+    parts = split_top(text, r"\\cup(?![a-zA-Z])")
+    return tuple(parts) if len(parts) > 1 and all(parts) else None
+
+
+def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
+    """Rows of a matrix in round or square brackets, or None; determinants `vmatrix` are none."""
+    match = _MATRIX.fullmatch(text.strip().removeprefix("(").removeprefix("[").removesuffix(")").removesuffix("]"))
+    if match is None:
+        return None
+    rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr\b", match[2]) if row.strip()]
+    return tuple(tuple(cell.strip() for cell in split_top(row.replace(r"\hline", ""), "&")) for row in rows)
+
+
+def expand_signs(text: str) -> tuple[str, str] | None:
+    r"""`a \pm b` → `a + b` and `a - b`; None without such a sign."""
+    if r"\pm" not in text and r"\mp" not in text:
+        return None
+    plus = text.replace(r"\pm", "+").replace(r"\mp", "-")
+    minus = text.replace(r"\pm", "-").replace(r"\mp", "+")
+    return _tidy_sign(plus), _tidy_sign(minus)
+
+
+def _tidy_sign(text: str) -> str:
+    return re.sub(r"(^|[=(,{])\s*\+\s*", r"\1", text)
+
+
+def as_interval(text: str) -> tuple[str, str] | None:
+    r"""Variable and interval of `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)`; None for anything else."""
+    if match := _MEMBER.fullmatch(text):
+        return match[1], match[2]
+    if match := _TWO_SIDED.fullmatch(text):
+        low, first, name, second, high = match.groups()
+        return (name, _two_sided(low, first, second, high)) if _points_alike(first, second) else None
+    if match := _ONE_SIDED.fullmatch(text):
+        name, relation, bound = match.groups()
+    elif match := _ONE_SIDED_BACK.fullmatch(text):
+        bound, back, name = match.groups()
+        relation = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}[back]
+    else:
+        return None
+    closed = relation.startswith("\\")
+    if relation in (">", r"\geq"):
+        return name, f"{'[' if closed else '('}{bound},{_INFINITY})"
+    return name, f"(-{_INFINITY},{bound}{']' if closed else ')'}"
+
+
+def _points_alike(first: str, second: str) -> bool:
+    less = ("<", r"\leq")
+    return (first in less) == (second in less)
+
+
+def _two_sided(low: str, first: str, second: str, high: str) -> str:
+    if first in (">", r"\geq"):
+        low, first, second, high = high, second, first, low
+    return f"{'[' if first.startswith(chr(92)) else '('}{low},{high}{']' if second.startswith(chr(92)) else ')'}"
+
+
+def _outer_brackets(text: str) -> tuple[str, str, str]:
+    """The brackets around the whole text, "" if there are none, and what is between them."""
+    if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text[1:-2] + text[-1]):
+        return r"\{", r"\}", text[2:-2]
+    if len(text) > 1 and text[0] in "([" and text[-1] in ")]" and _closes_at_end(text):
+        return text[0], text[-1], text[1:-1]
+    return "", "", text
+
+
+def _closes_at_end(text: str) -> bool:
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth == 0:
+            return index == len(text) - 1
+    return False
+
+
+def is_balanced(text: str) -> bool:
+    """Whether every bracket closes, if need be by one of another kind, as in `[0,1)`."""
+    depth = 0
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth < 0:
+            return False
+    return depth == 0

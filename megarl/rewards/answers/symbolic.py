@@ -1,0 +1,111 @@
+"""Equality by computer algebra: latex2sympy2_extended reads LaTeX, math-verify and sympy compare."""
+
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify.grader import sympy_expr_eq
+
+from megarl.rewards.answers.guard import refusal
+from megarl.rewards.answers.numbers import REL_TOLERANCE
+from megarl.rewards.answers.verdict import Verdict
+
+_READ_AS_WRITTEN = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+_KEEP_CASE = ConversionConfig(lowercase_symbols=False)
+_IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z_])")
+_DECIMAL = re.compile(r"\d\.\d")
+_DEGREE = re.compile(r"\s*degree\b")
+# Decimal places and digits at which math-verify compares floats.
+_FLOAT_ROUNDING, _NUMERIC_PRECISION = 6, 15
+# Values of variables, by the order of their names; the signs tell sqrt(x^2) from x.
+_POINTS = tuple(
+    tuple(sympy.Rational(value) for value in values.split())
+    for values in (
+        "7/5 13/11 17/19 23/29 31/37 41/43 47/53 59/61",
+        "19/7 5/13 29/11 3/17 37/23 11/31 43/41 7/47",
+        "-3/7 11/5 -13/17 19/3 -2/23 31/29 -5/37 41/7",
+        "5/3 -7/11 -2/13 17/5 23/19 -3/29 -37/31 13/41",
+    )
+)
+_DIGITS, _AGREEMENT, _MIN_AGREEMENTS = 30, 1e-12, 2
+# What cancels to nothing is evaluated to about 1e-100.
+_ZERO = 1e-60
+
+
+@lru_cache(maxsize=8192)
+def parse_latex(text: str, *, is_complex: bool = False) -> Any:
+    """The sympy object of `text`, or None if it is refused or no LaTeX; never evaluates Python.
+
+    Variables are real; `is_complex`: they are not, and i is the imaginary unit.
+    """
+    if refusal(text):
+        return None
+    try:
+        expression = latex2sympy(
+            _DEGREE.sub(r"^{\\circ}", text),
+            is_real=None if is_complex else True,
+            convert_degrees=True,
+            conversion_config=_KEEP_CASE,
+            normalization_config=_READ_AS_WRITTEN,
+        )
+        return expression.xreplace({sympy.Symbol("i"): sympy.I}) if is_complex else expression
+    except Exception:  # the parser raises Exception itself, and sympy whatever its constructors meet
+        return None
+
+
+def compare_symbolic(answer: str, gold: str) -> Verdict:
+    """Whether two expressions are equal for all values of their variables.
+
+    Expressions are evaluated at a few points, which refutes or, to 12 digits, confirms most pairs without the search
+    of `simplify`; sets, relations, and what has no value are math-verify's, in unbounded time in the worst case.
+    """
+    is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
+    a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
+    if a is None or g is None:
+        return Verdict.UNPARSED
+    try:
+        if isinstance(a, sympy.Expr) and isinstance(g, sympy.Expr):
+            if any(_DECIMAL.search(text) for text in (answer, gold)) and _close(a, g):
+                return Verdict.EQUAL
+            agree = agree_at_points(a, g)
+            if agree is not None:
+                return Verdict.of(agree)
+        return Verdict.of(
+            sympy_expr_eq(g, a, _FLOAT_ROUNDING, _NUMERIC_PRECISION)
+            or sympy_expr_eq(a, g, _FLOAT_ROUNDING, _NUMERIC_PRECISION)
+        )
+    except Exception:  # as above: sympy has no base class of its errors
+        return Verdict.UNPARSED
+
+
+def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
+    """Whether two expressions have the same values; None if too few of them exist."""
+    names = sorted(a.free_symbols | g.free_symbols, key=str)
+    if len(names) > len(_POINTS[0]) or (isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol)):
+        return None
+    agreements = 0
+    for point in _POINTS:
+        values = dict(zip(names, point, strict=False))
+        x, y = (expression.evalf(_DIGITS, subs=values) for expression in (a, g))
+        if not all(v.is_number and v.is_finite for v in (x, y)):
+            continue
+        if abs(x - y) > max(_AGREEMENT * max(abs(x), abs(y)), _ZERO):
+            return False
+        agreements += 1
+        if not names:
+            return True
+    return True if agreements >= _MIN_AGREEMENTS else None
+
+
+def _close(a: Any, g: Any) -> bool:
+    """Within the tolerance, for constants of which one is written with decimals; integers are exact."""
+    values = [sympy.N(x) for x in (a, g) if isinstance(x, sympy.Expr) and x.is_number]
+    if len(values) < 2 or any(x.is_Integer for x in (a, g)) or not all(v.is_real and v.is_finite for v in values):
+        return False
+    return math.isclose(float(values[0]), float(values[1]), rel_tol=REL_TOLERANCE)

@@ -1,0 +1,47 @@
+"""The reward versions 0 to 4 of LUFFY (arXiv:2504.14945)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from megarl.rewards.answers import MODES, last_boxed
+from megarl.rewards.mathematics import gold_answer, judge, judge_either, score_math_verify
+from megarl.rewards.registry import SCORERS, Scorer, reward_of
+from megarl.types import Reward
+
+_THINK_END = "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LuffyVersion:
+    """`needs_thinking`: `</think>` must end the thoughts, and only what follows counts (the prompt opened them)."""
+
+    needs_thinking: bool
+    judge: Literal["boxed", "math_verify"]
+
+
+# Version 1 differs from 0 by its values, which `SOURCES` holds.
+LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
+    0: LuffyVersion(needs_thinking=True, judge="boxed"),
+    1: LuffyVersion(needs_thinking=True, judge="boxed"),
+    2: LuffyVersion(needs_thinking=False, judge="boxed"),
+    3: LuffyVersion(needs_thinking=True, judge="math_verify"),
+    4: LuffyVersion(needs_thinking=False, judge="math_verify"),
+}
+
+
+def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, version: LuffyVersion) -> Reward:
+    """1 if the box after the thoughts (or the answer that math-verify finds there) equals the ground truth, else 0."""
+    gold = gold_answer(ground_truth)
+    if version.needs_thinking and _THINK_END not in response:
+        return reward_of(False, parse_failed=True)
+    solution = response.rpartition(_THINK_END)[2]
+    if version.judge == "math_verify":
+        return score_math_verify(solution, gold, extra_info)
+    return judge(last_boxed(solution, MODES["fix"]), gold, judge_either, MODES["fix"])
+
+
+for _number, _version in LUFFY_VERSIONS.items():
+    _scorer: Scorer = partial(score_luffy, version=_version)
+    SCORERS.register(f"luffy/{_number}")(_scorer)

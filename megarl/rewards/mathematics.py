@@ -1,0 +1,151 @@
+"""Scorers of final answers: by meaning, as strings, as letters, and by math-verify."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from megarl.errors import DataError
+from megarl.rewards.answers import (
+    MAX_ANSWER_CHARS,
+    MODES,
+    AnswerOptions,
+    Verdict,
+    compare_answers,
+    extract_answer,
+    is_equiv,
+    last_boxed,
+    normalise,
+    same_string,
+)
+from megarl.rewards.answers.guard import costly
+from megarl.rewards.registry import SCORERS, Scorer, reward_of
+from megarl.types import Reward
+
+# math-verify warns that nothing limits its time: here the caller does.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+ANSWER_LINE_CHARS = 300
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_LETTER = re.compile(r"[A-Za-z]")
+_LETTER_ALONE = re.compile(r"\W*([A-Za-z])(?![A-Za-z])")
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*$]")
+
+Judge = Callable[[str, str, AnswerOptions], Verdict]
+
+
+def gold_answer(ground_truth: str) -> str:
+    """The ground truth, or what it has in a box. DataError if it is empty or too long to be compared."""
+    boxed = last_boxed(ground_truth, MODES["fix"]) if "boxed" in ground_truth else None
+    gold = (boxed or ground_truth).strip()
+    if not gold or len(gold) > MAX_ANSWER_CHARS:
+        raise DataError(
+            f"ground truth {gold[:60]!r} has {len(gold)} characters, expected an answer of 1 to {MAX_ANSWER_CHARS}"
+        )
+    return gold
+
+
+def judge_meaning(answer: str, gold: str, options: AnswerOptions) -> Verdict:
+    """Equality of what the answers mean."""
+    return compare_answers(answer, gold, options)
+
+
+def judge_string(answer: str, gold: str, options: AnswerOptions) -> Verdict:
+    """Equality of strings: normalised as `doc` and `ref` do, or spelled alike."""
+    if options.textual:
+        return Verdict.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
+    return Verdict.of(same_string(answer, gold))
+
+
+def judge_either(answer: str, gold: str, options: AnswerOptions) -> Verdict:
+    """Equality as strings, else of what they mean."""
+    same = judge_string(answer, gold, options)
+    return same if same is Verdict.EQUAL else judge_meaning(answer, gold, options)
+
+
+def gold_letter(ground_truth: str) -> str:
+    """The only letter of the ground truth; DataError if there is not one."""
+    letters: list[str] = _LETTER.findall(ground_truth)
+    if len(letters) != 1:
+        raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
+    return letters[0]
+
+
+def judge_letter(answer: str, gold: str, options: AnswerOptions) -> Verdict:
+    """The answer's letter, alone or before the text of the choice; `doc` and `ref` take any word's first letter."""
+    found = _LETTER.search(normalise(answer)) if options.textual else _LETTER_ALONE.match(_WRAPPER.sub(" ", answer))
+    letter = found and _LETTER.search(found[0])
+    return Verdict.of(letter[0].upper() == gold.upper()) if letter else Verdict.UNPARSED
+
+
+def judge(answer: str | None, gold: str, judging: Judge, options: AnswerOptions) -> Reward:
+    """The reward of an answer; none, an empty one, and one over 512 characters could not be read."""
+    if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return reward_of(False, parse_failed=True)
+    verdict = judging(answer, gold, options)
+    return reward_of(verdict is Verdict.EQUAL, parse_failed=verdict is Verdict.UNPARSED)
+
+
+def score_answer(
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    judging: Judge,
+    options: AnswerOptions,
+    read_gold: Callable[[str], str] = gold_answer,
+) -> Reward:
+    """1 if the answer that the response states equals the ground truth, else 0."""
+    return judge(extract_answer(response, options), read_gold(ground_truth), judging, options)
+
+
+def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """1 if the last `Answer: …` in the last 300 characters is the ground truth as a normalised string, else 0."""
+    found = _ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
+    answer = found[-1] if found else None
+    boxed = last_boxed(answer, MODES["fix"]) if answer else None
+    return judge(boxed or answer, gold_answer(ground_truth), judge_string, MODES["fix"])
+
+
+@lru_cache(maxsize=8192)
+def _parse_gold(gold: str) -> tuple[Any, ...]:
+    parsed = tuple(parse(rf"\boxed{{{gold}}}", (LatexExtractionConfig(),), parsing_timeout=None))
+    if not parsed:
+        raise DataError(f"ground truth {gold[:60]!r}: math-verify finds no answer in it; score it as scorer=math")
+    return parsed
+
+
+def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
+
+    It is given the last box, or else the last 512 characters, unless they are costly to evaluate.
+    """
+    gold = _parse_gold(gold_answer(ground_truth))
+    text = response.rpartition("</think>")[2]
+    boxed = last_boxed(text, MODES["fix"])
+    text = text[-MAX_ANSWER_CHARS:] if boxed is None else rf"\boxed{{{boxed}}}"
+    if len(boxed or "") > MAX_ANSWER_CHARS or costly(text.replace("**", "^")):
+        return reward_of(False, parse_failed=True)
+    parsed = parse(text, (LatexExtractionConfig(), ExprExtractionConfig()), parsing_timeout=None)
+    correct = bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
+    return reward_of(correct, parse_failed=not parsed)
+
+
+def _register(name: str, judging: Judge, read_gold: Callable[[str], str] = gold_answer) -> None:
+    for mode, options in MODES.items():
+        scorer: Scorer = partial(score_answer, judging=judging, options=options, read_gold=read_gold)
+        SCORERS.register(name if mode == "fix" else f"{name}@{mode}")(scorer)
+
+
+_LAST_NUMBER: Scorer = partial(score_answer, judging=judge_meaning, options=replace(MODES["fix"], last_number=True))
+
+_register("math", judge_meaning)
+_register("strict", judge_string)
+_register("letters", judge_letter, gold_letter)
+SCORERS.register("math/last_number")(_LAST_NUMBER)
+SCORERS.register("answer_line")(score_answer_line)
+SCORERS.register("math_verify")(score_math_verify)

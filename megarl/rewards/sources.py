@@ -1,0 +1,118 @@
+"""Which scorer judges a data source, and what right and wrong are worth there."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.algos.registry import unknown_name
+from megarl.errors import ConfigError
+from megarl.rewards.answers import Mode
+from megarl.rewards.formats import FORMATS
+from megarl.rewards.registry import PARSE_FAILED, SCORERS
+from megarl.types import Reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """How responses to prompts of one data source are scored: wrong + (correct − wrong)·x, x in [0, 1].
+
+    x is what the scorer says, mixed with the format if that has a weight w: (1 − w)·x + w·[the format is right].
+
+    scorer: name in `SCORERS`.
+    correct, wrong: rewards of x = 1 and x = 0.
+    malformed: reward where no answer could be read; None: as `wrong`.
+    mode: how answers are found and compared, of scorers that have modes.
+    format, format_weight: name in `FORMATS`, and w.
+    """
+
+    scorer: str
+    correct: float = 1.0
+    wrong: float = 0.0
+    malformed: float | None = None
+    mode: Mode = "fix"
+    format: str | None = None
+    format_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.correct, self.wrong, self.wrong if self.malformed is None else self.malformed)
+        if not all(math.isfinite(value) for value in values) or self.correct <= self.wrong:
+            raise ConfigError(
+                f"rewards of scorer {self.scorer!r}: got correct={self.correct}, wrong={self.wrong}, "
+                f"malformed={self.malformed}, expected finite numbers with correct > wrong"
+            )
+        if not 0.0 <= self.format_weight < 1.0 or (self.format is None) != (self.format_weight == 0.0):
+            raise ConfigError(
+                f"rewards of scorer {self.scorer!r}: got format={self.format}, format_weight={self.format_weight}, "
+                "expected both or neither, the weight below 1"
+            )
+
+    @property
+    def variant(self) -> str:
+        """Name in `SCORERS` of the scorer in this mode."""
+        return self.scorer if self.mode == "fix" else f"{self.scorer}@{self.mode}"
+
+
+def _each(names: str, spec: SourceSpec) -> dict[str, SourceSpec]:
+    return dict.fromkeys(names.split(), spec)
+
+
+SOURCES: Mapping[str, SourceSpec] = {
+    **_each("hendrycks_math hendrycks_math:train_MATH-500:test math500", SourceSpec(scorer="math", wrong=-1.0)),
+    **_each("hendrycks_math01", SourceSpec(scorer="math")),
+    **_each("amc23 aime2024 aime2025", SourceSpec(scorer="strict", wrong=-1.0)),
+    **_each("gpqa", SourceSpec(scorer="letters")),
+    **_each("codecontests apps codeforces taco", SourceSpec(scorer="code", wrong=-1.0)),
+    **_each("hiyouga/geometry3k", SourceSpec(scorer="math")),
+    **_each("lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500", SourceSpec(scorer="strict")),
+    **_each("math_dapo math_dapo_reasoning", SourceSpec(scorer="answer_line", wrong=-1.0)),
+    **_each(
+        "numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc numina_cn_k12 numina_olympiads",
+        SourceSpec(scorer="math"),
+    ),
+    **_each("luffy/1", SourceSpec(scorer="luffy/1", wrong=-0.5, malformed=-1.0)),
+}
+
+
+def source_spec(data_source: str, **changes: Any) -> SourceSpec:
+    """The specification of a data source, with `changes` of its fields.
+
+    A scorer's name is a data source too, worth 1 and 0. A change of `scorer` starts from that scorer's own values.
+    ConfigError lists the known names if `data_source` is none of them, and the known scorers likewise.
+    """
+    name = changes.get("scorer", data_source)
+    if name not in SOURCES and name not in SCORERS:
+        names = {*SOURCES, *(scorer for scorer in SCORERS if "@" not in scorer)}
+        raise unknown_name("data source", name, names, key="data_source")
+    others = {field: value for field, value in changes.items() if field != "scorer"}
+    spec = replace(SOURCES[name] if name in SOURCES else SourceSpec(scorer=name), **others)
+    SCORERS.get(spec.variant)
+    return spec
+
+
+def score(
+    data_source: str,
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    source: SourceSpec | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Reward:
+    """The reward of `response`, by `source` or by what `SOURCES` says of the data source.
+
+    `arguments` are further ones of the scorer.
+
+    `details["parse_failed"]` is 1 where no answer could be read. ConfigError lists the known sources if `data_source`
+    is none of them; DataError is for a malformed ground truth.
+    """
+    spec = source_spec(data_source) if source is None else source
+    scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
+    reward = scorer(response, ground_truth, extra_info, **(arguments or {}))
+    failed = reward.details.get(PARSE_FAILED, 0.0) == 1.0
+    well_formed = spec.format is not None and FORMATS.get(spec.format)(response)
+    details = {**reward.details, **({} if spec.format is None else {"format": float(well_formed)})}
+    if failed and not well_formed and spec.malformed is not None:
+        return Reward(score=spec.malformed, correct=False, details=details)
+    share = (1.0 - spec.format_weight) * reward.score + spec.format_weight * well_formed
+    return Reward(score=spec.wrong + (spec.correct - spec.wrong) * share, correct=reward.correct, details=details)

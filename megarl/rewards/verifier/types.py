@@ -1,0 +1,103 @@
+"""What goes into a verifier pool and what comes out."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from megarl.types import Reward
+
+Outcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"]
+
+# A scorer sets this detail to 1 when it found no answer that it could read.
+PARSE_FAILED = "parse_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierOptions:
+    """How many workers a pool has, and what a job may take.
+
+    A job's clock starts when a worker begins to execute it. After `soft_limit_s` of CPU time the worker interrupts it;
+    `deadline_s` after its begin the worker is killed. Either way the job has timed out and another worker takes the
+    place of this one.
+    `memory_limit_mib` is the address space that a worker may add to what it had at its start; one that holds more than
+    `recycle_mib` of memory after a job is replaced. Of a longer response a scorer sees the last `max_response_chars`.
+    `num_spares` workers beyond `num_workers` wait, started, for one to be replaced.
+    `preload` names what is imported once, before any worker exists: "module", or "module:function" to also call the
+    function, without arguments. What starts threads cannot be preloaded.
+    """
+
+    num_workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
+    num_spares: int = 1
+    soft_limit_s: float = 1.0
+    deadline_s: float = 3.0
+    memory_limit_mib: int = 1024
+    recycle_mib: int = 384
+    max_response_chars: int = 262_144
+    # Of the first worker, and of the import of a scorer that was not preloaded.
+    start_limit_s: float = 120.0
+    preload: tuple[str, ...] = ("math_verify",)
+
+    def __post_init__(self) -> None:
+        least = {"num_workers": 1, "num_spares": 0, "memory_limit_mib": 64, "recycle_mib": 1, "max_response_chars": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"verifier {name} is {getattr(self, name)}, expected at least {bound}")
+        if not 0 < self.soft_limit_s < self.deadline_s < self.start_limit_s:
+            raise ValueError(
+                f"verifier soft_limit_s is {self.soft_limit_s}, deadline_s {self.deadline_s}, start_limit_s "
+                f"{self.start_limit_s}; expected 0 < soft_limit_s < deadline_s < start_limit_s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierJob:
+    """One response to judge by a scorer: `function(response, ground_truth, extra_info, **arguments)`.
+
+    `function` is "module:function" or "path/file.py:function"; it is imported by the workers, so a new scorer needs no
+    change of the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. What it is called
+    with must be picklable. `data_source` is for messages.
+    """
+
+    data_source: str
+    response: str
+    ground_truth: str
+    function: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of a job, and how long it was executed.
+
+    `reward` is the scorer's, with outcomes "scored" (right or wrong: `reward.correct`) and "parse_failed" (its detail
+    `parse_failed` is not 0); without one, `reason` says in a line why.
+    """
+
+    reward: Reward | None
+    outcome: Outcome
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierStatistics:
+    """Counts of verdicts since the pool was made; `wrong` are those that were scored and are not correct."""
+
+    correct: int = 0
+    wrong: int = 0
+    parse_failed: int = 0
+    timed_out: int = 0
+    crashed: int = 0
+    # Responses of which a scorer saw only the end.
+    shortened: int = 0
+    # Workers that took the place of another one.
+    replaced: int = 0
+    # Of execution, summed over jobs, and of the longest one.
+    seconds: float = 0.0
+    max_seconds: float = 0.0
+
+    @property
+    def jobs(self) -> int:
+        return self.correct + self.wrong + self.parse_failed + self.timed_out + self.crashed

@@ -1,0 +1,7 @@
+"""The inner side: runs in an interpreter of its own that has no packages, so it imports the standard library only.
+
+A launcher (`launch.py`), started once, forks a keeper per program. The keeper enters new namespaces (`namespaces.py`)
+and forks their process 1 (`tasks.py`), which builds a root directory (`root.py`) and forks a child per task. Only that
+child (`program.py`) gives up its rights (`rights.py`, `syscalls.py`) and runs code of the program. A fork of a small
+interpreter that is warm costs a fraction of a new one; Python seeds `random` afresh in each.
+"""

@@ -1,0 +1,67 @@
+"""Watches one child: reads what it writes, bounded, and decides when it has had enough."""
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+_CHUNK = 1 << 16
+_WATCH_S = 0.05
+
+
+class Stream:
+    """The reading end of a pipe. More than `limit` bytes are too many; `keep` says how many of the last to keep."""
+
+    __slots__ = ("_keep", "_limit", "_total", "data", "fd", "is_over")
+
+    def __init__(self, fd: int, *, limit: int, keep: int | None = None) -> None:
+        self.fd = fd
+        self.data = bytearray()
+        self.is_over = False
+        self._limit = limit
+        self._keep = limit if keep is None else keep
+        self._total = 0
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        chunk = os.read(self.fd, _CHUNK)
+        self._total += len(chunk)
+        self.is_over = self._total > self._limit
+        if not self.is_over:
+            self.data += chunk
+            del self.data[: -self._keep]
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """Take the rest of what a dead writer left, and close."""
+        os.set_blocking(self.fd, False)
+        with suppress(BlockingIOError):
+            while not self.is_over and self.read():
+                pass
+        os.close(self.fd)
+
+
+def watch(child: int, streams: Sequence[Stream], *, wall_s: float, is_over_memory: Callable[[], bool]) -> str | None:
+    """Wait for the child to end; None if it did, or which limit it went over. It is not ended here."""
+    deadline = time.monotonic() + wall_s
+    end = os.pidfd_open(child)
+    poll = select.poll()
+    open_streams = {stream.fd: stream for stream in streams}
+    for fd in (end, *open_streams):
+        poll.register(fd, select.POLLIN)
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            ready = {fd for fd, _ in poll.poll(1000 * min(left, _WATCH_S))}
+            for fd in ready - {end}:
+                if not open_streams[fd].read():
+                    poll.unregister(fd)
+            if any(stream.is_over for stream in streams):
+                return "output"
+            if end in ready:
+                return None
+            if is_over_memory():
+                return "memory"
+        return "wall_time"
+    finally:
+        os.close(end)

@@ -1,0 +1,51 @@
+"""How far a program is shut in, and how much it may use."""
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from megarl.errors import ConfigError
+
+MIB = 2**20
+
+
+class Isolation(StrEnum):
+    """`namespaces` refuses to run anything where the kernel does not grant them; `limits_only` is no protection."""
+
+    NAMESPACES = "namespaces"
+    LIMITS_ONLY = "limits_only"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one run of a program may use. Sizes in MiB, times in seconds."""
+
+    cpu_s: int = 5  # Computing.
+    wall_s: float = 15.0  # Of the clock.
+    # Address space of each process, and resident memory of all of them together.
+    memory_mib: int = 1024
+    # Processes and threads.
+    processes: int = 16
+    # Size of one file, and of all files together.
+    files_mib: int = 16
+    # How many files may exist, and how many a process may have open.
+    files: int = 64
+    # Standard output, standard error and the answer, each.
+    output_mib: float = 1.0
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if not getattr(self, entry.name) > 0:
+                raise ConfigError(f"limits.{entry.name}: got {getattr(self, entry.name)}, expected more than 0")
+
+    @property
+    def output_bytes(self) -> int:
+        return int(self.output_mib * MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxOptions:
+    """`import_paths`: directories of packages that programs may import, read-only; the standard library is always."""
+
+    isolation: Isolation = Isolation.NAMESPACES
+    limits: Limits = field(default_factory=Limits)
+    import_paths: tuple[str, ...] = ()

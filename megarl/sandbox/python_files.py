@@ -1,0 +1,40 @@
+"""What of this machine's files a Python needs to import its standard library."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+
+from megarl.errors import ConfigError
+
+_SYSTEM_PREFIX = "/usr"
+# Where libraries lie on systems that do not sort them by machine.
+_PLAIN = ["/lib64", "/usr/lib64", "/usr/lib"]
+
+
+def python_paths(import_paths: Sequence[str]) -> list[str]:
+    """Files and directories to show; what another one contains is left out. ConfigError if one lies in /tmp."""
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    libraries = ["/lib64", "/usr/lib64", f"/lib/{multiarch}", f"/usr/lib/{multiarch}"] if multiarch else _PLAIN
+    wanted = {
+        *(path for path in libraries if os.path.exists(path)),
+        *(path for path in ("/lib",) if os.path.islink(path)),
+        *(path for path in ("/etc/ld.so.cache",) if os.path.exists(path)),
+        sysconfig.get_path("stdlib"),
+        # A virtual environment has none of its own.
+        sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}),
+        *(os.path.realpath(path) for path in import_paths),
+    }
+    # Where Python is not the system's, the libraries that it came with lie beside its own.
+    if sys.base_prefix != _SYSTEM_PREFIX:
+        wanted.add(os.path.join(sys.base_prefix, "lib"))
+    shown: list[str] = []
+    for path in sorted(wanted):
+        if not any(path.startswith(f"{above}/") for above in shown):
+            shown.append(path)
+    if hidden := [path for path in shown if path.startswith("/tmp/")]:
+        raise ConfigError(
+            f"programs in the sandbox need {hidden[0]}, but their own files take the place of /tmp; keep Python and "
+            "rewards.code.sandbox.import_paths elsewhere"
+        )
+    return shown

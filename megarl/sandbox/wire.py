@@ -1,0 +1,36 @@
+"""Messages between the two sides of a sandbox: a JSON object, and byte strings after it."""
+
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+
+
+class Closed(ConnectionError):  # noqa: N818 - the other side is gone, which is how every conversation ends
+    """The other side closed the connection, between or within messages."""
+
+
+def send(connection: socket.socket, header: Mapping[str, Any], *blobs: bytes) -> None:
+    """Send one message; ConnectionError if nobody reads it."""
+    text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
+    connection.sendall(b"".join([_LENGTH.pack(len(text)), text, *blobs]))
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
+    """The next message; Closed if there is none, TimeoutError after the connection's timeout without a byte."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    header = json.loads(_exactly(connection, length))
+    return header, [_exactly(connection, size) for size in header.pop("blobs")]
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        chunk = connection.recv(min(size - len(received), 1 << 20))
+        if not chunk:
+            raise Closed("the connection was closed")
+        received += chunk
+    return bytes(received)

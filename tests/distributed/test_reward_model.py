@@ -1,0 +1,205 @@
+"""A reward model scores as transformers does and trains as plain torch does, in every layout and split."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from megarl.algos.preference import BradleyTerry
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.data.packing import plan_micro_batches
+from megarl.export import weight_specs
+from megarl.parallel.messages import Head, Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.parallel.weights.families import read_model_spec
+from megarl.safetensors_map import create_model_files
+from megarl.types import AlgoState, Row, row_read_at_end
+from megarl.updates import RoleUpdater
+from tests.helpers.checkpoints import VOCAB_SIZE, add_value_head
+from tests.helpers.compare import assert_within
+from tests.helpers.critic_ranks import CriticCase, run_critic
+from tests.helpers.dense_trainer import DenseRewardModel, DenseStep
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.replays import ADAM, LEARNING_RATES, merge
+
+SCORE = 1e-5
+LOSS = 1e-5
+GRAD_NORM_RELATIVE = 1e-4
+WEIGHT = 1e-6
+# Both of a pair, and not all pairs at once.
+MICRO_BATCH_TOKENS = 90
+
+Pools: TypeAlias = Callable[[int], RankPool]
+
+LAYOUTS = {
+    "tp1": LayoutConfig(),
+    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
+    "pp2": LayoutConfig(pp=2),
+    "cp2": LayoutConfig(cp=2),
+    "dp2": LayoutConfig(dp=2),
+    "tp2": LayoutConfig(tp=2),
+    "pp2 vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True),
+    "tp2-sp cp2": LayoutConfig(tp=2, sequence_parallel=True, cp=2),
+    "pp2 dp2": LayoutConfig(pp=2, dp=2),
+}
+
+
+def of_layouts(*short: str) -> list[object]:
+    """All layouts; those that are not named are long tests."""
+    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_value_head(checkpoint(tied=False, num_layers=4), tmp_path_factory.mktemp("reward"))
+
+
+def conversations(count: int) -> list[np.ndarray]:
+    """Token ids without the padding token, from a single one to dozens."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, VOCAB_SIZE, length) for length in (1, *rng.integers(2, 40, count - 1))]
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[Row]:
+    """The chosen of seven pairs, with margins, and the rejected."""
+    tokens, margins = conversations(14), (0.0, 0.5, -0.3, 0.0, 1.0, 0.2, 0.0)
+    return [
+        row_read_at_end(f"pair:{i % 7}", i // 7, ids, margin=margins[i] if i < 7 else 0.0)
+        for i, ids in enumerate(tokens)
+    ]
+
+
+def role(path: Path, layout: LayoutConfig, *, trainable: bool = True, micro_batch_tokens: int = 90) -> RoleSpec:
+    optimizer = OptimizerConfig(
+        betas=ADAM.betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay, clip_grad_norm=ADAM.clip_grad_norm
+    )
+    settings = ActorConfig(layout=layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
+    model = ModelConfig(path=str(path), dtype="float32")
+    return RoleSpec(role=Role.REWARD, model=model, settings=settings, head=Head.SCALAR, trainable=trainable)
+
+
+def padded_scores(path: Path, tokens: Sequence[np.ndarray]) -> np.ndarray:
+    """What transformers says of all at once, padded on the right."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    assert model.config.num_labels == 1
+    ids = torch.full((len(tokens), max(map(len, tokens))), model.config.pad_token_id)
+    for i, own in enumerate(tokens):
+        ids[i, : len(own)] = torch.from_numpy(own)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=ids != model.config.pad_token_id).logits[:, 0].numpy()
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "row by row"])
+@pytest.mark.parametrize("name", of_layouts("tp1", "tp2-sp"))
+def test_scores_are_those_of_transformers(rank_pool: Pools, model: Path, name: str, packed: bool) -> None:
+    layout, tokens = LAYOUTS[name], conversations(12)
+    rows = [row_read_at_end("r", i, ids) for i, ids in enumerate(tokens)]
+    lengths, multiple = [row.num_tokens for row in rows], layout.pp if layout.virtual_pp > 1 else 1
+    plan = plan_micro_batches(lengths, layout.dp, 150 if packed else max(lengths), multiple=multiple)
+    if not packed and layout.dp == 1:
+        plan = [[[i] for i in range(len(rows))]]
+    case = CriticCase(critic=role(model, layout, trainable=False), rows=rows, micro_batches=plan, requests=(), files=())
+    outcomes = rank_pool(layout.world_size).run(run_critic, case)
+    scored = merge([o.scored.scores["values"] for o in outcomes if o.scored is not None], len(rows))
+    expected = padded_scores(model, tokens)
+    assert expected.std() > 1000 * SCORE
+    assert_within("scores", np.concatenate(scored), expected, atol=SCORE)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Ranks that answer nothing and keep what they were asked."""
+
+    plan: list[list[list[int]]] = field(default_factory=list)
+    requests: list[UpdateRequest] = field(default_factory=list)
+    rows: Sequence[Row] = ()
+
+    def update(self, rows: Sequence[Row], plan: list[list[list[int]]], request: UpdateRequest) -> UpdateResult:
+        self.rows, self.plan = rows, plan
+        self.requests.append(request)
+        return UpdateResult(metrics={}, before={i: np.zeros(1, np.float32) for i in range(len(rows))})
+
+
+def training_case(spec: RoleSpec, pairs: Sequence[Row], directory: Path) -> CriticCase:
+    """Two steps as the trainer asks for them, but for their rates."""
+    recorder = Recorder()
+    updater = RoleUpdater(recorder, spec, BradleyTerry(), total_steps=2)  # type: ignore[arg-type]
+    for step in range(2):
+        updater.update(pairs, AlgoState(), step=step, paired=True)
+    specs = weight_specs(read_model_spec(spec.model.path), "float32", Head.SCALAR)
+    return CriticCase(
+        critic=spec,
+        rows=recorder.rows,
+        micro_batches=recorder.plan,
+        requests=[
+            UpdateRequest(
+                role=asked.role,
+                step=asked.step,
+                objective=asked.objective,
+                state=asked.state,
+                denominators=asked.denominators,
+                temperature=asked.temperature,
+                lr=lr,
+            )
+            for asked, lr in zip(recorder.requests, LEARNING_RATES, strict=True)
+        ],
+        files=[[str(file) for file in create_model_files(directory / str(step), specs)] for step in range(2)],
+    )
+
+
+def expected_metrics(step: DenseStep) -> Mapping[str, float]:
+    scores = np.concatenate(step.before)
+    chosen, rejected = scores[:7], scores[7:]
+    return {
+        "loss": step.loss,
+        "accuracy": float((chosen > rejected).mean()),
+        "margin": float((chosen - rejected).mean()),
+        "score_chosen": float(chosen.mean()),
+        "score_rejected": float(rejected.mean()),
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(model: Path, pairs: list[Row]) -> list[DenseStep]:
+    trainer = DenseRewardModel(model, ADAM)
+    steps = [trainer.step(pairs, lr) for lr in LEARNING_RATES]
+    accuracy = expected_metrics(steps[0])["accuracy"]
+    assert 0 < accuracy < 1
+    assert steps[0].grad_norm > ADAM.clip_grad_norm
+    return steps
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [90, 1000], ids=["split", "whole"])
+@pytest.mark.parametrize("name", of_layouts("tp1", "tp2-sp", "pp2", "dp2"))
+def test_every_layout_trains_as_plain_torch(
+    rank_pool: Pools,
+    model: Path,
+    pairs: list[Row],
+    dense: list[DenseStep],
+    tmp_path: Path,
+    name: str,
+    micro_batch_tokens: int,
+) -> None:
+    layout = LAYOUTS[name]
+    case = training_case(role(model, layout, micro_batch_tokens=micro_batch_tokens), pairs, tmp_path)
+    assert micro_batch_tokens > 90 or all(len(batches) > 1 for batches in case.micro_batches)
+    outcomes = [o for o in rank_pool(layout.world_size).run(run_critic, case) if o.scored is not None]
+    assert len(outcomes) == layout.dp
+    for number, (step, (file,)) in enumerate(zip(dense, case.files, strict=True)):
+        results = [outcome.updates[number] for outcome in outcomes]
+        got = {k.removeprefix("reward_model/"): v for k, v in results[0].metrics.items()}
+        for metric, value in expected_metrics(step).items():
+            assert_within(metric, got[metric], value, atol=LOSS)
+        assert_within("grad norm", got["grad_norm"], step.grad_norm, atol=GRAD_NORM_RELATIVE * step.grad_norm)
+        before = merge([result.before for result in results], len(pairs))
+        assert_within("scores", np.concatenate(before), np.concatenate(step.before), atol=SCORE)
+        weights = load_file(file)
+        assert weights.keys() == step.weights.keys()
+        worst = max((w.double() - step.weights[n]).abs().max().item() for n, w in weights.items())
+        assert_within("weights", worst, 0.0, atol=WEIGHT)

@@ -1,0 +1,67 @@
+"""A reward model from pairs to rewards: trained, continued under another layout, exported, and a policy's judge."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import TaskFiles
+from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
+from megarl.metrics import RolloutRecord, RunPaths, read_metrics, read_rollouts
+from tests.e2e.cli_run import run_to_end
+from tests.e2e.support import REPOSITORY, RUN_FILE, SMALL
+from tests.helpers.checkpoints import make_checkpoint
+
+REWARD_FILE = REPOSITORY / "configs" / "run" / "sums-reward.yaml"
+# As in tests of scores; texts go through tokens again.
+SCORE = 1e-5
+
+
+def scores(model: Path, records: list[RolloutRecord]) -> dict[int, float]:
+    """What transformers says of recorded rollouts, by their place; of those whose text gives the same tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    judge = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    found = {}
+    for i, record in enumerate(records):
+        ids = tokenizer(record.prompt + record.response, add_special_tokens=False)["input_ids"]
+        if len(ids) != record.num_prompt_tokens + record.num_response_tokens:
+            continue  # Bytes that are no text.
+        if record.finish_reason == "stop":
+            ids += tokenizer("\n")["input_ids"]
+        with torch.no_grad():
+            found[i] = judge(torch.tensor([ids])).logits[0, 0].item()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_from_pairs_to_rewards(tmp_path: Path, sums: TaskFiles) -> None:
+    base = make_checkpoint(tmp_path / "base", tied=True)
+    pairs = generate_preferences(TASKS.get("sums"), tmp_path, PreferenceConfig(num_train=64, num_val=16))
+    where = [f"run.dir={tmp_path}", f"model.path={base}"]
+    data = [f"train_reward.train=[{pairs.train}]", f"train_reward.val=[{pairs.val}]", "train_reward.batch_size=8"]
+    small = [*SMALL, "actor.optimizer.schedule=constant", "train_reward.val_every_steps=2", *where, *data]
+    two_ranks = ["actor.layout.dp=2", "train_reward.total_steps=2"]
+    for settings in (two_ranks, ["actor.layout.dp=1", "train_reward.total_steps=4", "--resume"]):
+        printed = run_to_end(tmp_path / "cwd", "train-reward", str(REWARD_FILE), *small, *settings)
+    assert "validation on 16 pairs: accuracy" in printed
+    judge = RunPaths(tmp_path / "reward-model")
+    trained = read_metrics(judge.metrics)
+    assert [record.step for record in trained if "reward_model/loss" in record.metrics] == [1, 2, 3, 4]
+    assert [record.step for record in trained if "val/reward_model/accuracy" in record.metrics] == [0, 2, 4]
+    assert judge.report_html.is_file()
+
+    prompts = [f"data.train=[{sums.train}]", "data.val=[]", "run.name=judged", "trainer.total_steps=2"]
+    rollouts = ["trainer.prompts_per_step=4", "rollout.num_samples=4", "logging.rollout_every_steps=1"]
+    # Roles of their own layouts, moved to the host and back.
+    judged = ["rewards.manager=model", f"reward_model.model_path={judge.export}", "placement.offload=true"]
+    alone = ["reward_model.layout={dp: 2}"]
+    run_to_end(tmp_path / "cwd", "train", str(RUN_FILE), *SMALL, *where, *prompts, *rollouts, *judged, *alone)
+    paths = RunPaths(tmp_path / "judged")
+    for step in (1, 2):
+        records = read_rollouts(paths.rollouts(step))
+        expected = scores(judge.export, records)
+        assert len(expected) > len(records) / 4
+        assert {i: records[i].reward for i in expected} == pytest.approx(expected, abs=SCORE)

@@ -1,0 +1,39 @@
+"""Jobs of the scorers in tests.helpers.hostile_scorers, and the processes of a pool."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.rewards.verifier import Verdict, VerifierJob
+
+SCORERS = "tests.helpers.hostile_scorers"
+
+
+def job(scorer: str, response: str = "a", ground_truth: str = "a", **extra_info: str) -> VerifierJob:
+    return VerifierJob(
+        data_source="test",
+        response=response,
+        ground_truth=ground_truth,
+        function=f"{SCORERS}:{scorer}",
+        extra_info=extra_info,
+    )
+
+
+def details_of(verdict: Verdict) -> dict[str, Any]:
+    """Of the scorer `process`: `pid` is the worker's, `parent` the fork server's."""
+    assert verdict.reward is not None
+    return dict(verdict.reward.details)
+
+
+def wait_for_end(pid: int, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,162 @@
+"""What belongs together under `rewards`, and the message of what does not."""
+
+from typing import Any
+
+import pytest
+
+from megarl.config.check import check_serve_reward, check_train
+from megarl.config.check_rewards import check_group_scores, check_rewards
+from megarl.config.load import from_dict
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from tests.unit.config.test_check import VALID, config
+
+URLS = ["http://judge:8000/get_reward"]
+RULE = {"manager": "rule"}
+
+
+def rewards(**section: Any) -> Config:
+    return from_dict(Config, {"rewards": section})
+
+
+def hybrid(parts: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"manager": "hybrid", "hybrid": {"parts": parts}, **others}
+
+
+def message(**section: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(rewards(**section))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"manager": "remote", "remote": {"urls": URLS}},
+        {"manager": "remote", "remote": {"urls": URLS, "on_error": "value", "value": -1}},
+        {"custom": {"path": "mine.py"}, "sources": {"a": {"scorer": "gpqa", "wrong": -1}}},
+        hybrid({"right": RULE, "style": {"manager": "remote", "weight": 0.2, "urls": URLS}}),
+        hybrid(
+            {"rule": RULE, "a": {"manager": "remote", "transform": "clip", "clip": [-1, 1]}},
+            remote={"urls": URLS},
+        )
+        | {"sources": {"q/r": {"scorer": "strict"}}},
+    ],
+)
+def test_sound_sections(section: dict[str, Any]) -> None:
+    check_rewards(rewards(**section))
+    check_serve_reward(rewards(**section))
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"verifier": {"soft_limit_s": 5, "hard_limit_s": 5}},
+            "rewards.verifier.hard_limit_s: got 5.0, expected more than rewards.verifier.soft_limit_s=5.0",
+        ),
+        ({"custom": {"path": "mine"}}, "rewards.custom.path: got 'mine', expected a Python file (.py)"),
+        (
+            {"custom": {"path": "mine.py"}, "sources": {"a": {"wrong": -1}}},
+            "rewards.sources.a: says how a scorer judges this source, but rewards.custom.path judges it",
+        ),
+        ({"hybrid": {"parts": {"rule": RULE}}}, "rewards.hybrid: is set, but rewards.manager=rule does not read it"),
+        ({"manager": "hybrid"}, "rewards.hybrid.parts: is empty, but rewards.manager=hybrid"),
+        (
+            hybrid({"a": {**RULE, "transform": "clip"}}),
+            "rewards.hybrid.parts.a.clip: is not set, but rewards.hybrid.parts.a.transform=clip",
+        ),
+        (
+            hybrid({"a": {**RULE, "clip": [0, 1]}}),
+            "rewards.hybrid.parts.a.clip: got [0.0, 1.0], but rewards.hybrid.parts.a.transform=identity",
+        ),
+        (
+            hybrid({"a": {**RULE, "transform": "clip", "clip": [1, 1]}}),
+            "rewards.hybrid.parts.a.clip: got [1.0, 1.0], expected [low, high] with low < high",
+        ),
+        (
+            hybrid({"a": {**RULE, "urls": URLS}}),
+            "rewards.hybrid.parts.a.urls: are set, but rewards.hybrid.parts.a.manager=rule calls no service",
+        ),
+        (
+            hybrid({"a": RULE, "b": RULE}),
+            "rewards.hybrid.parts: a and b both have manager=rule, of which a run has one; merge them",
+        ),
+        (
+            hybrid({"rule": {"manager": "model"}}),
+            "rewards.hybrid.parts.rule.manager: got 'model', but rule is the rule's name in metrics; rename it",
+        ),
+        (
+            {"manager": "hybrid", "hybrid": {"parts": {"a": RULE}, "routes": {"q": []}}},
+            "rewards.hybrid.routes.q: is empty, so nobody would judge this source",
+        ),
+        (
+            {"manager": "hybrid", "hybrid": {"parts": {"a": RULE}, "routes": {"q": ["b"]}}},
+            "rewards.hybrid.routes.q: got 'b', expected parts of rewards.hybrid.parts: a",
+        ),
+        (
+            {"manager": "hybrid", "hybrid": {"parts": {"a": RULE}, "routes": {"q": ["a", "a"]}}},
+            "rewards.hybrid.routes.q: got ['a', 'a'], expected each part once",
+        ),
+        ({"manager": "remote"}, "rewards.remote.urls: is empty, but rewards.manager=remote; list reward services"),
+        (
+            hybrid({"judge": {"manager": "remote"}}),
+            "rewards.remote.urls: is empty, but rewards.hybrid.parts.judge.manager=remote",
+        ),
+        ({"remote": {"urls": URLS}}, "rewards.remote.urls: is set, but nothing asks these services"),
+        (
+            {"manager": "remote", "remote": {"urls": URLS, "on_error": "value"}},
+            "rewards.remote.value: is not set, but rewards.remote.on_error=value",
+        ),
+        (
+            {"manager": "remote", "remote": {"urls": URLS, "value": 0}},
+            "rewards.remote.value: got 0.0, but rewards.remote.on_error=drop_rows",
+        ),
+        (
+            {"manager": "remote", "remote": {"urls": ["judge:8000"]}},
+            "rewards.remote.urls: got 'judge:8000', expected http://host:port/path, or https",
+        ),
+        (
+            {"manager": "remote", "remote": {"urls": ["http://judge:x/"]}},
+            "rewards.remote.urls: got 'http://judge:x/', expected http://host:port/path, or https",
+        ),
+        (
+            hybrid({"a": {"manager": "remote", "urls": ["ftp://judge/"]}}),
+            "rewards.hybrid.parts.a.urls: got 'ftp://judge/'",
+        ),
+    ],
+)
+def test_unsound_sections(section: dict[str, Any], expected: str) -> None:
+    assert expected in message(**section)
+
+
+def test_group_scores_need_groups() -> None:
+    parts = {"rule": {**RULE, "transform": "group_zscore"}}
+    tree = {"rewards": hybrid(parts), "rollout": {"num_samples": 1}}
+    with pytest.raises(ConfigError, match=r"parts.rule.transform: got 'group_zscore' with rollout.num_samples=1"):
+        check_group_scores(from_dict(Config, tree))
+    check_group_scores(from_dict(Config, {"rewards": hybrid(parts)}))
+
+
+def test_training_checks_its_rewards() -> None:
+    assert VALID
+    with pytest.raises(ConfigError, match=r"rewards.remote.urls: is empty"):
+        check_train(config(rewards__manager="remote"))
+
+
+def test_names_are_the_users_and_their_settings_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'rewards.sources.gsm8k.rong'; did you mean '.*gsm8k.wrong"):
+        rewards(sources={"gsm8k": {"rong": 0}})
+    with pytest.raises(ConfigError, match=r"rewards.hybrid.parts.a.manager: is missing"):
+        rewards(hybrid={"parts": {"a": {}}})
+    with pytest.raises(ConfigError, match=r"rewards.sources: got \[\] \(list\), expected a mapping from names to"):
+        rewards(sources=[])
+
+
+def test_numbers_of_named_sections_have_ranges() -> None:
+    with pytest.raises(ConfigError, match=r"rewards.hybrid.parts.a.weight: got 0.0, expected not 0"):
+        check_serve_reward(rewards(**hybrid({"a": {**RULE, "weight": 0}})))
+    with pytest.raises(ConfigError, match=r"rewards.sources.q.format_weight: got 1.0, expected in \[0, 1\)"):
+        check_serve_reward(rewards(sources={"q": {"format_weight": 1}}))

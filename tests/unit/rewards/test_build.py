@@ -1,0 +1,93 @@
+"""From the section `rewards` to judges: who is asked about what, and what is refused before a run starts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megarl.config.load import from_dict
+from megarl.config.rewards import RewardsConfig
+from megarl.errors import ConfigError
+from megarl.rewards.build import open_panel
+from megarl.rewards.hybrid import Summand
+from megarl.rewards.judge import Judging
+from megarl.rewards.manager import RULE
+from megarl.rewards.remote import RemoteJudge
+from megarl.rewards.routes import check_sources, route_of, summands_of, without_training
+
+URL = "http://127.0.0.1:9/get_reward"
+HYBRID: Mapping[str, Any] = {
+    "manager": "hybrid",
+    "hybrid": {
+        "parts": {
+            "right": {"manager": "rule", "weight": 2.0},
+            "style": {"manager": "remote", "urls": [URL + "/style"], "transform": "clip", "clip": [-1, 1]},
+            "taste": {"manager": "model"},
+        },
+        "routes": {"openai/gsm8k": ["right"], "poems": ["taste", "style"]},
+    },
+}
+
+
+def section(**changes: Any) -> RewardsConfig:
+    return from_dict(RewardsConfig, changes, "rewards")
+
+
+class Model:
+    """Stands in for a reward model."""
+
+    def begin(self) -> Judging:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def test_the_rule_has_one_name() -> None:
+    rewards = section(**HYBRID)
+    assert summands_of(rewards) == {
+        RULE: Summand(weight=2.0),
+        "style": Summand(transform="clip", clip=(-1.0, 1.0)),
+        "taste": Summand(),
+    }
+    assert route_of(rewards, "openai/gsm8k") == (RULE,)
+    assert route_of(rewards, "poems") == ("taste", "style")
+    assert route_of(rewards, "other") == (RULE, "style", "taste")
+    assert (summands_of(section()), route_of(section(), "poems")) == ({RULE: Summand()}, (RULE,))
+
+
+def test_only_judges_that_are_asked_are_started() -> None:
+    model = Model()
+    panel = open_panel(section(**HYBRID), ["poems"], model=model)
+    assert panel.judges["taste"] is model
+    assert set(panel.judges) == set(panel.summands) == {"taste", "style"}
+    style = panel.judges["style"]
+    assert isinstance(style, RemoteJudge)
+    assert (style.urls, style.name) == ((URL + "/style",), "style")
+    style.close()
+    assert panel.asked("poems") == ["taste", "style"]
+
+
+def test_the_rule_decides_what_is_correct_of_sources_that_it_knows() -> None:
+    panel = open_panel(section(manager="model"), ["openai/gsm8k", "poems"], model=Model())
+    assert panel.asked("openai/gsm8k") == ["model", RULE]
+    assert panel.asked("poems") == ["model"]
+    panel.judges[RULE].close()
+
+
+def test_where_nothing_is_trained_the_rule_judges_if_it_can() -> None:
+    rewards = section(**HYBRID)
+    assert without_training(rewards, ["openai/gsm8k"]).manager == "rule"
+    assert without_training(rewards, ["openai/gsm8k", "poems"]) is rewards
+    with pytest.raises(ConfigError, match=r"rewards.manager: a reward model judges samples only while a run trains"):
+        open_panel(section(manager="model"), ["poems"])
+
+
+def test_unknown_sources_are_refused_where_the_rule_is_asked() -> None:
+    check_sources(section(**HYBRID), ["openai/gsm8k", "poems"])
+    check_sources(section(manager="remote", remote={"urls": [URL]}), ["poems"])
+    for rewards in (section(), section(**HYBRID)):
+        with pytest.raises(ConfigError, match="unknown data source 'chess'"):
+            check_sources(rewards, ["chess"])
+    with pytest.raises(ConfigError, match=r"correct=1.0, wrong=2.0.*expected finite numbers with correct > wrong"):
+        check_sources(section(sources={"gpqa": {"wrong": 2}}), [])

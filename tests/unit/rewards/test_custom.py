@@ -1,0 +1,69 @@
+"""Reward functions from a file."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import ConfigError, RunError
+from megarl.rewards import Scorer, load_reward_function
+
+SIGNATURE = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+
+
+def load(tmp_path: Path, text: str) -> Scorer:
+    path = tmp_path / "reward.py"
+    path.write_text(text, encoding="utf-8")
+    return load_reward_function(path, data_source="mine")
+
+
+def test_a_number_is_a_score(tmp_path: Path) -> None:
+    scorer = load(tmp_path, SIGNATURE + "    return 0.5 if ground_truth in solution_str else -1\n")
+    assert (scorer("it is 5", "5", {}).score, scorer("it is 5", "5", {}).correct) == (0.5, True)
+    assert (scorer("it is 6", "5", {}).score, scorer("it is 6", "5", {}).correct) == (-1.0, False)
+
+
+def test_a_mapping_has_accuracy_and_metrics(tmp_path: Path) -> None:
+    scorer = load(
+        tmp_path, SIGNATURE + "    return {'score': 0.2, 'acc': False, 'length': len(extra_info), data_source: 1}\n"
+    )
+    reward = scorer("", "", {"a": 1, "b": 2})
+    assert (reward.score, reward.correct, reward.details) == (0.2, False, {"length": 2.0, "mine": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef compute_score(:\n", r"reward\.py:2: "),
+        ("x = 1\ny = 1 / 0\n", r"reward\.py:2: ZeroDivisionError: division by zero"),
+        ("def other():\n    pass\n", r"reward\.py: has no function 'compute_score'; expected def compute_score\("),
+        (
+            "\ndef compute_score(a, b):\n    pass\n",
+            r"reward\.py:2: compute_score: .*expected \(data_source, solution_str",
+        ),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.py: no such file"):
+        load_reward_function(tmp_path / "none.py", data_source="mine")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    helper = {}\n    return helper['x']\n", r"reward\.py:3: KeyError: 'x'"),
+        ("    import json\n    return json.loads('{')\n", r"reward\.py:3: JSONDecodeError"),
+        ("    return 'good'\n", r"reward\.py:1: returned good, expected a finite number"),
+        ("    return float('nan')\n", r"reward\.py:1: returned nan, expected a finite number"),
+        ("    return None\n", r"reward\.py:1: returned None, expected a finite number"),
+        ("    return {'acc': 1}\n", r"with 'score' among them"),
+    ],
+)
+def test_calls_that_fail(tmp_path: Path, body: str, message: str) -> None:
+    scorer = load(tmp_path, SIGNATURE + body)
+    with pytest.raises(RunError, match=message):
+        scorer("", "", {})

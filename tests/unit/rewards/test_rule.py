@@ -1,0 +1,155 @@
+"""The rule in a real pool: scorers by the configuration, files of users, and what a verdict without reward is worth."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig, VerifierConfig
+from megarl.errors import ConfigError, DataError, RunError
+from megarl.rewards.rule import Question, RuleJudge, Rules, outcome_of
+from megarl.rewards.verifier import Verdict
+from megarl.types import DROPPED, Reward
+from tests.helpers.reward_items import item
+
+FILE = """
+import time
+
+def reward_func(queries, prompts, labels, **kwargs):
+    import numpy as np
+    texts = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    if texts == ["hang"]:
+        time.sleep(60)
+    if texts == ["fail"]:
+        raise KeyError("no such thing")
+    if texts == ["odd"]:
+        return {"rewards": np.asarray([1.0, 2.0])}
+    right = [float(text == label) for text, label in zip(texts, labels)]
+    return {
+        "rewards": np.asarray(right) * 10 - 5,
+        "scores": right,
+        "extra_logs": {"chars": np.asarray([len(t) for t in texts]), "index": [kwargs["extra_info"][0]["index"]]},
+    }
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), "acc": solution_str == ground_truth, "index": extra_info["index"]}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("custom") / "mine.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def judge(file: str) -> Iterator[RuleJudge]:
+    cfg = RewardsConfig(
+        custom=CustomConfig(path=file),
+        sources={
+            "sums": SourceConfig(scorer="megarl/sums", wrong=-2.0, correct=3.0),
+            "count": SourceConfig(scorer="megarl/countdown"),
+            "programs": SourceConfig(scorer="apps", wrong=0.0),
+        },
+        verifier=VerifierConfig(workers=1, soft_limit_s=0.5, hard_limit_s=1.0),
+    )
+    opened = RuleJudge(cfg)
+    yield opened
+    opened.close()
+
+
+def ask(judge: RuleJudge, source: str, response: str, truth: str) -> tuple[Reward, str]:
+    question = Question(data_source=source, prompt="?", response=response, ground_truth=truth, extra_info={"index": 7})
+    verdict = judge.submit(question).result(timeout=60)
+    return judge.rules.reward(source, verdict), outcome_of(verdict)
+
+
+def test_a_source_is_judged_and_paid_as_configured(judge: RuleJudge) -> None:
+    assert ask(judge, "sums", "#### 8", "8")[0].score == 3.0
+    reward, outcome = ask(judge, "sums", "#### 9", "8")
+    assert (reward.score, reward.correct, outcome) == (-2.0, False, "wrong")
+
+
+def test_a_file_judges_every_other_source(judge: RuleJudge) -> None:
+    """OpenRLHF's kind: it gets prompt + response, and its scores say what is correct."""
+    reward, outcome = ask(judge, "poems", "rose", "rose")
+    assert reward == Reward(score=5.0, correct=True, details={"chars": 4.0, "index": 7.0})
+    assert outcome == "correct"
+    assert ask(judge, "poems", "lily", "rose")[0] == Reward(
+        score=-5.0, correct=False, details={"chars": 4.0, "index": 7.0}
+    )
+
+
+def test_a_file_that_fails_is_an_error_and_one_that_hangs_leaves_no_reward(judge: RuleJudge) -> None:
+    with pytest.raises(RunError, match=r"mine.py:10: KeyError: 'no such thing'"):
+        ask(judge, "poems", "fail", "rose")
+    with pytest.raises(RunError, match=r"mine.py: the reward function returned for one row: rewards: got 2 numbers"):
+        ask(judge, "poems", "odd", "rose")
+    # What wrong is worth only the file knows.
+    assert ask(judge, "poems", "hang", "rose") == (DROPPED, "timed_out")
+
+
+def test_programs_have_a_pool_of_their_own(judge: RuleJudge) -> None:
+    tests = json.dumps({"inputs": ["1\n", "4\n"], "outputs": ["2\n", "5\n"]})
+    right = "```python\nprint(int(input()) + 1)\n```"
+    assert ask(judge, "programs", right, tests)[0].score == 1.0
+    assert ask(judge, "programs", right.replace("+", "-"), tests)[0].score == 0.0
+
+
+def test_a_malformed_ground_truth_names_the_sample(judge: RuleJudge) -> None:
+    judging = judge.begin()
+    judging.add(item("q", "<answer>1</answer>", "8", source="count"))
+    with pytest.raises(DataError, match="sample q/0: countdown ground truth is '8'"):
+        judging.finish()
+
+
+def test_outcomes_are_counted_apart(judge: RuleJudge) -> None:
+    judging = judge.begin()
+    for response, label in (("#### 8", "8"), ("#### 9", "8"), ("eight", "8"), ("#### 8", "8")):
+        judging.add(item("q", response, label, source="sums"))
+    judged = judging.finish()
+    assert [reward.score for reward in judged.rewards] == [3.0, -2.0, -2.0, 3.0]
+    fractions = {name: tally.value for name, tally in judged.tallies.items() if name.endswith("_frac")}
+    del fractions["reward/early_frac"]
+    assert fractions == {
+        "reward/wrong_frac": 0.25,
+        "reward/parse_failed_frac": 0.25,
+        "reward/timeout_frac": 0.0,
+        "reward/crashed_frac": 0.0,
+    }
+
+
+def test_an_answer_that_took_too_long_is_wrong() -> None:
+    rules = Rules(RewardsConfig(sources={"math500": SourceConfig(wrong=-0.5)}))
+    late = Verdict(reward=None, outcome="timed_out", seconds=2.0)
+    assert rules.reward("math500", late) == Reward(score=-0.5, correct=False)
+    # The range of the source's own scorer.
+    assert Rules(RewardsConfig()).reward("math500", late) == Reward(score=-1.0, correct=False)
+
+
+def test_which_sources_there_is_a_rule_for(file: str) -> None:
+    rules = Rules(RewardsConfig(sources={"mine": SourceConfig(scorer="gpqa")}))
+    assert [rules.knows(source) for source in ("mine", "gpqa", "megarl/sums", "poems")] == [True, True, True, False]
+    with pytest.raises(ConfigError, match="unknown data source 'poems'"):
+        rules.spec("poems")
+    assert Rules(RewardsConfig(custom=CustomConfig(path=file))).knows("poems")
+
+
+def test_verls_kind_of_function(file: str) -> None:
+    cfg = RewardsConfig(custom=CustomConfig(path=file, name="compute_score"), verifier=VerifierConfig(workers=1))
+    judge = RuleJudge(cfg)
+    try:
+        assert ask(judge, "poems", "rose", "rose")[0] == Reward(score=4.0, correct=True, details={"index": 7.0})
+    finally:
+        judge.close()
+
+
+def test_paths_are_relative_to_the_working_directory(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(file).parent)
+    judge = RuleJudge(RewardsConfig(custom=CustomConfig(path="mine.py"), verifier=VerifierConfig(workers=1)))
+    try:
+        assert ask(judge, "poems", "rose", "rose")[0].correct
+    finally:
+        judge.close()

@@ -1,0 +1,166 @@
+"""`megarl serve-reward`: the format on a socket, its limits, and how it ends."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from megarl.cli import main
+from megarl.config.rewards import RemoteConfig, RewardsConfig
+from megarl.rewards.remote import RemoteJudge
+from megarl.rewards.rule import Question, Rules
+from megarl.rewards.serve import PATH, RewardService, ServeOptions, encode_reply
+from megarl.rewards.verifier import Verdict
+from megarl.types import Reward
+from tests.helpers.reward_items import item
+
+BODY = {"query": ["?#### 4", "?#### 5", "?four"], "prompts": ["?"] * 3, "labels": ["4"] * 3}
+FILE = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(1.5)
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL. Source `slow` is judged by a file that takes 1.5 s."""
+    directory = tmp_path_factory.mktemp("service")
+    (directory / "slow.py").write_text(FILE)
+    settings = [
+        "rewards.custom={path: slow.py, name: compute_score}",
+        "rewards.sources={openai/gsm8k: {scorer: openai/gsm8k, wrong: -1}}",
+        "rewards.verifier.workers=1",
+    ]
+    command = [str(Path(sys.executable).with_name("megarl")), "serve-reward", "--port", "0", "--max-rows", "4"]
+    process = subprocess.Popen(
+        [*command, "--data-source", "openai/gsm8k", *settings], cwd=directory, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    found = re.match(r"rewards at (\S+),", process.stdout.readline())
+    try:
+        assert found is not None
+        yield process, found.group(1)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def post(url: str, body: Any) -> httpx.Response:
+    return httpx.post(url, json=body, timeout=60.0, trust_env=False)
+
+
+def test_answers(service: tuple[subprocess.Popen[str], str]) -> None:
+    """Also to clients that send no data source."""
+    answer = post(service[1], BODY)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "rewards": [1.0, -1.0, -1.0],
+        "scores": [1.0, 0.0, 0.0],
+        "extra_logs": {"parse_failed": [0.0, 0.0, 1.0], "timed_out": [0.0] * 3, "crashed": [0.0] * 3},
+    }
+
+
+def test_it_is_what_a_run_asks(service: tuple[subprocess.Popen[str], str]) -> None:
+    judge = RemoteJudge(RemoteConfig(urls=(service[1],)), (service[1],))
+    judging = judge.begin()
+    for response in ("#### 4", "#### 5"):
+        judging.add(item("?", response, "4", source="openai/gsm8k"))
+    judged = judging.finish()
+    judge.close()
+    assert [(reward.score, reward.correct) for reward in judged.rewards] == [(1.0, True), (-1.0, False)]
+    assert judged.tallies["reward/remote/failed_attempts"].value == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"query": ["a"], "prompts": ["a"]}, "labels: expected a list of strings"),
+        ({**BODY, "data_source": ["openai/gsm8k"]}, "data_source: got 1 rows, expected 3, those of query"),
+    ],
+)
+def test_what_is_not_in_the_format(service: tuple[subprocess.Popen[str], str], body: Any, reason: str) -> None:
+    answer = post(service[1], body)
+    assert (answer.status_code, answer.json()) == (422, {"error": reason})
+    broken = httpx.post(service[1], content=b"{", timeout=60.0, trust_env=False)
+    assert (broken.status_code, broken.json()["error"][:12]) == (422, "got no JSON:")
+
+
+def test_busy_refuses_and_a_stop_finishes_what_has_begun(service: tuple[subprocess.Popen[str], str]) -> None:
+    """Last: it ends the service."""
+    process, url = service
+    slow = {**BODY, "data_source": ["slow"] * 3, "query": ["?4", "?4", "?5"]}
+    with ThreadPoolExecutor(1) as thread:
+        begun: Future[httpx.Response] = thread.submit(post, url, slow)
+        health = url.replace(PATH, "/health")
+        while httpx.get(health, timeout=60.0, trust_env=False).json()["rows_in_work"] != 3:
+            assert not begun.done()
+            time.sleep(0.02)
+        refused = post(url, BODY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        process.send_signal(signal.SIGTERM)
+        assert begun.result().json()["rewards"] == [1.0, 1.0, 0.0]
+    assert process.wait(60.0) == 0
+
+
+class Instant:
+    """A judge without processes."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.rules, self.verdict = Rules(RewardsConfig()), verdict
+
+    def submit(self, question: Question) -> Future[Verdict]:
+        done: Future[Verdict] = Future()
+        done.set_result(self.verdict)
+        return done
+
+
+def test_a_request_beyond_the_bound_is_taken_when_nothing_else_is_in_work() -> None:
+    verdict = Verdict(reward=Reward(score=1.0, correct=True), outcome="scored", seconds=0.0)
+    options = ServeOptions(max_rows=1, data_source="openai/gsm8k")
+    app = RewardService(Instant(verdict), options).app()  # type: ignore[arg-type]
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+            return await client.post(PATH, json=BODY)
+
+    assert asyncio.run(ask()).json()["rewards"] == [1.0, 1.0, 1.0]
+
+
+def test_details_that_only_some_rows_have_are_left_out() -> None:
+    rewards = [
+        Reward(score=1.0, correct=True, details={"a": 1.0, "b": 2.0}),
+        Reward(score=0.0, correct=False, details={"a": 3.0}),
+    ]
+    verdicts = [Verdict(reward=reward, outcome="scored", seconds=0.0) for reward in rewards]
+    assert encode_reply(rewards, verdicts)["extra_logs"] == {
+        "a": [1.0, 3.0],
+        **{name: [0.0, 0.0] for name in ("timed_out", "parse_failed", "crashed")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rewards.verifier.hard_limit_s=1"], "rewards.verifier.hard_limit_s: got 1.0, expected more than"),
+        (["--data-source", "chess"], "unknown data source 'chess'"),
+        (["rewards.custom.path=nowhere.py"], "nowhere.py: no such file"),
+    ],
+)
+def test_bad_settings_start_nothing(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve-reward", *arguments])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err

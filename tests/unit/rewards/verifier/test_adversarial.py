@@ -1,0 +1,27 @@
+"""Answers made to hang, crash or bloat a verifier: the first few of `tools.bench.verify_adversarial`."""
+
+from dataclasses import replace
+
+from megarl.rewards.verifier import VerifierPool
+from tools.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, run
+
+COUNT = 160
+
+
+def test_every_verdict_comes_in_time_and_nothing_is_left() -> None:
+    options = replace(OPTIONS, num_workers=4, soft_limit_s=0.05, deadline_s=0.5)
+    with VerifierPool(options) as pool:
+        verdicts, checkpoints, caller = run(pool, COUNT, seed=1)
+        statistics = pool.statistics()
+        assert checkpoint(COUNT).num_workers == options.num_workers + options.num_spares
+    assert set(verdicts) == {"hypothesis", *KINDS}
+    judged = [verdict for found in verdicts.values() for verdict in found]
+    assert len(judged) == statistics.jobs == COUNT
+    assert all(verdict.seconds < options.deadline_s + 1 for verdict in judged)
+    # The input is what it claims to be.
+    assert statistics.timed_out > 0
+    # An upper bound of what all of them may hold; without replacement a single one would get there.
+    assert all(each.workers_mib < 6 * options.recycle_mib for each in checkpoints)
+    # Less could not be told from a busy machine.
+    assert caller.longest_submit < 1.0
+    assert checkpoints[-1].parent_mib < checkpoints[0].parent_mib + 64
