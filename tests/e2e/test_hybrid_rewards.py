@@ -1,5 +1,6 @@
 """A mixture of all judges at once: the rule, a reward model on the trainer's ranks, and services over HTTP."""
 
+import json
 import math
 import re
 import signal
@@ -17,7 +18,6 @@ from megarl.rewards import score
 from tests.e2e import cli_run
 from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import RUN_FILE, SMALL
-from tests.e2e.test_reward_model import SCORE, scores
 from tests.helpers.checkpoints import add_value_head, make_checkpoint
 
 # What an answer is worth to the service.
@@ -71,15 +71,13 @@ def test_rule_model_and_services_at_once(tmp_path: Path, sums: TaskFiles) -> Non
     paths = RunPaths(tmp_path / "mixed")
     for step in (1, 2):
         records = read_rollouts(paths.rollouts(step))
-        judged = scores(model, records)
-        assert len(judged) > len(records) / 4
-        expected = {}
-        for i, value in judged.items():
-            truth, response = records[i].ground_truth, records[i].response.removesuffix("<|im_end|>")
-            rule = score("megarl/sums", response, truth, {}).score
-            service = WRONG + (RIGHT - WRONG) * rule
-            expected[i] = rule + 0.5 * service + 0.1 / (1 + math.exp(-value))
-        assert {i: records[i].reward for i in expected} == pytest.approx(expected, abs=SCORE)
+        for record in records:
+            rule = score("megarl/sums", record.response.removesuffix("<|im_end|>"), record.ground_truth, {}).score
+            service, said = WRONG + (RIGHT - WRONG) * rule, json.loads(record.details)
+            assert (said["rule/score"], said["judge/score"]) == (rule, service)
+            mixture = rule + 0.5 * service + 0.1 / (1 + math.exp(-said["model/score"]))
+            assert record.reward == pytest.approx(mixture, abs=1e-9)
+        assert len({json.loads(record.details)["model/score"] for record in records}) > 1
     metrics = {r.step: r.metrics for r in read_metrics(paths.metrics) if "reward/dropped_rows" in r.metrics}
     for step in (1, 2):
         # Half of the services were down; no row was lost.
