@@ -200,7 +200,7 @@ class RemoteJudging:
             f"{name}/requests": Tally(total=len(answers)),
             f"{name}/failed_attempts": Tally(total=sum(len(answer.failures) for answer in answers)),
             f"{name}/unjudged_rows": Tally(total=lost),
-            f"{name}/latency_s": mean_of(answer.seconds for answer in answers),
+            f"perf/reward_{self.judge.name}_latency_s": mean_of(answer.seconds for answer in answers),
             **{
                 f"{name}/{key}": mean_of(reward.details[key] for reward in rewards if key in reward.details)
                 for key in sorted(logs)

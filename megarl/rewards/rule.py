@@ -190,7 +190,7 @@ class RuleJudging:
         sources = [item.prompt.data_source for item in self._items]
         return Judged(
             rewards=[self.judge.rules.reward(s, v) for s, v in zip(sources, verdicts, strict=True)],
-            tallies={"reward/early_frac": early, **_tallies(verdicts)},
+            tallies={"perf/reward_early_frac": early, **_tallies(verdicts)},
         )
 
 
@@ -214,6 +214,6 @@ def _tallies(verdicts: list[Verdict]) -> dict[str, Tally]:
     names = {name for each in details for name in each} - {PARSE_FAILED}
     return {
         **{f"reward/{name}_frac": Tally(total=counts[key], over=n) for key, name in _FRACTIONS.items()},
-        "reward/verifier_s": mean_of(verdict.seconds for verdict in verdicts),
+        "perf/verifier_s": mean_of(verdict.seconds for verdict in verdicts),
         **{f"reward/rule/{name}": mean_of(d[name] for d in details if name in d) for name in sorted(names)},
     }

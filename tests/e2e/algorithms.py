@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,12 +11,9 @@ from safetensors.numpy import load_file
 from megarl.data.records import write_parquet
 from megarl.data.tasks.generate import TaskFiles
 from megarl.metrics import RunPaths, read_metrics
-from megarl.rewards import SCORERS
-from megarl.types import Reward
 from tests.e2e.support import SMALL
 
 TOTAL_STEPS = 3
-# A random policy is right about half of the time.
 DATA_SOURCE = "tests/even-length"
 RUN = (
     *SMALL,
@@ -31,6 +27,8 @@ RUN = (
     "actor.optimizer.lr=1e-3",
     "critic.optimizer.lr=1e-3",
     "logging.rollout_every_steps=0",
+    f"rewards.custom.path={Path(__file__).with_name('even_length.py')}",
+    "rewards.custom.name=compute_score",
 )
 # Their actor waits for nothing and rewards differ, so these steps must move the weights.
 NAMED_METRICS: Mapping[str, tuple[str, ...]] = {
@@ -45,15 +43,8 @@ NAMED_METRICS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@SCORERS.register(DATA_SOURCE)
-def score_even_length(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """1 for an answer of an even number of characters."""
-    correct = len(response) % 2 == 0
-    return Reward(score=float(correct), correct=correct)
-
-
 def write_prompts(sums: TaskFiles, path: Path) -> Path:
-    """The prompts of sums with their solutions and demonstrations, judged by `score_even_length`."""
+    """The prompts of sums with their solutions and demonstrations, judged by `even_length.compute_score`."""
     write_parquet(path, [{**row, "data_source": DATA_SOURCE} for row in pq.read_table(sums.train).to_pylist()])
     return path
 

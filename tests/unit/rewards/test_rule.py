@@ -112,7 +112,7 @@ def test_outcomes_are_counted_apart(judge: RuleJudge) -> None:
     judged = judging.finish()
     assert [reward.score for reward in judged.rewards] == [3.0, -2.0, -2.0, 3.0]
     fractions = {name: tally.value for name, tally in judged.tallies.items() if name.endswith("_frac")}
-    del fractions["reward/early_frac"]
+    del fractions["perf/reward_early_frac"]
     assert fractions == {
         "reward/wrong_frac": 0.25,
         "reward/parse_failed_frac": 0.25,
