@@ -56,7 +56,7 @@ def test_rewards_come_in_the_order_of_rows_from_all_services() -> None:
     # Five rows that no full request took are dealt out over both.
     assert [[len(body["labels"]) for body in server.requests] for server in (one, two)] == [[3], [2]]
     assert (counted(result, "requests"), counted(result, "failed_attempts")) == (2.0, 0.0)
-    assert counted(result, "latency_s") > 0
+    assert result.tallies["perf/reward_remote_latency_s"].value > 0
 
 
 def test_a_full_request_does_not_wait_for_the_others() -> None:
