@@ -13,13 +13,12 @@ from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 
 PIPELINE = "actor.layout={tp: 1, pp: 2, sequence_parallel: false}"
-# The command, in a process that knows the tests' scorer.
-COMMAND = "import tests.e2e.algorithms; from megarl.cli import main; main()"
 TIMEOUT_S = 240.0
 
 
 @tied_head
-@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("luffy", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["ppo", "luffy"])
 def test_three_steps_over_two_stages(algorithm: str, model: Path, sums: TaskFiles, tmp_path: Path) -> None:
     prompts = write_prompts(sums, tmp_path / "train.parquet")
     where = [f"run.dir={tmp_path}", f"run.name={algorithm}", f"model.path={model}"]
@@ -27,7 +26,7 @@ def test_three_steps_over_two_stages(algorithm: str, model: Path, sums: TaskFile
     # Not a part of the run that the tests themselves may have.
     environment = {key: value for key, value in os.environ.items() if key != "MEGARL_RUN_ID"}
     ended = subprocess.run(
-        [sys.executable, "-c", COMMAND, "train", str(RUN_FILE), *RUN, *where, *data, PIPELINE],
+        [sys.executable, "-m", "megarl.cli", "train", str(RUN_FILE), *RUN, *where, *data, PIPELINE],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

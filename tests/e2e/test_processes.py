@@ -106,7 +106,7 @@ ENDINGS = {
 
 
 # What ends like another one, but for the process that dies.
-LONG = ("engine-killed", "idle-rank-killed", "idle-engine-killed")
+LONG = ("terminated-early", "engine-killed", "idle-rank-killed", "idle-engine-killed")
 
 
 @pytest.mark.parametrize(
