@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from megarl.cli import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.janitor import HOSTED_RUN_VARIABLE
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
@@ -24,8 +25,6 @@ LAST_WORDS_S = 20.0
 CLEAN_UP_S = 20.0
 # How long a job that was put back into the queue waits for its end.
 REQUEUE_S = 120.0
-# `megarl`'s own: see its table of exit codes.
-BAD_INPUT, STOPPED_AFTER_CHECKPOINT = 2, 85
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ def run_job(argv: Sequence[str], *, max_restarts: int) -> int:
         while True:
             started = time.time()
             code = _attempt(command, allocation, logs, driver, number=len(attempts.read()))
-            failed = code not in (0, BAD_INPUT) and not driver.signals
+            failed = code not in (0, EXIT_BAD_INPUT) and not driver.signals
             attempts.add(started, code, FAILED if failed else STOPPED if driver.signals else FINISHED)
             if not failed:
                 break
@@ -69,7 +68,7 @@ def run_job(argv: Sequence[str], *, max_restarts: int) -> int:
             say(f"the run failed with exit code {code}; {max(left, 0)} restart(s) left")
             if left <= 0:
                 return code
-    if code not in (0, BAD_INPUT) and _wants_queue(driver.signals, allocation.job_id):
+    if code not in (0, EXIT_BAD_INPUT) and _wants_queue(driver.signals, allocation.job_id):
         _requeue(allocation.job_id)
     return code
 
@@ -88,7 +87,7 @@ def _forwarded(driver: _Driver) -> Iterator[None]:
 def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _Driver, *, number: int) -> int:
     """Ray up, the command, Ray down. Returns the command's exit code, 128 + n after signal n."""
     if driver.signals:
-        return STOPPED_AFTER_CHECKPOINT
+        return EXIT_STOPPED
     run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
     head, ports = own_address(allocation.hosts[0]), RayPorts.of_job(allocation.job_id)
     address = f"{head}:{ports.gcs}"

@@ -10,7 +10,7 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from megarl.rewards.verifier import PARSE_FAILED
+from megarl.rewards import PARSE_FAILED
 from megarl.types import Reward
 
 # math-verify warns that nothing limits its time: here the pool does.

@@ -9,7 +9,6 @@ A caller decides what a verdict without a reward (`timed_out`, `crashed`) is wor
 
 from megarl.rewards.verifier.pool import VerifierPool
 from megarl.rewards.verifier.types import (
-    PARSE_FAILED,
     Outcome,
     Verdict,
     VerifierJob,
@@ -18,7 +17,6 @@ from megarl.rewards.verifier.types import (
 )
 
 __all__ = [
-    "PARSE_FAILED",
     "Outcome",
     "Verdict",
     "VerifierJob",

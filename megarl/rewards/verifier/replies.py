@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
-from megarl.rewards.verifier.types import PARSE_FAILED, Outcome
+from megarl.rewards.registry import PARSE_FAILED
+from megarl.rewards.verifier.types import Outcome
 from megarl.types import Reward
 
 # Mistakes of whoever runs the pool, not of a response: they are raised where the verdict is asked for.

@@ -9,9 +9,6 @@ from megarl.types import Reward
 
 Outcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"]
 
-# A scorer sets this detail to 1 when it found no answer that it could read.
-PARSE_FAILED = "parse_failed"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
