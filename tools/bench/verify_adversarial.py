@@ -136,11 +136,16 @@ class Checkpoint:
     num_workers: int
 
 
-def checkpoint(judged: int) -> Checkpoint:
-    [server] = children(os.getpid())
+def checkpoint(judged: int, server: int) -> Checkpoint:
     workers = children(server)
     total = sum(resident_mib(pid) for pid in (server, *workers))
     return Checkpoint(judged=judged, parent_mib=resident_mib(os.getpid()), workers_mib=total, num_workers=len(workers))
+
+
+def fork_server(command: bytes = b"megarl.rewards.verifier") -> int:
+    """The pool's, among this process's children."""
+    [server] = (pid for pid in children(os.getpid()) if command in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return server
 
 
 def resident_mib(pid: int) -> float:
@@ -190,7 +195,7 @@ def run(pool: VerifierPool, count: int, seed: int) -> tuple[dict[str, list[Verdi
         for kind, future in pending:
             verdicts.setdefault(kind, []).append(future.result())
         time.sleep(0.5)
-        checkpoints.append(checkpoint(start + len(pending)))
+        checkpoints.append(checkpoint(start + len(pending), fork_server()))
         print(checkpoints[-1], flush=True)
     return verdicts, checkpoints, caller
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megarl.rewards.verifier import VerifierPool
-from tools.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, run
+from tools.bench.verify_adversarial import KINDS, OPTIONS, checkpoint, fork_server, run
 
 COUNT = 160
 
@@ -13,7 +13,7 @@ def test_every_verdict_comes_in_time_and_nothing_is_left() -> None:
     with VerifierPool(options) as pool:
         verdicts, checkpoints, caller = run(pool, COUNT, seed=1)
         statistics = pool.statistics()
-        assert checkpoint(COUNT).num_workers == options.num_workers + options.num_spares
+        assert checkpoint(COUNT, fork_server()).num_workers == options.num_workers + options.num_spares
     assert set(verdicts) == {"hypothesis", *KINDS}
     judged = [verdict for found in verdicts.values() for verdict in found]
     assert len(judged) == statistics.jobs == COUNT
