@@ -23,3 +23,11 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
             return pools[world_size]
 
         yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shared out among pytest-xdist's workers by file; runs of the whole program, minutes of them, first and in turn."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    for item in items:
+        name = "e2e" if "e2e" in item.path.parts else item.path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(name))

@@ -32,7 +32,8 @@ _MIB = 1 << 20
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
 # What a rank receives comes in at least this many buckets, of which two are staged at a time.
 _LEAST_BUCKETS, _MAX_BUCKET_BYTES = 4, 32 << 20
-OURS, PEERS = ("megarl, shared memory", "megarl, gloo"), ("megatron-core", "all-gather")
+OURS = ("megarl, shared memory", "megarl, gloo", "megarl, gloo, full shape")
+PEERS = ("megatron-core", "all-gather")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.platform import gloo_group
 from megarl.parallel.weights.bridge.boxes import Box, slices_of
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
 from megarl.parallel.weights.bridge.plan import Message, Part, Plan, build_plan
-from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
+from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 from megarl.parallel.weights.collective import Meeting
@@ -100,7 +101,7 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
     outgoing = _share(rank, plan, wire, plan.of_source(rank.number))
     incoming = _share(rank, plan, wire, plan.of_sink(rank.number))
-    source, sink = _ends(wire, outgoing, incoming)
+    source, sink = _ends(f"{wire} {full_shape}", wire, outgoing, incoming)
     sender = BridgeSender(outgoing, source)
     slices = [
         Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
@@ -176,10 +177,13 @@ def _share(rank: Rank, plan: Plan, wire: str, messages: Sequence[Message]) -> Sh
     )
 
 
-def _ends(wire: str, outgoing: Share, incoming: Share) -> tuple[SendingEnd, ReceivingEnd]:
+def _ends(name: str, wire: str, outgoing: Share, incoming: Share) -> tuple[SendingEnd, ReceivingEnd]:
     if wire == "shared_memory":
         return SharedMemorySender(outgoing), SharedMemoryReceiver(incoming)
-    group = open_group(outgoing)
+    # Keys of its own: two groups cannot meet at the same.
+    meeting, timeout = outgoing.meeting, timedelta(seconds=TIMEOUT_S)
+    store = dist.PrefixStore(name, dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout))
+    group = gloo_group(store, meeting.rank, meeting.size, timeout)
     return PointToPointSender(outgoing, group), PointToPointReceiver(incoming, group)
 
 
