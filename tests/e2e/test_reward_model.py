@@ -1,5 +1,6 @@
 """A reward model from pairs to rewards: trained, continued under another layout, exported, and a policy's judge."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,29 +10,29 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import TaskFiles
 from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
-from megarl.metrics import RolloutRecord, RunPaths, read_metrics, read_rollouts
+from megarl.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.rollout.replay import read_record, record_path
+from megarl.types import Sample
 from tests.e2e.cli_run import run_to_end
 from tests.e2e.support import REPOSITORY, RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
 REWARD_FILE = REPOSITORY / "configs" / "run" / "sums-reward.yaml"
-# As in tests of scores; texts go through tokens again.
+# float32 rounding of two implementations.
 SCORE = 1e-5
 
 
-def scores(model: Path, records: list[RolloutRecord]) -> dict[int, float]:
-    """What transformers says of recorded rollouts, by their place; of those whose text gives the same tokens."""
+def scores(model: Path, samples: Sequence[Sample]) -> dict[tuple[str, int], float]:
+    """What transformers says of recorded samples, by uid and index."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     judge = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     found = {}
-    for i, record in enumerate(records):
-        ids = tokenizer(record.prompt + record.response, add_special_tokens=False)["input_ids"]
-        if len(ids) != record.num_prompt_tokens + record.num_response_tokens:
-            continue  # Bytes that are no text.
-        if record.finish_reason == "stop":
+    for sample in samples:
+        ids = [*sample.prompt_token_ids, *sample.response_token_ids]
+        if sample.finish_reason == "stop":
             ids += tokenizer("\n")["input_ids"]
         with torch.no_grad():
-            found[i] = judge(torch.tensor([ids])).logits[0, 0].item()
+            found[sample.uid, sample.sample_index] = judge(torch.tensor([ids])).logits[0, 0].item()
     return found
 
 
@@ -54,14 +55,19 @@ def test_from_pairs_to_rewards(tmp_path: Path, sums: TaskFiles) -> None:
     assert judge.report_html.is_file()
 
     prompts = [f"data.train=[{sums.train}]", "data.val=[]", "run.name=judged", "trainer.total_steps=2"]
-    rollouts = ["trainer.prompts_per_step=4", "rollout.num_samples=4", "logging.rollout_every_steps=1"]
+    rollouts = [
+        "trainer.prompts_per_step=4",
+        "rollout.num_samples=4",
+        "logging.rollout_every_steps=1",
+        "rollout.record=true",
+    ]
     # Roles of their own layouts, moved to the host and back.
     judged = ["rewards.manager=model", f"reward_model.model_path={judge.export}", "placement.offload=true"]
     alone = ["reward_model.layout={dp: 2}"]
     run_to_end(tmp_path / "cwd", "train", str(RUN_FILE), *SMALL, *where, *prompts, *rollouts, *judged, *alone)
     paths = RunPaths(tmp_path / "judged")
     for step in (1, 2):
-        records = read_rollouts(paths.rollouts(step))
-        expected = scores(judge.export, records)
-        assert len(expected) > len(records) / 4
-        assert {i: records[i].reward for i in expected} == pytest.approx(expected, abs=SCORE)
+        expected = scores(judge.export, read_record(record_path(paths.records, step)).samples)
+        assert len(expected) == 16
+        rewards = {(r.uid, r.sample_index): r.reward for r in read_rollouts(paths.rollouts(step))}
+        assert rewards == pytest.approx(expected, abs=SCORE)
