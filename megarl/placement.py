@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.schema import Config, LayoutConfig, NodesConfig
+from megarl.config.schema import Config, EngineConfig, LayoutConfig, NodesConfig
 from megarl.errors import ConfigError
 
 
@@ -74,6 +74,11 @@ def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
     return nodes.devices_per_node or num_devices // nodes.num_nodes
 
 
+def ranks_in_order(engine: EngineConfig) -> list[tuple[int, ...]]:
+    """Of each engine as many ranks as it has workers, one engine after the other."""
+    return [tuple(range(i * engine.tp, (i + 1) * engine.tp)) for i in range(engine.num_engines)]
+
+
 def cpu_share(num_processes: int) -> float:
     """Of a bundle's logical CPUs, what each process takes so that all fit: a power of two, which Ray can add up."""
     return 0.5 ** (num_processes - 1).bit_length()
@@ -86,10 +91,12 @@ def plan_placement(
     with_engines: bool,
     with_trainer: bool = True,
     other_layouts: Sequence[LayoutConfig] = (),
+    engine_ranks: Sequence[Sequence[int]] = (),
 ) -> PlacementPlan:
     """Seats of all ranks and engines. `device`: Ray resources of one device and its processes.
 
-    Engines without a trainer have nodes of their own (placement.mode=split).
+    Engines without a trainer have nodes of their own (placement.mode=split). engine_ranks: of each colocated engine
+    the ranks whose devices its workers use; by default those that come next.
     """
     nodes, world_size = config.placement.trainer, config.actor.layout.world_size
     per_node = devices_per_node(nodes, world_size)
@@ -113,8 +120,9 @@ def plan_placement(
         return plan
     engine = config.rollout.engine
     if config.placement.mode == "colocated":
-        starts = range(0, engine.num_engines * engine.tp, engine.tp)
-        shared = (replace(guest, bundle=start, shares=tuple(range(start, start + engine.tp))) for start in starts)
+        shared = (
+            replace(guest, bundle=ranks[0], shares=tuple(ranks)) for ranks in engine_ranks or ranks_in_order(engine)
+        )
         return replace(plan, engines=tuple(shared))
     nodes = config.placement.engines
     groups["engines"] = NodeGroup(

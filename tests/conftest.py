@@ -26,7 +26,7 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shared out among pytest-xdist's workers by file; runs of the whole program, minutes of them, first and in turn."""
+    """Shared out among pytest-xdist's workers by file; runs of the whole program take minutes: first, one by one."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
     for item in items:
         name = "e2e" if "e2e" in item.path.parts else item.path.as_posix()

@@ -30,6 +30,7 @@ from megarl.parallel.weights.bridge.casts import wire_specs
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.families import read_model_spec
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
+from megarl.plan.sync import ends_of, engine_ranks
 from megarl.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.roles import actor_role, by_layout
 from megarl.rollout.engine import engine_spec
@@ -89,6 +90,7 @@ class Cluster:
             with_engines=with_engine,
             with_trainer=bool(self._roles),
             other_layouts=other_layouts,
+            engine_ranks=self._engine_ranks() if with_engine and self._roles else (),
         )
         open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
@@ -102,6 +104,13 @@ class Cluster:
         started = wait_all(engines, timeout_s=cluster.start_timeout_s, doing="starting the engines")
         for process, (pid, *workers) in zip(self.engines.processes, started, strict=True):
             self.pids |= {process.name: pid} | {f"{process.name} worker {i}": w for i, w in enumerate(workers)}
+
+    def _engine_ranks(self) -> Sequence[Sequence[int]]:
+        """Only the bridge sends less where ranks and engines sit well."""
+        config = self._config
+        if config.sync.transport != "bridge" or config.placement.mode != "colocated":
+            return ()
+        return engine_ranks(config, ends_of(config, read_model_spec(config.model.path)))
 
     def _create_processes(self, plan: PlacementPlan) -> None:
         reservation = Reservation(plan, timeout_s=self._config.cluster.start_timeout_s)

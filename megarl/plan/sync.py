@@ -1,17 +1,23 @@
 """What a layout's ranks hold, in the coordinates of Hugging Face tensors, and what the bridge then moves per sync."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from megarl.config.schema import Config, LayoutConfig
 from megarl.export import weight_specs
 from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.casts import wire_specs
 from megarl.parallel.weights.bridge.needs import engine_needs
-from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Plan, build_plan
+from megarl.parallel.weights.bridge.placement import best_neighbours, overlaps
+from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Plan, build_plan
 from megarl.parallel.weights.bridge.splits import Split, split_box
 from megarl.parallel.weights.families import ModelSpec, PlacedRule
-from megarl.placement import plan_placement
+from megarl.placement import devices_per_node, ranks_in_order
 from megarl.plan.shards import is_on_stage, num_local_experts, stage_layers
+from megarl.safetensors_map import TensorSpec
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
@@ -29,20 +35,55 @@ def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int)
     return holdings
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What travels, what every rank holds of it, and what each worker of an engine needs."""
+
+    specs: Mapping[str, TensorSpec]
+    held: Sequence[Holding]
+    needs: Sequence[Holding]
+
+
+def ends_of(config: Config, spec: ModelSpec) -> Ends:
+    """Both ends of a run's bridge."""
+    return Ends(
+        specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
+        held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
+        needs=engine_needs(spec, config.rollout.engine.tp),
+    )
+
+
+def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
+    """Of each colocated engine the ranks whose devices its workers use, so that least has to travel.
+
+    An engine stays on its node. In order where nothing is better.
+    """
+    seats = ranks_in_order(config.rollout.engine)
+    per_node = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
+    shared = overlaps(ends.specs, dict(enumerate(ends.held)), dict(enumerate(ends.needs)))
+    chosen = list[tuple[int, ...]]()
+    for node, group in itertools.groupby(seats, key=lambda ranks: ranks[0] // per_node):
+        here, first = list(group), node * per_node
+        in_order = [rank - first for ranks in here for rank in ranks]
+        gains = np.tile(shared[:, first : first + per_node], (len(here), 1))
+        best, each = best_neighbours(gains), np.arange(len(gains))
+        if gains[each, best].sum() == gains[each, in_order].sum():
+            best = in_order
+        tp = len(ends.needs)
+        chosen += [tuple(rank + first for rank in best[i : i + tp]) for i in range(0, len(best), tp)]
+    return chosen
+
+
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
     """The plan that the engines of a run get their weights by; sinks count on from the last rank."""
-    layout, engine = config.actor.layout, config.rollout.engine
-    needs = engine_needs(spec, engine.tp)
-    first, seats = layout.world_size, plan_placement(config, {"CPU": 1.0}, with_engines=True).engines
+    ends, tp, first = ends_of(config, spec), config.rollout.engine.tp, config.actor.layout.world_size
+    colocated = config.placement.mode == "colocated"
+    workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []
     return build_plan(
-        wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
-        dict(enumerate(rank_holdings(spec, layout, vocab_multiple=config.model.vocab_multiple))),
-        {first + i: needs[i % engine.tp] for i in range(engine.num_engines * engine.tp)},
-        neighbours={
-            first + i * engine.tp + worker: [rank]
-            for i, seat in enumerate(seats)
-            for worker, rank in enumerate(seat.shares)
-        },
+        ends.specs,
+        dict(enumerate(ends.held)),
+        {first + i: ends.needs[i % tp] for i in range(config.rollout.engine.num_engines * tp)},
+        neighbours={first + i: [rank] for i, rank in enumerate(workers)},
         bucket_bytes=BUCKET_BYTES,
     )
 

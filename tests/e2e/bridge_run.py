@@ -1,5 +1,6 @@
 """Run in a process of its own (`RankPool`): one cluster whose engines get their weights over the bridge."""
 
+import itertools
 import os
 import signal
 import time
@@ -17,6 +18,8 @@ from megarl.cluster.processes import wait_all
 from megarl.export import export_model
 from megarl.parallel.weights.bridge.boxes import slices_of
 from megarl.parallel.weights.bridge.plan import Holding
+from megarl.parallel.weights.families import read_model_spec
+from megarl.plan.sync import ends_of, engine_ranks
 from megarl.roles import actor_role
 from megarl.types import FloatArray, row_from_sample
 from tests.e2e.support import open_policy, random_prompts, random_sequences, rows_of, small_config
@@ -65,13 +68,17 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
         export_model(cluster.workers, actor_role(config), Path(export))
         held = [(p, p.actor.call.remote("held_weights")) for p in cluster.workers.processes]
         boxes = wait_all(held, timeout_s=60, doing="asking what ranks hold")
-        plan, num_ranks = sync.plan, len(boxes)
+        plan = sync.plan
         shapes = {name: spec.shape for name, spec in plan.specs.items()}
-        # Colocated: worker i is on the device of rank i.
+        # Colocated: each worker is on the device of a rank.
+        near = itertools.chain(*engine_ranks(config, ends_of(config, read_model_spec(model))))
         widths = {name: spec.dtype.itemsize for name, spec in plan.specs.items()}
         minimum = [
             sum(widths[name] * count for name, count in lacking)
-            for lacking in (_lacking(plan.needs[s], boxes[s - num_ranks], shapes) for s in sorted(plan.needs))
+            for lacking in (
+                _lacking(plan.needs[sink], boxes[rank], shapes)
+                for sink, rank in zip(sorted(plan.needs), near, strict=True)
+            )
         ]
         sync.close()
         assert not list(Path("/dev/shm").glob(f"{cluster.scope.shm_file('bridge').name}*"))

@@ -45,6 +45,12 @@ def test_colocated_engines_share_the_devices_of_consecutive_ranks() -> None:
     assert placed.num_cpus == 8
 
 
+def test_colocated_engines_take_the_ranks_that_they_are_given() -> None:
+    config = from_dict(Config, {"actor": {"layout": {"dp": 4}}, "rollout": {"engine": {"num_engines": 2, "tp": 2}}})
+    placed = plan_placement(config, GPU_DEVICE, with_engines=True, engine_ranks=[(0, 2), (1, 3)])
+    assert [(seat.bundle, seat.shares) for seat in placed.engines] == [(0, (0, 2)), (1, (1, 3))]
+
+
 def test_engines_alone() -> None:
     config = from_dict(
         Config,

@@ -23,11 +23,13 @@ from typing import Any
 
 from megarl.parallel.weights.collective import open_store
 from megarl.text_table import align
-from tools.bench.sync_contenders import CONTENDERS, TIMEOUT_S, Job, RankResult, plan_of
+from tools.bench.sync_contenders import CONTENDERS, Job, RankResult, plan_of
 from tools.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes
 from tools.bench.sync_plans import planning
 
 _MIB = 1 << 20
+# All rounds of all contenders; a rank that is gone is noticed by the others long before.
+_RUN_S = 1800.0
 # Allocations above this many bytes are given back when freed, so that a peak is what was needed at a time.
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
 # What a rank receives comes in at least this many buckets, of which two are staged at a time.
@@ -76,7 +78,7 @@ def run_ranks(job: Job, environment: dict[str, str]) -> list[dict[str, RankResul
         for rank in range(NUM_RANKS)
     ]
     try:
-        answers = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+        answers = [rank.communicate(timeout=_RUN_S)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

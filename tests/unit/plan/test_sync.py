@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import LayoutConfig
+from megarl.config.load import from_dict
+from megarl.config.schema import Config, LayoutConfig
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.ends import holding_of
 from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
 from megarl.parallel.weights.bridge.needs import engine_needs
 from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.plan.shards import num_stage_parameters, padded_vocab
-from megarl.plan.sync import rank_holdings
+from megarl.plan.sync import ends_of, engine_ranks, rank_holdings
 from tests.helpers.small_model import write_config
 from tests.unit.parallel.test_slices import make_spec, rank_slices
 from tests.unit.plan.test_experts import EXPERTS
@@ -82,3 +83,28 @@ def test_needs_by_one_layer_of_each_kind_are_those_of_all_layers(
         for rank in range(size)
     ]
     assert engine_needs(spec, size, expert_parallel=expert_parallel) == direct
+
+
+def seats_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine: int) -> list[tuple[int, ...]]:
+    spec = read_model_spec(write_config(path, num_key_value_heads=4))
+    tree = {
+        "actor": {"layout": layout},
+        "rollout": {"engine": engine},
+        "placement": {"trainer": {"num_nodes": num_nodes}},
+    }
+    config = from_dict(Config, tree)
+    return engine_ranks(config, ends_of(config, spec))
+
+
+@pytest.mark.parametrize(("dp", "num_nodes", "nodes"), [(1, 1, [{0, 1, 2, 3}]), (2, 2, [{0, 1, 2, 3}, {4, 5, 6, 7}])])
+def test_workers_sit_where_their_halves_are(dp: int, num_nodes: int, nodes: list[set[int]], tmp_path: Path) -> None:
+    """Quarters 0 and 1 are the first half. In order the second engine's first worker would hold nothing it needs."""
+    seats = seats_of(tmp_path, {"tp": 4, "dp": dp}, num_nodes=num_nodes, num_engines=2 * dp, tp=2)
+    assert [{rank for engine in seats[2 * i : 2 * i + 2] for rank in engine} for i in range(num_nodes)] == nodes
+    assert all((first % 4 in (0, 1), second % 4 in (2, 3)) == (True, True) for first, second in seats)
+
+
+@pytest.mark.parametrize(("layout", "num_engines"), [({"tp": 2, "dp": 2}, 2), ({"tp": 2, "pp": 2}, 2), ({"pp": 2}, 1)])
+def test_workers_sit_in_order_where_nothing_is_better(layout: dict[str, int], num_engines: int, tmp_path: Path) -> None:
+    seats = seats_of(tmp_path, layout, num_engines=num_engines, tp=2)
+    assert seats == [(0, 1), (2, 3)][:num_engines]
