@@ -26,6 +26,8 @@ def scores(model: Path, samples: Sequence[Sample]) -> dict[tuple[str, int], floa
     """What transformers says of recorded samples, by uid and index."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     judge = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    # Transformers would look for the score before it, also where it was sampled.
+    judge.config.pad_token_id = None
     found = {}
     for sample in samples:
         ids = [*sample.prompt_token_ids, *sample.response_token_ids]
