@@ -8,7 +8,7 @@ Finished runs are skipped, so the same command goes on after a stop. Exit codes 
 import argparse
 from pathlib import Path
 
-from megarl.cli import EXIT_FAILED, exit_on_errors
+from megarl.exit_codes import EXIT_FAILED, exit_on_errors
 
 
 def main() -> None:

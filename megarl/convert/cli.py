@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.exit_codes import EXIT_FAILED, exit_on_errors
+
 if TYPE_CHECKING:
     from megarl.convert.engine import Settings
 
@@ -23,8 +25,6 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def script(name: str, argv: Sequence[str] | None = None) -> None:
     """One of the commands as a program of its own."""
-    from megarl.cli import exit_on_errors
-
     text, add, run = COMMANDS[name]
     parser = argparse.ArgumentParser(description=text)
     add(parser)
@@ -104,7 +104,6 @@ def _mcore_to_hf(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from megarl.cli import EXIT_FAILED
     from megarl.convert.verify import verify
 
     verdict = verify(arguments.first, arguments.second, model=arguments.model, num_workers=_num_workers(arguments))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megarl.cli import EXIT_BAD_INPUT, EXIT_STOPPED
+from megarl.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.janitor import HOSTED_RUN_VARIABLE
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command

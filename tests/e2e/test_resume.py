@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megarl.checkpoint import complete_steps, last_checkpoint
-from megarl.cli import EXIT_STOPPED
+from megarl.exit_codes import EXIT_STOPPED
 from megarl.janitor import RUN_ID_VARIABLE, RunScope
 from tools.bench.kill_resume import SmallRun, differences, make_inputs
 from tools.bench.killed import kill
