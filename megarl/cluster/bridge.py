@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.casts import SCALED, scale_of
 from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Message, Plan, build_plan

@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
 from megarl.rollout.transport import SharedFile, WeightTransport
 from megarl.safetensors_map import TensorSpec
 
