@@ -191,6 +191,8 @@ class _Wait:
         failures = [(process, error)]
         failures += [(self._pending[call], e) for call in done if call in self._pending and (e := _failure(call))]
         deaths = [*(death for failure in failures if (death := _death(*failure))), *self._watch.deaths()]
+        # Only now has a process answered that failed for want of a worker of its own.
+        deaths = deaths or [death for other, _ in failures[1:] if (death := _death_of_worker(other))]
         if reports := [death.report(self._doing) for death in deaths]:
             return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])
         causes = [getattr(failure, "cause", failure) for _, failure in failures]
