@@ -1,13 +1,15 @@
-"""Run in a process of its own (`RankPool`): the same training twice on one cluster, the second time an engine dies."""
+"""Run in a process of its own (`RankPool`): the same training again and again on one cluster, in which engines die."""
 
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from megarl.cluster import Cluster
+from megarl.cluster import Cluster, Process
+from megarl.cluster.engines import Submission
 from megarl.collection import Collected
 from megarl.config import load_config
 from megarl.inputs import open_train_inputs
@@ -25,69 +27,93 @@ DEADLY_STEP, NUM_STEPS = 2, 3
 _REACH_S = 2.0
 
 
-@dataclass(kw_only=True)
+class Death(NamedTuple):
+    """When a process of `Cluster.pids` is killed."""
+
+    moment: Literal["generating", "idle", "syncing"]
+    victim: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """Metrics of each step but what is measured; how many requests were submitted again; the weights at the end."""
 
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    num_again: list[int] = field(default_factory=list)
-    weights: bytes = b""
+    metrics: list[dict[str, float]]
+    num_again: list[int]
+    weights: bytes
 
 
 class DeadlyTrainer(Trainer):
-    """Kills `victim`, once, when its `moment` comes."""
+    """Lets `death` come, if any does; `num_again` notes what is submitted again."""
 
-    victim: str
-    moment: str
-    _struck: bool = False
+    death: Death | None
+    num_again: list[int]
 
-    def _strikes(self, moment: str, step: int) -> bool:
-        strikes = moment == self.moment and step == DEADLY_STEP and not self._struck
-        self._struck |= strikes
-        return strikes
-
-    def _kill(self) -> None:
-        os.kill(self.cluster.pids[self.victim], signal.SIGKILL)
+    def _victim(self, moment: str, step: int) -> int | None:
+        """The process that dies now; once."""
+        if self.death is None or self.death.moment != moment or step != DEADLY_STEP:
+            return None
+        pid, self.death = self.cluster.pids[self.death.victim], None
+        return pid
 
     def generate(self, prompts: Sequence[Prompt], step: int, on_sample: OnSample = ignore_sample) -> RolloutBatch:
         def kill_at_the_first(prompt: Prompt, sample: Sample) -> None:
             on_sample(prompt, sample)
-            if self._strikes("generating", step):
-                self._kill()
+            if pid := self._victim("generating", step):
+                os.kill(pid, signal.SIGKILL)
 
         return super().generate(prompts, step, kill_at_the_first)
 
     def learn(self, collected: Collected, step: int) -> tuple[list[Row], dict[str, float]]:
-        if self._strikes("idle", step):
-            self._kill()
+        if pid := self._victim("idle", step):
+            os.kill(pid, signal.SIGKILL)
         return super().learn(collected, step)
 
     def _push(self, version: int) -> dict[str, float]:
-        if self._strikes("syncing", version):
+        if pid := self._victim("syncing", version):
             # It takes no weights any more, so that the sync is under way when it dies.
-            os.kill(self.cluster.pids[self.victim], signal.SIGSTOP)
-            threading.Timer(_REACH_S, self._kill).start()
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(_REACH_S, os.kill, (pid, signal.SIGKILL)).start()
         return super()._push(version)
 
 
-def run(_: RankContext, settings: Sequence[str], moment: str, victim: str) -> tuple[Seen, Seen]:
-    """What an undisturbed run and one whose engine dies leave behind."""
-    configs = [load_config(RUN_FILE, [*settings, f"run.name={name}"]) for name in ("undisturbed", "disturbed")]
-    seen = Seen(), Seen()
-    with Cluster(configs[0], roles=open_train_inputs(configs[0]).roles) as cluster:
-        submit_again = cluster.engines.submit_again
-        for config, its_moment, its_seen in zip(configs, ("never", moment), seen, strict=True):
+def _move_apart(cluster: Cluster) -> None:
+    """Let every process be on a host of its own, as far as the driver knows: they share no memory."""
 
-            def counted(submission, finished, *, exactly, counts=its_seen.num_again):  # type: ignore[no-untyped-def]
-                counts.append(len(submission.requests) - len(finished))
-                return submit_again(submission, finished, exactly=exactly)
+    def moved(process: Process) -> Process:
+        there = replace(process, location=replace(process.location, host=process.name))
+        process.roster.enter(there)
+        return there
 
-            cluster.engines.submit_again = counted  # type: ignore[method-assign]
-            recorder = RunRecorder(config)
-            trainer = DeadlyTrainer(open_train_inputs(config), cluster, recorder)
-            trainer.victim, trainer.moment = victim, its_moment
-            trainer.fit()
-            records = read_metrics(recorder.paths.metrics)
-            its_seen.metrics = [{k: v for k, v in r.metrics.items() if not k.startswith(MEASURED)} for r in records]
-            its_seen.weights = Path(recorder.paths.export / "model.safetensors").read_bytes()
-    return seen
+    for group in (*cluster.workers.groups, cluster.engines):
+        group.processes[:] = map(moved, group.processes)
+
+
+def run(_: RankContext, settings: Sequence[str], deaths: Sequence[Death], apart: bool) -> list[Seen]:
+    """What an undisturbed run leaves behind, and then one for each death."""
+    config = load_config(RUN_FILE, [*settings, "run.name=undisturbed"])
+    with Cluster(config, roles=open_train_inputs(config).roles) as cluster:
+        if apart:
+            _move_apart(cluster)
+        return [_train(cluster, settings, death) for death in (None, *deaths)]
+
+
+def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Seen:
+    config = load_config(RUN_FILE, [*settings, f"run.name={'undisturbed' if death is None else '-'.join(death)}"])
+    recorder = RunRecorder(config)
+    trainer = DeadlyTrainer(open_train_inputs(config), cluster, recorder)
+    trainer.death, trainer.num_again = death, []
+    submit_again = type(cluster.engines).submit_again
+
+    def counted(submission: Submission, finished: Collection[int], *, exactly: bool) -> Submission:
+        trainer.num_again.append(len(submission.requests) - len(finished))
+        return submit_again(cluster.engines, submission, finished, exactly=exactly)
+
+    cluster.engines.submit_again = counted  # type: ignore[method-assign]
+    trainer.fit()
+    records = read_metrics(recorder.paths.metrics)
+    return Seen(
+        metrics=[{k: v for k, v in r.metrics.items() if not k.startswith(MEASURED)} for r in records],
+        num_again=trainer.num_again,
+        weights=Path(recorder.paths.export / "model.safetensors").read_bytes(),
+    )
