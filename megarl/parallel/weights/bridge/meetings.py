@@ -9,11 +9,12 @@ from megarl.errors import WeightSyncError
 
 # How often a wait asks whether the transfer was given up.
 _POLL_S = 0.5
+_CONNECT_S = 30.0
 
 
 def give_up(address: str, port: int, transfer: int) -> None:
     """Let all who wait in a transfer fail: a process of it has died."""
-    store = dist.TCPStore(address, port, is_master=False)
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set(_given_up(transfer), "")
 
 
