@@ -29,5 +29,9 @@ class WorkerError(RuntimeError):
     """A worker process of the run failed or died; the message names it and where its log is."""
 
 
+class EngineDiedError(WorkerError):
+    """An engine died that can be restarted: whoever knows what it was doing does that and begins again."""
+
+
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what a signal asked for
     """A signal stopped the run after a checkpoint, from which `--resume` continues."""

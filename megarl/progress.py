@@ -28,6 +28,12 @@ class ProgressValues:
     tokens_per_s: float | None = None
 
 
+def write_line(text: str) -> None:
+    """Prints a line of its own; a live bar, whoever has it, moves below it."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
 # Field → how it reads on the line.
 _FORMATS: dict[str, str] = {
     "reward": "reward {:.3f}",

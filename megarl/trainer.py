@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl import memory
 from megarl.algos.value_loss import ValueLoss
 from megarl.checkpoint import Checkpoint, CheckpointManager, RunState
-from megarl.cluster import Cluster
+from megarl.cluster import Cluster, EngineSupervisor
 from megarl.collection import Collected, GroupCollector, PromptQueue
 from megarl.config.batches import actor_learns, batch_counts, mini_batch_prompts, num_actor_steps
 from megarl.export import export_model, weight_specs
@@ -54,6 +54,14 @@ class Trainer:
         self.meter = PerformanceMeter(config, inputs.spec.dims)
         self.profiler = StepProfiler(cluster.workers, config.logging.profile_steps, recorder.paths.profile)
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
+        self.engines = EngineSupervisor(
+            cluster,
+            self.memory,
+            partial(cluster.weight_sync, weight_specs(inputs.spec, config.model.dtype)),
+            max_restarts=config.rollout.max_engine_restarts,
+            deterministic=config.run.deterministic,
+            verify=config.sync.verify,
+        )
         self.source = self._rollout_source()
         self.gate = MismatchGate(config)
         scorers = {
@@ -120,7 +128,6 @@ class Trainer:
             LoadRequest(roles=self.roles, seed=config.run.seed, deterministic=config.run.deterministic)
         )
         self.memory.add(memory.built_parts(self.roles))
-        self.sync = self.cluster.weight_sync(weight_specs(self.inputs.spec, config.model.dtype))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
             closing(self.rewards),
@@ -141,7 +148,7 @@ class Trainer:
                     score = self._validate(step, log, progress)
                 self.checkpoints.after_step(step, total=total, stop=stop, state=partial(self._run_state, step, score))
         self._export()
-        self.sync.close()
+        self.engines.close()
 
     def _export(self) -> None:
         """Every trained role, each in a directory of its own."""
@@ -151,8 +158,7 @@ class Trainer:
             export_model(self.cluster.workers, role, paths[role.role])
 
     def _push(self, version: int) -> dict[str, float]:
-        self.memory.enter(memory.SYNC)
-        return self.sync.push(version, verify=self.config.sync.verify)
+        return self.engines.push(version)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
         """Continue where a checkpoint was taken; returns its step."""
@@ -191,7 +197,7 @@ class Trainer:
             with self.timers("sync"):
                 metrics |= self._push(step)
         times = self.timers.pop()
-        metrics |= {**collected.metrics, **times, **self.memory.metrics()}
+        metrics |= {**collected.metrics, **times, **self.memory.metrics(), **self.engines.metrics()}
         if rows:
             metrics |= batch_metrics(collected.rollout)
             metrics["perf/tokens_per_s"] = sum(r.num_tokens for r in rows) / times["timing_s/step"]
@@ -304,7 +310,7 @@ class Trainer:
             result = validate(
                 self.config,
                 self.inputs.val,
-                VllmSource(self.cluster.engines),
+                VllmSource(self.engines),
                 self.validation_rewards,
                 step=step,
                 before=partial(self.memory.enter, memory.GENERATE),
@@ -320,7 +326,7 @@ class Trainer:
         if rollout.source == "replay":
             assert rollout.replay_dir is not None
             return ReplaySource(Path(rollout.replay_dir))
-        return VllmSource(self.cluster.engines)
+        return VllmSource(self.engines)
 
 
 def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:

@@ -1,7 +1,9 @@
 """Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,10 +13,14 @@ import ray
 from megarl.cluster.location import Location
 from megarl.cluster.rows import RowShards
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
+from megarl.janitor import RUN_ID_VARIABLE
 from megarl.parallel.platform import platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
 from megarl.rollout.transport import HostFile
+
+# For processes that were killed to be gone.
+END_TIMEOUT_S = 10.0
 
 
 class RunActor:
@@ -84,8 +90,12 @@ class EngineActor(RunActor):
         super().__init__()
         self._workers: list[psutil.Process] = []
 
-    def start(self, spec: EngineSpec, device_ids: Sequence[str]) -> list[int]:
-        """Build the engine, on the devices of others if any are named; the ids of its processes, this one first."""
+    def start(self, spec: EngineSpec, device_ids: Sequence[str], predecessor: Sequence[int] = ()) -> list[int]:
+        """Build the engine, on the devices of others if any are named; the ids of its processes, this one first.
+
+        predecessor: processes of an engine that died here. Its workers outlive it for a while, with their memory.
+        """
+        end_run_processes(predecessor)
         if device_ids:
             platform().select_devices(device_ids)
         self.engine = VllmEngine(spec)
@@ -103,6 +113,21 @@ class EngineActor(RunActor):
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
         """`VllmEngine.stream`, to be called with num_returns="streaming"."""
         yield from self.engine.stream(requests)
+
+
+def end_run_processes(pids: Sequence[int]) -> None:
+    """Kill those of these processes of this host that are still there and of this run, and wait for their ends."""
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    mine = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(pid)
+            if process.environ().get(RUN_ID_VARIABLE) == run_id:
+                process.kill()
+                mine.append(process)
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while any(map(_is_alive, mine)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _is_alive(process: psutil.Process) -> bool:

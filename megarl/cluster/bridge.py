@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
+from megarl.errors import EngineDiedError
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.casts import SCALED, scale_of
+from megarl.parallel.weights.bridge.meetings import give_up
 from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Message, Plan, build_plan
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting
@@ -78,7 +81,11 @@ class BridgeSync:
             (p, p.actor.call.remote("receive_over_bridge", self._transfer, version=version, **options))
             for p in self._engines
         ]
-        answers = wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
+        try:
+            answers = wait_all([*sends, *receives], timeout_s=self._timeout_s, doing=_DOING)
+        except EngineDiedError:
+            give_up(self._address, self._port, self._transfer)
+            raise
         self._since_full = since_full
         sent, received = answers[: len(sends)], [worker for engine in answers[len(sends) :] for worker in engine]
         if verify:
@@ -113,7 +120,8 @@ class BridgeSync:
 
     def _open(self, plan: Plan, segments: Path, **options: bool) -> None:
         first = self._ranks[0]
-        (port,) = self._call([first], [("offer_channel", (first.location.address,))])
+        self._address = first.location.address
+        (self._port,) = self._call([first], [("offer_channel", (self._address,))])
         size = len(self._ranks) + len(plan.needs)
         hosts = [rank.location.host for rank in self._ranks]
         hosts += [engine.location.host for engine in self._engines for _ in range(self._tp)]
@@ -125,7 +133,7 @@ class BridgeSync:
                 needs=plan.needs.get(process, {}),
                 segments=str(segments),
                 meeting=Meeting(
-                    address=first.location.address, port=port, rank=process, size=size, timeout_s=self._timeout_s
+                    address=self._address, port=self._port, rank=process, size=size, timeout_s=self._timeout_s
                 ),
                 hosts=tuple(hosts),
                 **options,

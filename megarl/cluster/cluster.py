@@ -6,19 +6,21 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from megarl.cluster.actors import EngineActor, RankActor, RunActor
+from megarl.cluster.actors import RankActor
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
+from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.replication import weight_transport
 from megarl.cluster.role_workers import RoleWorkers
+from megarl.cluster.roster import Roster
 from megarl.cluster.serving import check_serves
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import Config
@@ -33,7 +35,6 @@ from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
 from megarl.plan.sync import ends_of, engine_ranks
 from megarl.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.roles import actor_role, by_layout
-from megarl.rollout.engine import engine_spec
 from megarl.rollout.transport import WeightTransport
 from megarl.rollout.weight_sync import PolicySync, WeightSync
 from megarl.safetensors_map import TensorSpec
@@ -70,7 +71,6 @@ class Cluster:
         environment["TMPDIR"] = str(self.scope.temp_dir)
         self.engines = EngineGroup([], timeout_s=0)
         self.workers = RoleWorkers([], timeout_s=0)
-        self._engine_seats: tuple[Seat, ...] = ()
         try:
             self._start(environment, with_engine)
         except BaseException:
@@ -94,16 +94,12 @@ class Cluster:
         )
         open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
-        self._engine_seats = plan.engines
         # Engines take longest: start them first, wait for them last.
-        engines = [
-            (p, p.actor.start.remote(engine_spec(self._config), self._shared_devices(seat)))
-            for p, seat in zip(self.engines.processes, plan.engines, strict=True)
-        ]
+        engines = [(p, self._seats.begin(i, p)) for i, p in enumerate(self.engines.processes)]
         self.pids = self._join_ranks(plan)
         started = wait_all(engines, timeout_s=cluster.start_timeout_s, doing="starting the engines")
-        for process, (pid, *workers) in zip(self.engines.processes, started, strict=True):
-            self.pids |= {process.name: pid} | {f"{process.name} worker {i}": w for i, w in enumerate(workers)}
+        for process, pids in zip(self.engines.processes, started, strict=True):
+            self.pids |= engine_pids(process.name, pids)
 
     def _engine_ranks(self) -> Sequence[Sequence[int]]:
         """Only the bridge sends less where ranks and engines sit well."""
@@ -114,19 +110,14 @@ class Cluster:
 
     def _create_processes(self, plan: PlacementPlan) -> None:
         reservation = Reservation(plan, timeout_s=self._config.cluster.start_timeout_s)
-
-        def create(cls: type[RunActor], seat: Seat, *args: Any) -> Any:
-            remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
-            return remote.options(**reservation.options(seat)).remote(*args)
-
+        self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
         seats = [plan.ranks, *plan.other_ranks]
         actors = {
-            f"{name} rank {i}": create(RankActor, seat, i)
+            f"{name} rank {i}": create_actor(RankActor, reservation, seat, i)
             for name, its_seats in zip(self._group_names(), seats, strict=True)
             for i, seat in enumerate(its_seats)
         }
-        actors |= {f"engine {i}": create(EngineActor, seat) for i, seat in enumerate(plan.engines)}
-        processes = iter(locate(actors, timeout_s=self._config.cluster.start_timeout_s))
+        processes = iter(locate(actors | self._seats.create(), timeout_s=self._config.cluster.start_timeout_s))
         timeout_s = self._config.rollout.timeout_s
         groups = [
             WorkerGroup(list(itertools.islice(processes, layout.world_size)), layout=layout, timeout_s=timeout_s)
@@ -159,6 +150,22 @@ class Cluster:
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))
 
+    @property
+    def roster(self) -> Roster:
+        """All processes of the run."""
+        first, *_ = [*self.workers.processes, *self.engines.processes]
+        return first.roster
+
+    def restart_engine(self, index: int) -> None:
+        """Replace an engine that died; see `EngineSeats.restart`."""
+        lost = self.engines.processes[index]
+        if self._log_dir is not None:
+            # A run that goes on keeps no others.
+            keep_worker_logs(self.scope.temp_dir, self._log_dir)
+        pids = [pid for name, pid in self.pids.items() if name == lost.name or name.startswith(f"{lost.name} worker ")]
+        self.engines.processes[index], new_pids = self._seats.restart(index, lost, pids)
+        self.pids |= engine_pids(lost.name, new_pids)
+
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
         """What lets the engines generate with the actor's weights; call it when the actor is loaded."""
         transports: dict[str, Callable[[Mapping[str, TensorSpec]], PolicySync]] = {
@@ -189,7 +196,7 @@ class Cluster:
             self.engines.processes,
             wire_specs(model, specs, config.dtype),
             [engine_shards(model, EnginePosition(rank=rank, size=tp)) for rank in range(tp)],
-            shares=[seat.shares for seat in self._engine_seats],
+            shares=self._seats.shares,
             segments=self.scope.shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,
             over_devices=config.host_group == "device",

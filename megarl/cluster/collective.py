@@ -4,7 +4,8 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
 from megarl.parallel.messages import StoreResult
 from megarl.parallel.weights.collective import Meeting
 from megarl.rollout.weight_sync import WIRE_BYTES, check_complete, compare_checksums

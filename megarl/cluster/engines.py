@@ -1,11 +1,12 @@
 """The engines, called together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.processes import Process, wait_all, wait_streams
+from megarl.cluster.processes import wait_all, wait_living, wait_streams
+from megarl.cluster.roster import Process
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FloatArray
@@ -13,9 +14,10 @@ from megarl.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A batch that engines are working on: per engine, the positions of its requests, and the pending answer."""
+    """A batch that engines are working on: per engine, the positions of its requests, and the pending answers."""
 
-    positions: tuple[tuple[int, ...], ...]
+    requests: tuple[GenerationRequest, ...]
+    hands: tuple[tuple[int, ...], ...]
     calls: tuple[tuple[Process, Any], ...]
 
 
@@ -34,6 +36,18 @@ def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> li
     return hands
 
 
+def deal_again(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
+    """Positions of the requests that each engine takes after some died with theirs unfinished.
+
+    exactly: in batches that are the same as before, which finished requests are part of.
+    """
+    if exactly:
+        return [list(hand) if set(hand) - set(finished) else [] for hand in submission.hands]
+    left = [position for position in range(len(submission.requests)) if position not in finished]
+    dealt = deal_requests([submission.requests[position] for position in left], len(submission.hands))
+    return [[left[i] for i in hand] for hand in dealt]
+
+
 class EngineGroup:
     """The engines, each holding a full copy of the policy.
 
@@ -45,26 +59,41 @@ class EngineGroup:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
         """Start generating."""
-        hands = deal_requests(requests, len(self.processes))
-        busy = [(p, hand) for p, hand in zip(self.processes, hands, strict=True) if hand]
+        return self._submit(requests, deal_requests(requests, len(self.processes)))
+
+    def submit_again(self, submission: Submission, finished: Collection[int], *, exactly: bool) -> Submission:
+        """Start generating what is unfinished; see `deal_again`."""
+        return self._submit(submission.requests, deal_again(submission, finished, exactly=exactly))
+
+    def _submit(self, requests: Sequence[GenerationRequest], hands: Sequence[Sequence[int]]) -> Submission:
         return Submission(
-            positions=tuple(tuple(hand) for _, hand in busy),
-            calls=tuple((p, _stream(p, [requests[i] for i in hand])) for p, hand in busy),
+            requests=tuple(requests),
+            hands=tuple(tuple(hand) for hand in hands),
+            calls=tuple(
+                (p, _stream(p, [requests[i] for i in hand]))
+                for p, hand in zip(self.processes, hands, strict=True)
+                if hand
+            ),
         )
 
     def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        """Wait for all completions. `on_finished` gets each, with the position of its request, once it is there."""
+        """Wait for all completions, but of engines that die and can be restarted. `on_finished` gets each, with the
+        position of its request, once it is there.
+        """
+        hands = [hand for hand in submission.hands if hand]
 
         def take(call: int, part: Mapping[int, Completion]) -> None:
             for place, completion in part.items():
-                on_finished(submission.positions[call][place], completion)
+                on_finished(hands[call][place], completion)
 
         wait_streams(submission.calls, take, timeout_s=timeout_s, doing="generating")
 
     def load_weights(self, files: Sequence[Path], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
         """Reload every engine from the files on its host; returns the checksums of all their workers."""
         paths = [str(f) for f in files]
-        engines = self._call("load_weights", paths, version=version, with_checksums=with_checksums)
+        options = {"version": version, "with_checksums": with_checksums}
+        calls = [(p, p.actor.call.remote("load_weights", paths, **options)) for p in self.processes]
+        engines = wait_all(calls, timeout_s=self._timeout_s, doing="syncing weights")
         return [checksums for workers in engines for checksums in workers]
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
@@ -75,23 +104,17 @@ class EngineGroup:
 
     def sleep(self) -> None:
         """Drop weights and KV caches, on platforms whose engines can."""
-        self._call("sleep")
+        self._move("sleep", doing="putting engines to sleep")
 
     def wake(self, parts: Sequence[str]) -> None:
         """Bring back `weights` (to be synced next) or `kv_cache`."""
-        self._call("wake", list(parts))
+        self._move("wake", list(parts), doing="waking engines")
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        calls = [(p, p.actor.call.remote(method, *args, **kwargs)) for p in self.processes]
-        return wait_all(calls, timeout_s=self._timeout_s, doing=_DOING[method])
+    def _move(self, method: str, *args: Any, doing: str) -> None:
+        """An engine that died has nothing to move."""
+        calls = [(p, p.actor.call.remote(method, *args)) for p in self.processes]
+        wait_living(calls, timeout_s=self._timeout_s, doing=doing)
 
 
 def _stream(process: Process, requests: Sequence[GenerationRequest]) -> Any:
     return process.actor.stream.options(num_returns="streaming").remote(requests)
-
-
-_DOING = {
-    "load_weights": "syncing weights",
-    "sleep": "putting engines to sleep",
-    "wake": "waking engines",
-}

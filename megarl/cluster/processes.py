@@ -1,4 +1,4 @@
-"""The remote processes of a run, and how the driver waits for them."""
+"""How the driver waits for the remote processes of a run."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from megarl.cluster.location import NOWHERE, Location
+from megarl.cluster.roster import Process, Roster
 from megarl.cluster.stacks import describe
-from megarl.errors import WorkerError
+from megarl.errors import EngineDiedError, WorkerError
 
 # How long to look for the cause once a rank failed: its peers fail too, with less telling errors.
 CAUSE_WAIT_S = 2.0
@@ -21,58 +21,52 @@ WATCH_S = 0.5
 NUM_DESCRIBED = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A remote process of the run (`RunActor`), how messages name it, and where it runs.
-
-    peers: all processes of the run. Whoever waits for one of them learns of the death of any.
-    """
-
-    name: str
-    actor: Any
-    location: Location = NOWHERE
-    peers: tuple["Process", ...] = ()
-
-
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
     """The processes of named actors (`RunActor`), once all have started. With several hosts their names say which."""
-    processes = [Process(name=name, actor=actor) for name, actor in actors.items()]
+    roster = Roster()
+    processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
     several = len({location.host for location in locations}) > 1
-    located = tuple(
+    located = [
         replace(p, name=f"{p.name} ({location.hostname})" if several else p.name, location=location)
         for p, location in zip(processes, locations, strict=True)
-    )
-    return [replace(p, peers=located) for p in located]
+    ]
+    for process in located:
+        roster.enter(process)
+    return located
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Death:
+    """A process that can go on no more, and who died: it, or a worker of its own."""
+
+    process: Process
+    what: str
+
+    def report(self, doing: str) -> WorkerError:
+        """What to raise where the process is needed."""
+        return self.process.roster.report_death(self.process, f"{doing}: {self.what}")
 
 
 class _Watch:
     """Signs of life of the processes that a wait does not wait for: they are asked, and nobody waits for answers."""
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
-        self._peers = {peer.name: peer for process in waited_for for peer in process.peers}
+        self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
         # Questions without an answer so far, and who was asked.
-        self.asked: dict[Any, str] = {}
+        self.asked: dict[Any, Process] = {}
 
-    def ask(self, busy: Collection[str]) -> None:
+    def ask(self, busy: Collection[Process]) -> None:
         """Ask everyone who is neither busy nor asked already."""
-        for name in self._peers.keys() - set(busy) - set(self.asked.values()):
-            self.asked[self._peers[name].actor.lost_workers.remote()] = name
+        others = {*busy, *self.asked.values()}
+        for process in [process for roster in self._rosters for process in roster.living if process not in others]:
+            self.asked[process.actor.lost_workers.remote()] = process
 
-    def location_of(self, name: str) -> Location:
-        """Where a process of the run is, by its name."""
-        return self._peers[name].location if name in self._peers else NOWHERE
-
-    def lost(self) -> str | None:
-        """A process that has died since it was asked."""
+    def deaths(self) -> Iterator[_Death]:
+        """Of those that were asked."""
         for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
-            name = self.asked.pop(ref)
-            try:
-                if workers := ray.get(ref):
-                    return f"worker {workers[0]} of {name}"
-            except (ActorDiedError, ActorUnavailableError):
-                return name
-        return None
+            if (death := _answered_death(self.asked.pop(ref), ref)) is not None:
+                yield death
 
 
 # What this process waits for, and since when.
@@ -97,78 +91,121 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
     """Results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
 
     Raises:
+        EngineDiedError: a process whose answer was awaited died, and can be replaced.
         WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
+            What can be replaced and was not awaited is noted in the roster instead.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
-    with _noted(doing):
-        wait = _Wait(calls, timeout_s=timeout_s, doing=doing)
-        for ref in wait.ready():
-            wait.pending.remove(ref)
-            wait.require_success(ref, ref)
+    _finish_all(_Wait(calls, timeout_s=timeout_s, doing=doing), doing)
     return ray.get([ref for _, ref in calls])
+
+
+def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> None:
+    """Wait for the ends of remote calls. What can be replaced and dies is noted in the roster; else as `wait_all`."""
+    _finish_all(_Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=False), doing)
+
+
+def _finish_all(wait: "_Wait", doing: str) -> None:
+    with _noted(doing):
+        for ref in wait.ready():
+            wait.succeeded(ref, ref)
+            wait.end(ref)
 
 
 def wait_streams(
     calls: Sequence[tuple[Process, Any]], take: Callable[[int, Any], None], *, timeout_s: float, doing: str
 ) -> None:
     """Wait for the ends of streams of results; `take` gets the position of a call and each of its results, as soon as
-    it is there. Raises as `wait_all`, and what `take` raises.
+    it is there. Raises as `wait_living`, and what `take` raises.
     """
     with _noted(doing):
         positions = {stream: i for i, (_, stream) in enumerate(calls)}
-        wait = _Wait(calls, timeout_s=timeout_s, doing=doing)
+        wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
         for stream in wait.ready():
             try:
                 ref = next(stream)
             except StopIteration:
-                wait.pending.remove(stream)
+                wait.end(stream)
                 continue
-            wait.require_success(ref, stream)
-            take(positions[stream], ray.get(ref))
+            if wait.succeeded(ref, stream):
+                take(positions[stream], ray.get(ref))
 
 
 class _Wait:
-    """A wait for remote calls, each a reference or a stream of references, until nothing is `pending`."""
+    """A wait for remote calls, each a reference or a stream of references, until none is pending.
 
-    def __init__(self, calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> None:
-        self.pending = [call for _, call in calls]
-        self._names = {call: process.name for process, call in calls}
+    needs_all: whether it fails when a process dies that was called and can be replaced.
+    """
+
+    def __init__(
+        self, calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = True
+    ) -> None:
+        self._pending = {call: process for process, call in calls}
         self._watch = _Watch(process for process, _ in calls)
-        self._timeout_s, self._doing = timeout_s, doing
+        self._timeout_s, self._doing, self._needs_all = timeout_s, doing, needs_all
 
     def ready(self) -> Iterator[Any]:
-        """What is pending and has something to say, again and again. The caller takes out what is finished."""
+        """What is pending and has something to say, again and again. The caller ends what is finished."""
         deadline = time.monotonic() + self._timeout_s
-        while self.pending:
+        while self._pending:
             left_s = deadline - time.monotonic()
-            done, _ = ray.wait(self.pending, timeout=max(0.0, min(WATCH_S, left_s)))
+            done, _ = ray.wait(list(self._pending), timeout=max(0.0, min(WATCH_S, left_s)))
             if not done and left_s <= WATCH_S:
-                silent = f"no answer from {', '.join(self._busy())} within {self._timeout_s:.0f} s"
-                raise WorkerError(f"{self._doing}: {silent}{self._described(self._busy())}; see RUN/logs")
+                busy = list(self._pending.values())
+                silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
+                raise WorkerError(f"{self._doing}: {silent}{_described(busy)}; see RUN/logs")
             yield from done
             if not done:
-                if (lost := self._watch.lost()) is not None:
-                    raise WorkerError(f"{self._doing}: {lost} died; see RUN/logs")
-                self._watch.ask(self._busy())
+                self._look_around()
 
-    def _busy(self) -> list[str]:
-        return [self._names[call] for call in self.pending]
+    def _look_around(self) -> None:
+        """Learn of the deaths of those that are not waited for."""
+        for death in self._watch.deaths():
+            if not isinstance(error := death.report(self._doing), EngineDiedError):
+                raise error
+        self._watch.ask(self._pending.values())
 
-    def _described(self, names: Sequence[str]) -> str:
-        """` (trainer rank 1 is stopped; …)` of those that did not answer."""
-        found = describe({name: self._watch.location_of(name) for name in names[:NUM_DESCRIBED]})
-        return f" ({found})" if found else ""
+    def end(self, call: Any) -> None:
+        """Expect no more of a call."""
+        self._pending.pop(call, None)
 
-    def require_success(self, ref: Any, call: Any) -> None:
-        """Raise the most telling failure if the result `ref` of `call` is one."""
+    def succeeded(self, ref: Any, call: Any) -> bool:
+        """Whether the result `ref` of `call` is there. False: its process died, and the wait goes on without it.
+
+        Raises the most telling failure otherwise.
+        """
         if (error := _failure(ref)) is None:
-            return
-        self._watch.ask(self._busy())
-        names = self._names | self._watch.asked
-        others = [*(other for other in self.pending if other is not call), *self._watch.asked]
-        done, silent = ray.wait(others, num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])
-        failures = [(names[call], error), *((names[o], e) for o in done if (e := _failure(o)) is not None)]
-        raise _cause(failures, self._doing, lambda: self._described([names[other] for other in silent]))
+            return True
+        process = self._pending.pop(call)
+        if not self._needs_all:
+            death = _death(process, error) or _death_of_worker(process)
+            if death is not None and isinstance(death.report(self._doing), EngineDiedError):
+                return False
+        raise self._cause(process, error)
+
+    def _cause(self, process: Process, error: Exception) -> Exception:
+        """What to report when a process failed: a dead process, then megarl's own errors, then what came first."""
+        self._watch.ask(self._pending.values())
+        others = self._pending | self._watch.asked
+        done, silent = ray.wait(list(others), num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])
+        failures = [(process, error)]
+        failures += [(self._pending[call], e) for call in done if call in self._pending and (e := _failure(call))]
+        deaths = [*(death for failure in failures if (death := _death(*failure))), *self._watch.deaths()]
+        # Only now has a process answered that failed for want of a worker of its own.
+        deaths = deaths or [death for other, _ in failures[1:] if (death := _death_of_worker(other))]
+        if reports := [death.report(self._doing) for death in deaths]:
+            return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])
+        causes = [getattr(failure, "cause", failure) for _, failure in failures]
+        if own := [cause for cause in causes if type(cause).__module__.startswith("megarl")]:
+            return own[0]
+        what = f"{process.name} failed with {type(causes[0]).__name__}: {causes[0]}"
+        return WorkerError(f"{self._doing}: {what}{_described([others[call] for call in silent])}; see RUN/logs")
+
+
+def _described(processes: Sequence[Process]) -> str:
+    """` (trainer rank 1 is stopped; …)` of those that did not answer."""
+    found = describe({process.name: process.location for process in processes[:NUM_DESCRIBED]})
+    return f" ({found})" if found else ""
 
 
 def _failure(call: Any) -> Exception | None:
@@ -184,20 +221,25 @@ def _failure(call: Any) -> Exception | None:
     return None
 
 
-def _cause(failures: Sequence[tuple[str, Exception]], doing: str, others: Callable[[], str]) -> Exception:
-    """The failure to report, of named processes: a dead process, then megarl's own errors, then whatever came first.
+def _death(process: Process, error: Exception) -> _Death | None:
+    """Of a process whose answer is an error."""
+    if isinstance(error, ActorDiedError | ActorUnavailableError):
+        return _Death(process=process, what=f"{process.name} died{_last_words(error)}")
+    return None
 
-    others: what those do that have not answered.
-    """
-    for name, failure in failures:
-        if isinstance(failure, ActorDiedError | ActorUnavailableError):
-            return WorkerError(f"{doing}: {name} died{_last_words(failure)}; see RUN/logs")
-    causes = [getattr(failure, "cause", failure) for _, failure in failures]
-    own = [cause for cause in causes if type(cause).__module__.startswith("megarl")]
-    if own:
-        return own[0]
-    name, kind = failures[0][0], type(causes[0]).__name__
-    return WorkerError(f"{doing}: {name} failed with {kind}: {causes[0]}{others()}; see RUN/logs")
+
+def _answered_death(process: Process, ref: Any) -> _Death | None:
+    """Of a process, or a worker without which it can do nothing, by its answer to `lost_workers`."""
+    if (error := _failure(ref)) is not None:
+        return _death(process, error)
+    workers = ray.get(ref)
+    return _Death(process=process, what=f"worker {workers[0]} of {process.name} died") if workers else None
+
+
+def _death_of_worker(process: Process) -> _Death | None:
+    """Of a worker of a process that still answers."""
+    ref = process.actor.lost_workers.remote()
+    return _answered_death(process, ref) if ray.wait([ref], timeout=CAUSE_WAIT_S)[0] else None
 
 
 def _last_words(failure: Exception) -> str:

@@ -7,9 +7,12 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all, wait_living
+from megarl.cluster.roster import Process
 from megarl.rollout.transport import SharedFile, WeightTransport
 from megarl.safetensors_map import TensorSpec
+
+_DOING = "moving weights between hosts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ class ReplicatedFiles:
         self._call("deliver")
 
     def remove(self) -> None:
-        self._call("remove")
+        calls = [(k.process, k.process.actor.call_host_file.remote("remove")) for k in self._keepers]
+        wait_living(calls, timeout_s=self._timeout_s, doing=_DOING)
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, **kwargs: Any) -> list[Any]:
         """A method of every keeper's `HostFile`, each with its own arguments."""
@@ -53,7 +57,7 @@ class ReplicatedFiles:
         return self._wait(calls)
 
     def _wait(self, calls: Sequence[tuple[Process, Any]]) -> list[Any]:
-        return wait_all(calls, timeout_s=self._timeout_s, doing="moving weights between hosts")
+        return wait_all(calls, timeout_s=self._timeout_s, doing=_DOING)
 
 
 def weight_transport(

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
 from megarl.cluster.workers import Calls, WorkerGroup
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.messages import LoadRequest, Part, Role, StoreResult, UpdateRequest, UpdateResult

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from megarl.cluster.processes import Process, wait_all
+from megarl.cluster.processes import wait_all
+from megarl.cluster.roster import Process
 from megarl.cluster.rows import RowShards, put_rows
 from megarl.config.schema import LayoutConfig
 from megarl.parallel.messages import Part, Role, StoreResult, UpdateRequest, UpdateResult

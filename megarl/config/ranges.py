@@ -64,6 +64,7 @@ RANGES: Mapping[str, Range] = {
     "rollout.top_k": Range(holds=lambda x: x == -1 or x >= 1, expected=">= 1, or -1 for no limit"),
     "rollout.max_response_tokens": AT_LEAST_1,
     "rollout.timeout_s": POSITIVE,
+    "rollout.max_engine_restarts": AT_LEAST_0,
     "rollout.engine.num_engines": AT_LEAST_1,
     "rollout.engine.tp": AT_LEAST_1,
     "rollout.engine.max_num_seqs": AT_LEAST_1,

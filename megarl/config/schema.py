@@ -224,6 +224,8 @@ class RolloutConfig:
     top_k: int = -1  # Anything but -1 is refused in training.
     max_response_tokens: int = 1024  # Longer responses are cut.
     timeout_s: float = 3600.0  # For one step's generation, and for one call of the trainer's ranks.
+    # So many engines that die in a run are restarted; what they had not finished is generated again.
+    max_engine_restarts: int = 3
     # Keep every step's rollout under RUN/records, for replay.
     record: bool = False
     replay_dir: str | None = None  # RUN/records of the recorded run.

@@ -74,7 +74,7 @@ class HostFile:
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         new_group = platform().new_group if over_devices else gloo_group
-        self._group = new_group(store, rank, num_hosts, timeout)
+        self._group: dist.ProcessGroup | None = new_group(store, rank, num_hosts, timeout)
         self._device = platform().device() if over_devices else torch.device("cpu")
 
     def create(self, path: str, specs: Mapping[str, TensorSpec]) -> None:
@@ -88,20 +88,28 @@ class HostFile:
 
     def deliver(self) -> None:
         """Sum the files of all hosts, a bucket at a time."""
+        assert self._group is not None, "a group that broke is joined anew"
         for bucket in data_bytes(self._path).split(BUCKET_BYTES):
             on_device = bucket.to(self._device)
-            self._group.allreduce([on_device]).wait()
+            try:
+                self._group.allreduce([on_device]).wait()
+            except RuntimeError as error:
+                # With its connections, or other hosts would wait for this one.
+                self._group = None
+                raise WeightSyncError(f"the group of all hosts broke: {error}") from error
             if on_device is not bucket:
                 bucket.copy_(on_device)
 
     def remove(self) -> None:
         """Unlink, and leave the group."""
         self._path.unlink(missing_ok=True)
-        del self._group
+        self._group = None
 
 
 def create_weight_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     """Preallocate a safetensors file, if its file system has room."""
+    # An earlier one, of a process that died, takes room.
+    path.unlink(missing_ok=True)
     needed, free = sum(spec.num_bytes for spec in specs.values()), shutil.disk_usage(path.parent).free
     if needed > free:
         raise WeightSyncError(

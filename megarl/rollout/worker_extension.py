@@ -63,7 +63,8 @@ class WeightReceiver:
         """Join the bridge from the trainer's ranks, with this worker's share of those of the engine."""
         worker: Any = self
         share: Share = pickle.loads(shares[worker.rank])
-        self.bridge = BridgeReceiver(share, RoutedReceiver(share), worker.device)
+        self.bridge_wire = RoutedReceiver(share)
+        self.bridge = BridgeReceiver(share, self.bridge_wire, worker.device)
 
     def load_bridge(
         self, transfer: int, with_checksums: bool, scales: Mapping[str, float]
@@ -74,12 +75,20 @@ class WeightReceiver:
         """
         fill = math.nan if with_checksums else None
         return self._load(
-            self.bridge.receive(transfer, fill=fill),
+            self._from_bridge(transfer, fill),
             self.bridge.checksum if with_checksums else None,
             lambda name, tensor: (
                 self.bridge.restore(name, tensor, scales[name], fill=fill) if name in scales else tensor
             ),
         )
+
+    def _from_bridge(self, transfer: int, fill: float | None) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from self.bridge.receive(transfer, fill=fill)
+        except RuntimeError as error:
+            # Others would go on waiting for this worker.
+            self.bridge_wire.close()
+            raise WeightSyncError(f"the transfer ended early: {error}") from error
 
     def bridge_bytes(self) -> int:
         """What came over the wire in the last transfer."""

@@ -64,6 +64,7 @@ class Ending:
     """Which signal goes to which process of the run, and when; the exit code, and what is printed.
 
     hung: processes that are stopped some seconds before, so that the driver waits for them and not for the target.
+    settings: of the run.
     """
 
     signum: signal.Signals
@@ -71,9 +72,12 @@ class Ending:
     exit_code: int
     message: str = ""
     hung: str = ""
+    settings: tuple[str, ...] = ()
     when: Callable[[CliRun, str], bool] = in_its_steps
 
 
+# tests/e2e/test_engine_restart.py has runs that go on.
+NO_RESTARTS = ("rollout.max_engine_restarts=0",)
 ENDINGS = {
     "ctrl-c": Ending(signum=signal.SIGINT, target="driver", exit_code=130),
     # In its steps a run answers SIGTERM with a checkpoint.
@@ -86,7 +90,11 @@ ENDINGS = {
         signum=signal.SIGKILL, target="ray::RankActor", exit_code=1, message=r"error: .*trainer rank [01] died; .*"
     ),
     "engine-killed": Ending(
-        signum=signal.SIGKILL, target="ray::EngineActor", exit_code=1, message=r"error: .*engine 0 died; .*"
+        signum=signal.SIGKILL,
+        target="ray::EngineActor",
+        exit_code=1,
+        message=r"error: .*engine 0 died; .*",
+        settings=NO_RESTARTS,
     ),
     "idle-rank-killed": Ending(
         signum=signal.SIGKILL,
@@ -101,6 +109,7 @@ ENDINGS = {
         exit_code=1,
         message=r"error: (scoring|updating|writing).*: engine 0 died; .*",
         hung="ray::RankActor",
+        settings=NO_RESTARTS,
     ),
 }
 
@@ -113,7 +122,7 @@ LONG = ("terminated-early", "engine-killed", "idle-rank-killed", "idle-engine-ki
     "ending", [pytest.param(e, id=name, marks=pytest.mark.long if name in LONG else ()) for name, e in ENDINGS.items()]
 )
 def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
-    run = start()
+    run = start(*ending.settings)
     run_id = run.run_id()
     run.wait_until(lambda: ending.when(run, run_id))
     assert cli_run.leftovers(run_id)

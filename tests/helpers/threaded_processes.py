@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from megarl.cluster.location import Location
-from megarl.cluster.processes import Process
+from megarl.cluster.roster import Process
 
 MakeProcess: TypeAlias = Callable[[str, Any], Process]
 

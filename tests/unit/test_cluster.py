@@ -1,5 +1,6 @@
 """Calls to groups of remote processes: order, merging, and which failure is reported. Ray is real, the work is not."""
 
+import gc
 import os
 import signal
 import threading
@@ -11,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
 from megarl.cluster.location import Location
-from megarl.cluster.processes import locate
+from megarl.cluster.processes import locate, wait_living
 from megarl.cluster.ray_session import _wait_for_port
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.config.schema import LayoutConfig
-from megarl.errors import NonFiniteError, WorkerError
+from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
 from megarl.janitor import Janitor
 from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.platform import apply_environment
@@ -147,7 +149,8 @@ def start(index: int) -> Process:
 
 
 def start_run(*names: str) -> list[Process]:
-    """Processes of one run, who know of each other."""
+    """Processes of one run, who know of each other. Those of earlier ones, which did too, end now."""
+    gc.collect()
     return locate({name: start(i).actor for i, name in enumerate(names)}, timeout_s=120.0)
 
 
@@ -207,6 +210,52 @@ def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None
     ray.get(engine.actor.call.remote("lose", 1))
     with pytest.raises(WorkerError, match=r"^updating: worker 1 of engine 0 died; see RUN/logs$"):
         wait_all(calls([rank], ("answer", 20.0)), timeout_s=30.0, doing="updating")
+
+
+def allow_restarts(engine: Process) -> Process:
+    engine.roster.allow_restarts([engine.name], 1)
+    return engine
+
+
+def test_an_idle_engine_that_can_be_restarted_does_not_end_a_wait(ray_session: None) -> None:
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    kill_after(0.5, allow_restarts(engine))
+    assert wait_all(calls([rank], ("answer", 6.0)), timeout_s=60.0, doing="updating") == [0]
+    assert engine.roster.lost == {"engine 0": engine}
+    assert engine.roster.living == [rank]
+
+
+def test_a_wait_for_an_engine_that_can_be_restarted_ends(ray_session: None) -> None:
+    """Unless nobody needs its answer: then the others are waited for."""
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    kill_after(0.5, allow_restarts(engine))
+    with pytest.raises(EngineDiedError, match=r"^syncing weights: engine 0 died; see RUN/logs$"):
+        wait_all(calls([rank, engine], ("answer", 20.0), ("answer", 20.0)), timeout_s=60.0, doing="syncing weights")
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    kill_after(0.5, allow_restarts(engine))
+    pending = calls([rank, engine], ("answer", 3.0), ("answer", 20.0))
+    wait_living(pending, timeout_s=60.0, doing="waking engines")
+    assert ray.get(pending[0][1], timeout=0) == 0
+    assert engine.roster.lost == {"engine 0": engine}
+
+
+@pytest.mark.parametrize("lose", [True, False], ids=["lost a worker", "failed"])
+def test_an_engine_that_fails_has_died_if_it_has_lost_a_worker(lose: bool, ray_session: None) -> None:
+    """vLLM raises some error of its own. The engine, which would live on, is ended."""
+    (engine,) = start_run("engine 0")
+    allow_restarts(engine)
+    if lose:
+        ray.get(engine.actor.call.remote("lose", 1))
+    with pytest.raises(WorkerError) as caught:
+        wait_all(calls([engine], ("fail", RuntimeError("cancelled"), 0.0)), timeout_s=30.0, doing="syncing weights")
+    what = "worker 1 of engine 0 died" if lose else "engine 0 failed with RuntimeError: cancelled"
+    assert str(caught.value) == f"syncing weights: {what}; see RUN/logs"
+    assert isinstance(caught.value, EngineDiedError) is lose
+    if lose:
+        with pytest.raises(ActorDiedError):
+            ray.get(engine.actor.call.remote("answer", 0.0))
+    else:
+        assert ray.get(engine.actor.call.remote("answer", 0.0)) == 0
 
 
 def test_who_is_busy_with_something_else_is_asked_once(ray_session: None) -> None:
@@ -343,6 +392,15 @@ def test_failures_while_results_stream_in(processes: list[Process]) -> None:
     group = EngineGroup([processes[0]], timeout_s=30.0)
     with pytest.raises(WorkerError, match="generating: no answer from trainer rank 0 within 0 s"):
         group.collect(group.submit([request(0)]), lambda i, completion: None, timeout_s=0.05)
+
+
+def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) -> None:
+    engines = start_run("engine 0", "engine 1")
+    allow_restarts(engines[1])
+    # Engine 1 finishes its last request, and dies at the one before.
+    requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
+    assert collected(EngineGroup(engines, timeout_s=30.0), requests).keys() == {0, 2, 4, 5}
+    assert engines[1].roster.lost == {"engine 1": engines[1]}
 
 
 def test_every_engine_loads_the_same_files(processes: list[Process]) -> None:

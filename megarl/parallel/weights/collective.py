@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.errors import WeightSyncError
 from megarl.parallel.platform import platform
 from megarl.parallel.weights.slices import Slice, store_slices
 from megarl.safetensors_map import TensorSpec, plan_files
@@ -57,15 +58,23 @@ class WeightChannel:
             data, tensors = _allocate(bucket, self._device)
             for name in bucket.keys() & owned.keys():
                 store_slices(owned[name], tensors)
-            self._group.allreduce([data]).wait()
+            self._sum(data)
 
     @torch.no_grad()
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full tensors, a bucket at a time; every bucket has memory of its own, so they may be kept."""
         for bucket in self._buckets:
             data, tensors = _allocate(bucket, self._device)
-            self._group.allreduce([data]).wait()
+            self._sum(data)
             yield from tensors.items()
+
+    def _sum(self, data: torch.Tensor) -> None:
+        try:
+            self._group.allreduce([data]).wait()
+        except RuntimeError as error:
+            # With its connections, or others would wait for this process.
+            del self._group
+            raise WeightSyncError(f"the group of trainer ranks and engine workers broke: {error}") from error
 
 
 def _allocate(bucket: Mapping[str, TensorSpec], device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
-"""An engine's actor knows which of its workers have ended."""
+"""An engine's actor knows which of its workers have ended, and ends those of the engine before it."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ import psutil
 import pytest
 
 from megarl.cluster import actors
-from megarl.cluster.actors import EngineActor
+from megarl.cluster.actors import EngineActor, end_run_processes
 from megarl.config.schema import EngineConfig
+from megarl.janitor import RUN_ID_VARIABLE
 from megarl.rollout.engine import EngineSpec
 
 SPEC = EngineSpec(model_path="", dtype="float32", seed=0, max_model_tokens=1, config=EngineConfig(tp=2))
@@ -47,3 +49,22 @@ def test_lost_workers(workers: list[subprocess.Popen[bytes]], monkeypatch: pytes
     workers[0].kill()
     workers[0].wait()
     assert actor.lost_workers() == [0, 1]
+
+
+def test_what_is_left_of_an_engine_is_ended_if_it_is_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id may be another process's by now."""
+    monkeypatch.setenv(RUN_ID_VARIABLE, "ours")
+    ours = subprocess.Popen(["sleep", "300"])
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setenv(RUN_ID_VARIABLE, "theirs")
+    theirs = subprocess.Popen(["sleep", "300"])
+    monkeypatch.setenv(RUN_ID_VARIABLE, "ours")
+    try:
+        end_run_processes([gone.pid, ours.pid, theirs.pid])
+        assert ours.wait(timeout=0) == -signal.SIGKILL
+        assert theirs.poll() is None
+    finally:
+        for process in (ours, theirs):
+            process.kill()
+            process.wait()

@@ -14,6 +14,7 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.parallel.weights.bridge.meetings import give_up
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
 from megarl.parallel.weights.bridge.wires import Share
@@ -182,6 +183,28 @@ def test_differences_are_exact_and_everything_is_sent_each_third_time(process: M
         for row in (0, 3):
             rank.slices[0].view[row, version % 3] = expected[row, version % 3] = -1.0 - version
     assert sizes == [48, 36, 36, 48, 36, 36, 48]
+
+
+@pytest.mark.parametrize("delta_full_every", [None, 10], ids=["plain", "differences"])
+def test_who_waits_in_a_transfer_that_is_given_up_fails_and_the_next_one_is_good(
+    delta_full_every: int | None, process: MakeProcess, tmp_path: Path
+) -> None:
+    """A rank whose engine takes nothing, then an engine whose rank sends nothing."""
+    rank, engine = Rank(0, 4), Engine()
+    sync = open_sync(process, [rank], [engine], tmp_path, delta_full_every=delta_full_every, timeout_s=300.0)
+    options = {"with_checksums": False, "scales": {}}
+    with ThreadPoolExecutor(1) as pool:
+        for transfer, call in (
+            (101, lambda: rank.send_over_bridge(101, full=True, **options)),
+            (102, lambda: engine.receive_over_bridge(102, version=1, **options)),
+        ):
+            waiting = pool.submit(call)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1.0)
+            give_up("127.0.0.1", rank.store.port, transfer)
+            with pytest.raises(WeightSyncError, match="a process that took part in this sync has died"):
+                waiting.result(timeout=30.0)
+    assert sync.push(1, verify=True) == {"sync/wire_bytes": 48}
 
 
 def test_a_cast_counts_its_own_bytes_and_scales(process: MakeProcess, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tensors reach every receiver bit for bit, whichever rank sends which part of them."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.errors import WeightSyncError
 from megarl.parallel.weights import collective
 from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
 from megarl.parallel.weights.slices import Slice
@@ -19,6 +21,7 @@ SPECS = {
     "c": TensorSpec(shape=(3,), dtype=torch.float32),
 }
 BUCKET = 40
+TIMEOUT_S = 30.0
 # Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
 ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1], dtype=torch.int32).view(torch.float32)
 
@@ -33,7 +36,7 @@ def open_channels(size: int) -> list[WeightChannel]:
     store = open_store("127.0.0.1")
 
     def member(rank: int) -> WeightChannel:
-        meeting = Meeting(address="127.0.0.1", port=store.port, rank=rank, size=size, timeout_s=30.0)
+        meeting = Meeting(address="127.0.0.1", port=store.port, rank=rank, size=size, timeout_s=TIMEOUT_S)
         return WeightChannel(meeting, SPECS, torch.device("cpu"))
 
     return at_once([lambda rank=rank: member(rank) for rank in range(size)])  # type: ignore[misc]
@@ -75,6 +78,22 @@ def test_slices_of_several_ranks_reach_all_receivers(bucket_bytes: int, monkeypa
             assert list(got) == list(SPECS)
             assert {name: bits(tensor) for name, tensor in got.items()} == {n: bits(t) for n, t in expected.items()}
             assert all(got[name].dtype is spec.dtype for name, spec in SPECS.items())
+
+
+def test_who_waits_for_members_that_fail_fails_too() -> None:
+    """One member is gone. None waits until the time is up, not even for one that waits for it."""
+    *members, gone = open_channels(4)
+    del gone._group
+
+    def failure(member: WeightChannel) -> str:
+        with pytest.raises(WeightSyncError) as caught:
+            dict(member.receive())
+        return str(caught.value)
+
+    began = time.monotonic()
+    failures = at_once([lambda member=member: failure(member) for member in members])  # type: ignore[misc]
+    assert all(text.startswith("the group of trainer ranks and engine workers broke: ") for text in failures)
+    assert time.monotonic() - began < TIMEOUT_S / 2
 
 
 def test_buckets_are_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Files of several hosts become one, bit for bit, whoever wrote what."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ SPECS = {
     "a": TensorSpec(shape=(6, 5), dtype=torch.float32),
     "b": TensorSpec(shape=(7,), dtype=torch.bfloat16),
 }
+TIMEOUT_S = 30.0
 # Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
 ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1], dtype=torch.int32).view(torch.float32)
 
@@ -26,14 +28,14 @@ def on_all(files: Sequence[HostFile], call: Callable[[HostFile, int], Any]) -> N
     """Call every host at once, as the driver does."""
     with ThreadPoolExecutor(len(files)) as pool:
         for future in [pool.submit(call, file, i) for i, file in enumerate(files)]:
-            future.result(timeout=30)
+            future.result(timeout=TIMEOUT_S)
 
 
 def open_hosts(directory: Path, num_hosts: int, *, over_devices: bool = False) -> tuple[list[HostFile], list[Path]]:
     files, paths = [HostFile() for _ in range(num_hosts)], [directory / f"host{i}" for i in range(num_hosts)]
     on_all(files, lambda file, i: file.create(str(paths[i]), SPECS))
     port = files[0].offer("127.0.0.1")
-    on_all(files, lambda file, i: file.join("127.0.0.1", port, i, num_hosts, 30.0, over_devices=over_devices))
+    on_all(files, lambda file, i: file.join("127.0.0.1", port, i, num_hosts, TIMEOUT_S, over_devices=over_devices))
     return files, paths
 
 
@@ -59,6 +61,27 @@ def test_slices_of_several_hosts_reach_all(tmp_path: Path, monkeypatch: pytest.M
             assert torch.equal(got["b"].view(torch.int16), expected_b.view(torch.int16))
     on_all(files, lambda file, _: file.remove())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_that_is_gone_fails_the_others_and_they_begin_again(tmp_path: Path) -> None:
+    """None waits until the time is up, and a file that nobody removed is no obstacle."""
+    *files, gone = open_hosts(tmp_path, 3)[0]
+    gone._group = None
+
+    def fail(file: HostFile, _: int) -> None:
+        with pytest.raises(WeightSyncError, match="the group of all hosts broke: "):
+            file.deliver()
+        file.remove()
+
+    began = time.monotonic()
+    on_all(files, fail)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert [path.name for path in tmp_path.iterdir()] == ["host2"]
+    files, paths = open_hosts(tmp_path, 3)
+    on_all(files, lambda file, _: file.clear())
+    map_tensors(paths[0], writable=True)["b"].fill_(3)
+    on_all(files, lambda file, _: file.deliver())
+    assert [map_tensors(path)["b"].tolist() for path in paths] == [[3] * 7] * 3
 
 
 def test_what_was_summed_on_a_device_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.delta import Span, apply, encode
+from megarl.parallel.weights.bridge.meetings import is_said
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 
@@ -25,8 +26,9 @@ class _Versions:
 
     def __init__(self, share: Share) -> None:
         self._specs, meeting = share.specs, share.meeting
-        self._timeout = timedelta(seconds=meeting.timeout_s)
-        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=self._timeout)
+        self._timeout_s = meeting.timeout_s
+        timeout = timedelta(seconds=meeting.timeout_s)
+        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
         self.kept = dict[_Key, torch.Tensor]()
         self.transfer = 0
 
@@ -49,13 +51,11 @@ class _Versions:
     def with_length(self, message: Message) -> Message:
         """The message as its sender says that it is."""
         name = self._name(message)
-        try:
-            self._store.wait([name], self._timeout)
-        except dist.DistStoreError as error:
+        if not is_said(self._store, name, self.transfer, self._timeout_s):
             raise WeightSyncError(
                 f"trainer rank {message.source} did not send message {message.turn} to engine worker {message.sink} "
-                f"within {self._timeout.total_seconds():.0f} s; see what it says in RUN/logs"
-            ) from error
+                f"within {self._timeout_s:.0f} s; see what it says in RUN/logs"
+            )
         num_bytes = int(self._store.get(name))
         self._store.delete_key(name)
         return message._replace(num_bytes=num_bytes)

@@ -65,6 +65,11 @@ class _Member:
         if (under_way := self._under_way.pop(_slot(message), None)) is not None:
             under_way[1].wait()
 
+    def leave(self) -> None:
+        """Close the connections; others who wait for this process fail."""
+        self._under_way.clear()
+        del self.group
+
     def wait_all(self) -> None:
         for message, _ in list(self._under_way.values()):
             self.wait(message)
@@ -89,6 +94,10 @@ class PointToPointSender:
 
     def flush(self) -> None:
         self._member.wait_all()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._member.leave()
 
 
 class PointToPointReceiver:
@@ -117,6 +126,10 @@ class PointToPointReceiver:
 
     def release(self, message: Message) -> None:
         self._held.discard(_slot(message))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._member.leave()
 
     def _post(self, message: Message) -> None:
         work = self._member.group.recv([self._member.bytes_of(message)], message.source, self._member.tag(message))

@@ -36,8 +36,11 @@ class RoutedSender:
             end.flush()
 
     def close(self) -> None:
-        """Remove the segments."""
+        """Remove the segments, and leave the group."""
         self._near.close()
+        if self._far is not None:
+            self._far.close()
+            self._far = None
 
     def _ends(self) -> list[SendingEnd]:
         return [self._near] if self._far is None else [self._near, self._far]
@@ -71,6 +74,12 @@ class RoutedReceiver:
 
     def release(self, message: Message) -> None:
         self._end(message).release(message)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._far is not None:
+            self._far.close()
+            self._far = None
 
     def _end(self, message: Message) -> ReceivingEnd:
         if self._far is None or _is_near(self._hosts, message):

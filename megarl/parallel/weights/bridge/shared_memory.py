@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.cuda_ipc import DeviceSegments
+from megarl.parallel.weights.bridge.meetings import is_said
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.wires import DEPTH, Share
 
@@ -22,9 +23,9 @@ class _Segments:
     """The segments of a process's pairs: each as large as the largest message that uses it, mapped on first use."""
 
     def __init__(self, share: Share) -> None:
-        meeting, self._prefix = share.meeting, share.segments
-        self._timeout = timedelta(seconds=meeting.timeout_s)
-        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=self._timeout)
+        meeting, self._prefix, self._timeout_s = share.meeting, share.segments, share.meeting.timeout_s
+        timeout = timedelta(seconds=meeting.timeout_s)
+        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
         self.sizes, self.on_device = defaultdict[Path, int](int), set[Path]()
         for message in share.messages:
             path = self.path(message)
@@ -60,13 +61,11 @@ class _Segments:
     def wait(self, what: str, message: Message) -> None:
         """For the other end to say it."""
         key = self._key(what, message)
-        try:
-            self._store.wait([key], self._timeout)
-        except dist.DistStoreError as error:
+        if not is_said(self._store, key, self._transfer, self._timeout_s):
             raise WeightSyncError(
                 f"message {message.turn} of trainer rank {message.source} to engine worker {message.sink} was not "
-                f"{what} within {self._timeout.total_seconds():.0f} s; see what the other process says in RUN/logs"
-            ) from error
+                f"{what} within {self._timeout_s:.0f} s; see what the other process says in RUN/logs"
+            )
         self._store.delete_key(key)
 
     def _key(self, what: str, message: Message) -> str:

@@ -1,0 +1,70 @@
+"""Who belongs to a run, and whose death it survives."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from megarl.cluster.location import NOWHERE, Location
+from megarl.errors import EngineDiedError, WorkerError
+from megarl.progress import write_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A remote process of the run (`RunActor`), how messages name it, and where it runs.
+
+    roster: all processes of the run. Whoever waits for one of them learns of the death of any.
+    """
+
+    name: str
+    actor: Any
+    location: Location = NOWHERE
+    roster: "Roster" = field(default_factory=lambda: Roster(), compare=False, repr=False)
+
+
+class Roster:
+    """The processes of a run by name. Some can be replaced when they have died; the death of any other ends the run.
+
+    lost: those that died and are to be replaced; num_restarts: how many have been so far, these among them.
+    """
+
+    def __init__(self) -> None:
+        self._living: dict[str, Process] = {}
+        self._replaceable: frozenset[str] = frozenset()
+        self._max_restarts = 0
+        self.lost: dict[str, Process] = {}
+        self.num_restarts = 0
+
+    @property
+    def living(self) -> list[Process]:
+        """Those whose death nobody has noticed."""
+        return list(self._living.values())
+
+    def enter(self, process: Process) -> None:
+        """Take a process, in place of the lost one with its name if there is one."""
+        self._living[process.name] = process
+        self.lost.pop(process.name, None)
+
+    def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
+        """From now on so many deaths of these, all together, do not end the run."""
+        self._replaceable, self._max_restarts, self.num_restarts = frozenset(names), max_restarts, 0
+
+    def report_death(self, process: Process, event: str) -> WorkerError:
+        """What to raise where the process is needed: `EngineDiedError` if it can be replaced. Says so, once.
+
+        event: what was done, and who died.
+        """
+        message = f"{event}; see RUN/logs"
+        if process.name in self._replaceable and self._living.get(process.name) != process:
+            return EngineDiedError(message)  # an old one, which is known
+        if process.name not in self._replaceable or self.num_restarts == self._max_restarts:
+            return WorkerError(message)
+        self.num_restarts += 1
+        self.lost[process.name] = self._living.pop(process.name)
+        # An engine without its workers lives on; calls to it shall fail.
+        ray.kill(process.actor)
+        where = f"on {process.location.hostname or 'its host'}"
+        write_line(f"warning: {event} {where}; restart {self.num_restarts} of {self._max_restarts}")
+        return EngineDiedError(message)

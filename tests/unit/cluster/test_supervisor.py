@@ -1,0 +1,232 @@
+"""What is told to whom when engines die; ranks, engines and transports only write it down."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.engines import OnCompletion, Submission, deal_again, deal_requests
+from megarl.cluster.roster import Process, Roster
+from megarl.cluster.supervisor import EngineSupervisor
+from megarl.errors import EngineDiedError, WorkerError
+from megarl.memory import GENERATE, MemoryLedger, Resident
+from megarl.parallel.messages import Part, Role
+from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.types import FinishReason
+
+OPEN, PUSH = "open", "push {}".format
+
+
+def request(seed: int) -> GenerationRequest:
+    return GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4)
+
+
+def completion(request: GenerationRequest) -> Completion:
+    return Completion(
+        token_ids=np.asarray([request.seed]),
+        logprobs=np.zeros(1, np.float32),
+        finish_reason=FinishReason.STOP,
+        weight_versions=np.zeros(1, np.int64),
+    )
+
+
+class Run:
+    """A cluster of two engines, its ranks, and its transports.
+
+    deaths: by the call in which they happen; finished_before_death: by engine, how many of its requests it finishes.
+    """
+
+    def __init__(self, *, max_restarts: int = 3, offload: bool = False, deterministic: bool = False) -> None:
+        self.calls, self.deaths = list[str](), dict[str, Callable[[], Any]]()
+        self.roster, self.engines, self.finished_before_death = Roster(), self, dict[int, int]()
+        self.processes = [Process(name=f"engine {i}", actor=i, roster=self.roster) for i in range(2)]
+        for process in self.processes:
+            self.roster.enter(process)
+        self.ledger = MemoryLedger(self, self, enabled=offload)
+        self.supervisor = EngineSupervisor(
+            self,  # type: ignore[arg-type]
+            self.ledger,
+            self.open_sync,
+            max_restarts=max_restarts,
+            deterministic=deterministic,
+            verify=False,
+        )
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.deaths:
+            self.deaths.pop(call)()
+
+    def die(self, engine: int) -> None:
+        """Where nobody waits for it."""
+        error = self.roster.report_death(self.processes[engine], f"updating: engine {engine} died")
+        if not isinstance(error, EngineDiedError):
+            raise error
+
+    def die_in_sync(self) -> None:
+        raise self.roster.report_death(self.processes[1], "syncing weights: engine 1 died")
+
+    def die_in_start(self) -> None:
+        self.roster.enter(new := Process(name="engine 1", actor="new", roster=self.roster))
+        raise self.roster.report_death(new, "restarting engine 1: engine 1 died")
+
+    def restart_engine(self, index: int) -> None:
+        self.note(f"restart {index}")
+        self.processes[index] = Process(name=f"engine {index}", actor=len(self.calls), roster=self.roster)
+        self.roster.enter(self.processes[index])
+
+    # --- as ranks and engines of the ledger
+
+    def offload(self, role: Role, parts: Sequence[Part]) -> int:
+        self.note(f"offload {'+'.join(parts)}")
+        return 0
+
+    def onload(self, role: Role, parts: Sequence[Part]) -> None:
+        self.note(f"onload {'+'.join(parts)}")
+
+    def sleep(self) -> None:
+        self.note("sleep")
+
+    def wake(self, parts: Sequence[str]) -> None:
+        self.note(f"wake {'+'.join(parts)}")
+
+    # --- as a transport
+
+    def open_sync(self) -> "Run":
+        self.note(OPEN)
+        return self
+
+    def push(self, version: int, *, verify: bool) -> dict[str, float]:
+        self.note(PUSH(version))
+        return {"sync/wire_bytes": 1.0}
+
+    def close(self) -> None:
+        self.note("close")
+
+    # --- as the engines' group
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
+        return self._submit(requests, deal_requests(requests, 2))
+
+    def submit_again(self, submission: Submission, finished: Collection[int], *, exactly: bool) -> Submission:
+        return self._submit(submission.requests, deal_again(submission, finished, exactly=exactly))
+
+    def _submit(self, requests: Sequence[GenerationRequest], hands: list[list[int]]) -> Submission:
+        self.note(f"submit {hands}")
+        return Submission(requests=tuple(requests), hands=tuple(map(tuple, hands)), calls=())
+
+    def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
+        for engine, hand in enumerate(submission.hands):
+            count = self.finished_before_death.pop(engine, None)
+            for position in hand[:count]:
+                on_finished(position, completion(submission.requests[position]))
+            if count is not None:
+                self.die(engine)
+
+
+@dataclass
+class Told:
+    """Completions as they are told."""
+
+    seeds: list[int] = field(default_factory=list)
+
+    def __call__(self, position: int, completion: Completion) -> None:
+        assert completion.token_ids.tolist() == [position]
+        self.seeds.append(position)
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.cluster.roster.ray.kill", lambda actor: None)
+
+
+def generate(run: Run, num_requests: int) -> Told:
+    told = Told()
+    submission = run.supervisor.submit([request(seed) for seed in range(num_requests)])
+    run.supervisor.collect(submission, told, timeout_s=1.0)
+    return told
+
+
+RESTART_1 = ["close", "restart 1", OPEN]
+
+
+def test_without_deaths_the_transport_is_opened_once() -> None:
+    run = Run()
+    assert run.supervisor.push(0) == {"sync/wire_bytes": 1.0}
+    assert generate(run, 4).seeds == [0, 2, 1, 3]
+    run.supervisor.push(1)
+    run.supervisor.close()
+    assert run.calls == [OPEN, PUSH(0), "submit [[0, 2], [1, 3]]", PUSH(1), "close"]
+    assert run.supervisor.metrics() == {"rollout/engine_restarts": 0.0}
+
+
+@pytest.mark.parametrize(("deterministic", "again"), [(False, "submit [[3], [5]]"), (True, "submit [[], [1, 3, 5]]")])
+def test_what_is_unfinished_is_submitted_again_and_told_once(deterministic: bool, again: str) -> None:
+    run = Run(deterministic=deterministic)
+    run.supervisor.push(4)
+    run.finished_before_death = {1: 1}
+    assert generate(run, 6).seeds == [0, 2, 4, 1, 3, 5]
+    assert run.calls == [OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", *RESTART_1, PUSH(4), again]
+    assert run.supervisor.metrics() == {"rollout/engine_restarts": 1.0}
+    assert run.supervisor.metrics() == {"rollout/engine_restarts": 0.0}
+
+
+def test_the_only_engine_left_dies_too() -> None:
+    run = Run()
+    run.supervisor.push(0)
+    run.finished_before_death = {0: 1, 1: 0}
+    assert sorted(generate(run, 4).seeds) == [0, 1, 2, 3]
+    assert run.calls[2:] == [
+        "submit [[0, 2], [1, 3]]",
+        *("close", "restart 0", "restart 1", OPEN, PUSH(0)),
+        "submit [[1, 3], [2]]",
+    ]
+
+
+def test_an_idle_engine_that_died_is_back_before_the_next_sync_or_batch() -> None:
+    run = Run()
+    run.supervisor.push(0)
+    run.die(1)
+    run.supervisor.push(1)
+    run.die(1)
+    generate(run, 2)
+    assert run.calls == [OPEN, PUSH(0), *RESTART_1, PUSH(1), *RESTART_1, PUSH(1), "submit [[0], [1]]"]
+
+
+def test_a_sync_in_which_an_engine_dies_is_repeated_over_a_new_transport() -> None:
+    run = Run()
+    run.deaths = {PUSH(0): run.die_in_sync}
+    run.supervisor.push(0)
+    assert run.calls == [OPEN, PUSH(0), *RESTART_1, PUSH(0)]
+
+
+def test_an_engine_that_dies_while_it_starts_counts_again() -> None:
+    run = Run(max_restarts=2)
+    run.supervisor.push(0)
+    run.die(1)
+    run.deaths = {"restart 1": run.die_in_start}
+    run.supervisor.push(1)
+    assert run.calls == [OPEN, PUSH(0), "close", "restart 1", "restart 1", OPEN, PUSH(1)]
+    with pytest.raises(WorkerError, match="updating: engine 0 died; see RUN/logs"):
+        run.die(0)
+
+
+def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
+    """And the trainer's parameters are back before there is a transport."""
+    run = Run(offload=True)
+    run.ledger.resident = frozenset({Resident(Role.ACTOR, Part.PARAMS)})
+    run.supervisor.push(0)
+    run.calls.clear()
+    run.ledger.enter(GENERATE)
+    assert run.calls == ["offload params", "wake kv_cache"]
+    run.calls.clear()
+    run.finished_before_death = {1: 0}
+    generate(run, 2)
+    assert run.calls == [
+        "submit [[0], [1]]",
+        *("close", "sleep", "restart 1", "onload params", "wake weights", OPEN, PUSH(0), "offload params"),
+        *("wake kv_cache", "submit [[1], []]"),
+    ]
+    assert run.ledger.resident == GENERATE.needs
