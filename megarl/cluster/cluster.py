@@ -104,7 +104,8 @@ class Cluster:
             self.pids |= {process.name: pid} | {f"{process.name} worker {i}": w for i, w in enumerate(workers)}
 
     def _create_processes(self, plan: PlacementPlan) -> None:
-        reservation = Reservation(plan, timeout_s=self._config.cluster.start_timeout_s)
+        cluster = self._config.cluster
+        reservation = Reservation(plan, hosts=cluster.hosts, timeout_s=cluster.start_timeout_s)
 
         def create(cls: type[RunActor], seat: Seat, *args: Any) -> Any:
             remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)

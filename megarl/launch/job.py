@@ -110,25 +110,37 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
 
 def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
     """One task on every host, beside this script on the first."""
-    num_hosts, cluster = len(allocation.hosts), command.cluster
+    groups = allocation.groups
+    line = ["srun"]
+    for i, group in enumerate(groups):
+        # Slurm separates the components of a heterogeneous job by colons.
+        line += [":"] if i else []
+        line += [f"--het-group={i}"] if len(groups) > 1 else []
+        line += [
+            f"--nodes={len(group.hosts)}",
+            f"--ntasks={len(group.hosts)}",
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={group.cpus_per_host}",
+            "--overlap",
+            "--mem=0",
+            "--kill-on-bad-exit=1",
+            f"--output={logs}/%N.log",
+            *_host(command, allocation.job_id, run_id, head, logs, num_cpus=group.cpus_per_host),
+        ]
+    return line
+
+
+def _host(command: JobCommand, job_id: int, run_id: str, head: str, logs: Path, *, num_cpus: int) -> list[str]:
+    """What keeps Ray on a host."""
     return [
-        "srun",
-        f"--nodes={num_hosts}",
-        f"--ntasks={num_hosts}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={allocation.cpus_per_host}",
-        "--overlap",
-        "--mem=0",
-        "--kill-on-bad-exit=1",
-        f"--output={logs}/%N.log",
         sys.executable,
         "-m",
         "megarl.launch.host",
         f"--run-id={run_id}",
-        f"--job-id={allocation.job_id}",
+        f"--job-id={job_id}",
         f"--head={head}",
-        f"--num-cpus={cluster.num_cpus or allocation.cpus_per_host}",
-        f"--object-store-mib={cluster.object_store_mib}",
+        f"--num-cpus={command.cluster.num_cpus or num_cpus}",
+        f"--object-store-mib={command.cluster.object_store_mib}",
         f"--logs={logs}",
     ]
 

@@ -22,6 +22,8 @@ QUICK = (
 )
 # What slurm/env.sh is told.
 VENV = {"MEGARL_VENV": str(Path(sys.executable).parents[1])}
+# From an event to the line in the job's log that names it.
+NOTICED_S = 10.0
 # Slurm starts no job faster than this, and a busy machine needs longer for everything.
 JOB_S = 240.0
 
@@ -77,3 +79,14 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = J
         assert time.monotonic() < started + timeout_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.1)
     return time.monotonic() - started
+
+
+def mid_run(run: SlurmRun, *, after: int = 2) -> None:
+    """Wait until a job is in the middle of its training."""
+    wait_until(lambda: run.last_step() >= after, f"step {after} of {run.name}: {run.log()}")
+
+
+def left_behind(lab: SlurmLab) -> list[str]:
+    """Processes and files of megarl on the nodes."""
+    processes = [f"{node}: process {pid}" for node in lab.nodes for pid in lab.processes(node, name="megarl")]
+    return processes + [f"{node}: {file}" for node in lab.nodes for file in lab.files(node)]

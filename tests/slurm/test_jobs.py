@@ -6,21 +6,10 @@ import pytest
 
 from megarl.checkpoint import complete_steps
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, wait_until
+from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run, wait_until
 from tools.bench.kill_resume import differences
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def mid_run(run: SlurmRun, *, after: int = 2) -> None:
-    """Wait until a job is in the middle of its training."""
-    wait_until(lambda: run.last_step() >= after, f"step {after} of {run.name}: {run.log()}")
-
-
-def left_behind(lab: SlurmLab) -> list[str]:
-    """Processes and files of megarl on the nodes."""
-    processes = [f"{node}: process {pid}" for node in lab.nodes for pid in lab.processes(node, name="megarl")]
-    return processes + [f"{node}: {file}" for node in lab.nodes for file in lab.files(node)]
 
 
 def test_near_its_limit_a_job_goes_back_into_the_queue_and_continues(
