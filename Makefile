@@ -31,7 +31,7 @@ test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit -m "not long and not gpu and not slurm"
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
-	"$(VENV)/bin/python" -m pytest tests/slurm
+	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"
 
 test-long: install ## Run further combinations of layouts, algorithms and processes
 	"$(VENV)/bin/python" -m pytest tests -m long

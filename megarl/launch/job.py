@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ POLL_S = 0.2
 # What the driver gets to say what is wrong once a host's Ray has ended, and the hosts to clean up.
 LAST_WORDS_S = 20.0
 CLEAN_UP_S = 20.0
+# After which hosts that have not even started their task are named.
+SIGN_OF_LIFE_S = 8.0
 # How long a job that was put back into the queue waits for its end.
 REQUEUE_S = 120.0
 
@@ -103,7 +105,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
         stdin=subprocess.DEVNULL,
     )
     try:
-        return _wait(driver.process, hosts)
+        return _wait(driver.process, hosts, {host: here / f"{host}.log" for host in allocation.hosts})
     finally:
         _stop_hosts(hosts, allocation.job_id)
 
@@ -145,10 +147,18 @@ def _host(command: JobCommand, job_id: int, run_id: str, head: str, logs: Path, 
     ]
 
 
-def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes]) -> int:
-    """The driver's exit code. A driver that outlives Ray by too long is ended."""
+def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs: Mapping[str, Path]) -> int:
+    """The driver's exit code. A driver that outlives Ray by too long is ended.
+
+    logs: of each host the file that Slurm opens when it starts the host's task.
+    """
     lost_at: float | None = None
+    look_at: float | None = time.monotonic() + SIGN_OF_LIFE_S
     while (code := driver.poll()) is None:
+        if look_at is not None and time.monotonic() > look_at:
+            look_at = None
+            if silent := [host for host, log in logs.items() if not log.exists()]:
+                say(f"no sign of life from {', '.join(silent)} so far")
         if lost_at is None and hosts.poll() is not None:
             lost_at = time.monotonic()
             say(f"srun ended with exit code {hosts.returncode}: the run has lost a host")
