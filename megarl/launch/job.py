@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.cli import EXIT_BAD_INPUT, EXIT_STOPPED
-from megarl.janitor import HOSTED_RUN_VARIABLE
+from megarl.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
@@ -108,6 +108,8 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
         return _wait(driver.process, hosts, {host: here / f"{host}.log" for host in allocation.hosts})
     finally:
         _stop_hosts(hosts, allocation.job_id)
+        # Slurm may have killed the host's own janitor; other hosts do this when they are used again.
+        clean_up(RunScope(run_id=run_id))
 
 
 def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:

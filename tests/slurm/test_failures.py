@@ -88,7 +88,9 @@ def test_a_cut_link_is_noticed_and_the_run_goes_on_once_it_is_mended(
 
 def test_a_node_that_never_comes_up_is_named_and_the_job_goes_on_once_it_does(lab: SlurmLab, inputs: Path) -> None:
     """Slurm believes in it, but nothing reaches it."""
-    run = SlurmRun(inputs=inputs, name="absent", command="sft", more=("sft.total_steps=1",))
+    run = SlurmRun(
+        inputs=inputs, name="absent", command="sft", more=("sft.total_steps=1", "actor.optimizer.warmup_steps=0")
+    )
     lab.set_link("node2", "down")
     try:
         job = run.submit(lab, max_restarts=4)
