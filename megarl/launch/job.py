@@ -167,6 +167,7 @@ def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs:
         if lost_at is not None and time.monotonic() > lost_at + LAST_WORDS_S:
             say("the driver did not notice; it is ended")
             driver.kill()
+            driver.wait()
         time.sleep(POLL_S)
     return code if code >= 0 else 128 - code
 
