@@ -49,7 +49,7 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
     assert len(left_behind(lab, **its)) >= 4
     lab.query("scancel", str(job))
     wait_until(lambda: left_behind(lab, **its) == [], "nothing left", timeout_s=30.0)
-    assert lab.job(job)["JobState"] == "CANCELLED"
+    assert lab.wait(job, timeout_s=30.0)["JobState"] == "CANCELLED"
     assert complete_steps(cancelled.paths.checkpoints)
     assert lab.wait(jobs["kept"], timeout_s=JOB_S)["JobState"] == "COMPLETED", kept.log()
     assert differences(kept, reference) == []
