@@ -57,18 +57,19 @@ def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, refer
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_at_its_time_limit_a_job_goes_back_into_the_queue_and_continues(lab: SlurmLab, inputs: Path) -> None:
-    """A limit of one minute. Slurm looks at limits every half minute, and signals a check too early."""
-    # Longer than a minute, and without checkpoints but those that a signal asks for.
-    more = ("sft.total_steps=200", "checkpoint.every_steps=1000")
+    """A limit of two minutes. Slurm looks at limits every half minute, and signals a check too early: after one."""
+    # Longer than that, and without checkpoints but those that a signal asks for.
+    more = ("sft.total_steps=400", "checkpoint.every_steps=1000")
     run = SlurmRun(inputs=inputs, name="limited", command="sft", more=more)
-    job = run.submit(lab, "--time=1", "--signal=B:USR1@1")
+    job = run.submit(lab, "--time=2", "--signal=B:USR1@31")
     ended = lab.wait(job, timeout_s=2 * JOB_S)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), run.log()
     assert int(ended["Restarts"]) >= 1
     assert "stopped by SIGUSR1 after step" in run.log()
     assert "continuing after step" in run.log()
-    assert [record.step for record in run.records()] == list(range(1, 201))
+    assert [record.step for record in run.records()] == list(range(1, 401))
     assert left_behind(lab) == []
 
 
