@@ -31,7 +31,7 @@ test: install ## Run the tests
 		-n 2 --dist loadgroup --no-loadscope-reorder
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
-	"$(VENV)/bin/python" -m pytest tests/slurm
+	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"
 
 test-long: install ## Run further combinations of layouts, algorithms and processes
 	"$(VENV)/bin/python" -m pytest tests -m long

@@ -141,6 +141,12 @@ class Janitor:
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
+def scopes_of(prefix: str) -> list[RunScope]:
+    """The runs whose ids begin with `prefix` and whose temporary directories are on this host."""
+    start = RunScope(run_id="").temp_dir
+    return [RunScope(run_id=d.name.removeprefix(start.name)) for d in start.parent.glob(f"{start.name}{prefix}*")]
+
+
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
     """End the run's processes, then unlink its names and the `noted` files of its libraries.
 

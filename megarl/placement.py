@@ -2,11 +2,12 @@
 
 A bundle holds one device that a rank of the actor's layout uses, one of every further layout, and in the colocated
 mode an engine too; in the split mode an engine has a bundle of `tp` devices to itself. A placement group covers one
-node, so that its bundles stay together. Where Ray has several hosts the nodes take them in turn, the driver's first.
+node, so that its bundles stay together. Where Ray has several hosts the nodes take them in turn: in the order of
+cluster.hosts, if it is set, otherwise the driver's first. The trainer's nodes come before those of engines.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,11 +138,12 @@ def plan_placement(
 class Reservation:
     """The placement groups of a plan in a running Ray cluster."""
 
-    def __init__(self, plan: PlacementPlan, *, timeout_s: float) -> None:
+    def __init__(self, plan: PlacementPlan, *, hosts: Sequence[str], timeout_s: float) -> None:
+        """`hosts`: the names of Ray's hosts in the order in which nodes take them."""
         self._groups = plan.groups
-        hosts = _hosts_in_turn()
+        addresses = itertools.cycle(hosts_in_order(ray.nodes(), hosts, ray.util.get_node_ip_address()))
         self._nodes = {
-            name: _reserve(name, group, list(itertools.islice(hosts, group.num_nodes)), timeout_s)
+            name: _reserve(name, group, list(itertools.islice(addresses, group.num_nodes)), timeout_s)
             for name, group in plan.groups.items()
         }
 
@@ -153,24 +155,26 @@ class Reservation:
         return {"scheduling_strategy": strategy, "num_cpus": seat.num_cpus, "num_gpus": seat.num_gpus}
 
 
-def _hosts_in_turn() -> Iterator[Mapping[str, float]]:
-    """Of each live host of Ray the resource that only it has, over and over."""
-    driver = ray.util.get_node_ip_address()
-    addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    # Any amount will do: it says where, not how much.
-    return itertools.cycle({f"node:{a}": 0.001} for a in sorted(addresses, key=lambda a: (a != driver, a)))
+def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], driver: str) -> list[str]:
+    """Addresses of the live nodes of Ray (`ray.nodes()`): those of `hosts`, in that order, then the driver's address,
+    then the others.
+    """
+    place = {host: i for i, host in enumerate(hosts)}
+    alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
+    ordered = sorted(alive, key=lambda node: (place.get(node[0], len(place)), node[1] != driver, node[1]))
+    return [address for _, address in ordered]
 
 
-def _reserve(
-    name: str, group: NodeGroup, hosts: Sequence[Mapping[str, float]], timeout_s: float
-) -> list[PlacementGroup]:
+def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: float) -> list[PlacementGroup]:
     """One placement group per node. Too few CPUs or GPUs would otherwise wait for ever.
 
     Raises:
         ConfigError: the cluster has no room, with what each of its nodes has.
     """
     others = [dict(group.bundle)] * (group.bundles_per_node - 1)
-    nodes = [placement_group([{**group.bundle, **host}, *others], strategy="STRICT_PACK") for host in hosts]
+    # Of its address every node has one; any amount of it will do.
+    firsts = [{**group.bundle, f"node:{address}": 0.001} for address in addresses]
+    nodes = [placement_group([first, *others], strategy="STRICT_PACK") for first in firsts]
     try:
         ray.get([node.ready() for node in nodes], timeout=timeout_s)
     except GetTimeoutError as error:

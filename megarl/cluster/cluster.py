@@ -109,7 +109,8 @@ class Cluster:
         return engine_ranks(config, ends_of(config, read_model_spec(config.model.path)))
 
     def _create_processes(self, plan: PlacementPlan) -> None:
-        reservation = Reservation(plan, timeout_s=self._config.cluster.start_timeout_s)
+        cluster = self._config.cluster
+        reservation = Reservation(plan, hosts=cluster.hosts, timeout_s=cluster.start_timeout_s)
         self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
         seats = [plan.ranks, *plan.other_ranks]
         actors = {

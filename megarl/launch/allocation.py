@@ -18,31 +18,52 @@ PORTS_PER_JOB = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
-    """A job's hosts, this one first. num_requeues: how often the job has been put back into the queue."""
+class HostGroup:
+    """Equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
 
-    job_id: int
     hosts: tuple[str, ...]
     cpus_per_host: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """A job's groups of hosts; this host is the first of the first. num_requeues: how often the job has been put back
+    into the queue."""
+
+    job_id: int
+    groups: tuple[HostGroup, ...]
     num_requeues: int = 0
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Of all groups, in their order."""
+        return tuple(host for group in self.groups for host in group.hosts)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """The allocation that Slurm describes to a batch script. Raises ConfigError outside of one."""
+        # A heterogeneous job has each variable once per component.
+        suffixes = [f"_HET_GROUP_{i}" for i in range(int(environment.get("SLURM_HET_SIZE", 0)))] or [""]
         try:
-            job_id, nodes = int(environment["SLURM_JOB_ID"]), environment["SLURM_JOB_NODELIST"]
+            return cls(
+                job_id=int(environment["SLURM_JOB_ID"]),
+                groups=tuple(_host_group(environment, suffix) for suffix in suffixes),
+                num_requeues=int(environment.get("SLURM_RESTART_COUNT", 0)),
+            )
         except KeyError as error:
             raise ConfigError(
                 f"{error.args[0]} is not set, so this is no Slurm job; submit one with `megarl slurm submit`, or run "
                 f"`megarl train` itself on one host"
             ) from error
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-        return cls(
-            job_id=job_id,
-            hosts=tuple(listed.stdout.split()),
-            cpus_per_host=int(environment.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1)),
-            num_requeues=int(environment.get("SLURM_RESTART_COUNT", 0)),
-        )
+
+
+def _host_group(environment: Mapping[str, str], suffix: str) -> HostGroup:
+    nodes, cpus = (environment[f"SLURM_JOB_{name}{suffix}"] for name in ("NODELIST", "CPUS_PER_NODE"))
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    # `8(x2),4`: two hosts with eight, and one with four.
+    return HostGroup(
+        hosts=tuple(listed.stdout.split()), cpus_per_host=min(int(part.partition("(")[0]) for part in cpus.split(","))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.launch.submit import NodesRequest
 
 
 def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,18 +28,36 @@ def _add_submit(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     submit.add_argument("--config", type=Path, required=True, help="a run file")
     submit.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
     submit.add_argument("--sft", action="store_true", help="the supervised warm start instead of train")
-    submit.add_argument("--nodes", type=int, required=True)
-    submit.add_argument("--gpus-per-node", type=int, default=8, help="0: nodes without GPUs, for small models")
-    submit.add_argument("--cpus-per-node", type=int, default=64)
+    _add_nodes(submit, "", "the trainer's, or all")
+    _add_nodes(submit, "engine-", "of a heterogeneous job (placement.mode=split), the engines'")
     submit.add_argument("--time", default="24:00:00", help="limit, as Slurm writes it")
     submit.add_argument("--signal-s", type=int, default=600, help="seconds before the limit for the last checkpoint")
     submit.add_argument("--max-restarts", type=int, default=3)
     submit.add_argument("--chain", type=int, default=1, help="jobs in a row, each continuing the one before")
-    submit.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="for sbatch, as in --sbatch=--partition=gpu"
-    )
     submit.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     submit.set_defaults(run=_submit)
+
+
+def _add_nodes(submit: argparse.ArgumentParser, prefix: str, whose: str) -> None:
+    """Options that `_nodes` reads."""
+    submit.add_argument(f"--{prefix}nodes", type=int, required=not prefix, metavar="N", help=f"nodes: {whose}")
+    submit.add_argument(f"--{prefix}gpus-per-node", type=int, default=8, metavar="N", help="0: none, for small models")
+    submit.add_argument(f"--{prefix}cpus-per-node", type=int, default=64, metavar="N")
+    submit.add_argument(
+        f"--{prefix}sbatch", action="append", default=[], metavar="OPTION", help="for sbatch, such as --partition=gpu"
+    )
+
+
+def _nodes(arguments: argparse.Namespace, prefix: str) -> "NodesRequest":
+    from megarl.launch.submit import NodesRequest
+
+    given = vars(arguments)
+    return NodesRequest(
+        num_nodes=given[f"{prefix}nodes"],
+        gpus_per_node=given[f"{prefix}gpus_per_node"],
+        cpus_per_node=given[f"{prefix}cpus_per_node"],
+        sbatch_options=tuple(given[f"{prefix}sbatch"]),
+    )
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -53,14 +75,12 @@ def _submit(arguments: argparse.Namespace) -> None:
             command="sft" if arguments.sft else "train",
             config=arguments.config,
             overrides=tuple(arguments.overrides),
-            num_nodes=arguments.nodes,
-            gpus_per_node=arguments.gpus_per_node,
-            cpus_per_node=arguments.cpus_per_node,
+            nodes=_nodes(arguments, ""),
+            engine_nodes=None if arguments.engine_nodes is None else _nodes(arguments, "engine_"),
             time_limit=arguments.time,
             signal_s=arguments.signal_s,
             max_restarts=arguments.max_restarts,
             num_jobs=arguments.chain,
-            sbatch_options=tuple(arguments.sbatch),
         ),
         dry_run=arguments.dry_run,
     )

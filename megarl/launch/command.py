@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import load_config
-from megarl.config.schema import ClusterConfig
+from megarl.config.load import with_overrides
+from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import ConfigError
 
 
@@ -49,9 +50,8 @@ def _read_run(arguments: Namespace) -> tuple[Path, ClusterConfig]:
 
 
 def _read_eval(arguments: Namespace) -> tuple[Path, ClusterConfig]:
-    if arguments.config is None:
-        return arguments.out, ClusterConfig()
-    return arguments.out, load_config(arguments.config, arguments.overrides).cluster
+    base = Config() if arguments.config is None else load_config(arguments.config)
+    return arguments.out, with_overrides(base, arguments.overrides).cluster
 
 
 _READERS: Mapping[str, Callable[[Namespace], tuple[Path, ClusterConfig]]] = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megarl.janitor import Janitor, end_processes
+from megarl.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 from megarl.parallel.platform import apply_environment
 from megarl.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
@@ -32,6 +32,9 @@ def main() -> None:
     apply_environment()
     for name, value in (RAY_ENVIRONMENT | HEALTH_CHECKS).items():
         os.environ.setdefault(name, value)
+    for earlier in scopes_of(f"{arguments.job_id}-"):
+        # Attempts of this job that were killed together with their janitors.
+        clean_up(earlier)
     janitor = Janitor(arguments.run_id)
     code = 1
     try:

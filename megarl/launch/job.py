@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from megarl.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
-from megarl.janitor import HOSTED_RUN_VARIABLE
+from megarl.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
@@ -23,6 +23,8 @@ POLL_S = 0.2
 # What the driver gets to say what is wrong once a host's Ray has ended, and the hosts to clean up.
 LAST_WORDS_S = 20.0
 CLEAN_UP_S = 20.0
+# After which hosts that have not even started their task are named.
+SIGN_OF_LIFE_S = 8.0
 # How long a job that was put back into the queue waits for its end.
 REQUEUE_S = 120.0
 
@@ -103,46 +105,69 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
         stdin=subprocess.DEVNULL,
     )
     try:
-        return _wait(driver.process, hosts)
+        return _wait(driver.process, hosts, {host: here / f"{host}.log" for host in allocation.hosts})
     finally:
         _stop_hosts(hosts, allocation.job_id)
+        # Slurm may have killed the host's own janitor; other hosts do this when they are used again.
+        clean_up(RunScope(run_id=run_id))
 
 
 def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
     """One task on every host, beside this script on the first."""
-    num_hosts, cluster = len(allocation.hosts), command.cluster
+    groups = allocation.groups
+    line = ["srun"]
+    for i, group in enumerate(groups):
+        # Slurm separates the components of a heterogeneous job by colons.
+        line += [":"] if i else []
+        line += [f"--het-group={i}"] if len(groups) > 1 else []
+        line += [
+            f"--nodes={len(group.hosts)}",
+            f"--ntasks={len(group.hosts)}",
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={group.cpus_per_host}",
+            "--overlap",
+            "--mem=0",
+            "--kill-on-bad-exit=1",
+            f"--output={logs}/%N.log",
+            *_host(command, allocation.job_id, run_id, head, logs, num_cpus=group.cpus_per_host),
+        ]
+    return line
+
+
+def _host(command: JobCommand, job_id: int, run_id: str, head: str, logs: Path, *, num_cpus: int) -> list[str]:
+    """What keeps Ray on a host."""
     return [
-        "srun",
-        f"--nodes={num_hosts}",
-        f"--ntasks={num_hosts}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={allocation.cpus_per_host}",
-        "--overlap",
-        "--mem=0",
-        "--kill-on-bad-exit=1",
-        f"--output={logs}/%N.log",
         sys.executable,
         "-m",
         "megarl.launch.host",
         f"--run-id={run_id}",
-        f"--job-id={allocation.job_id}",
+        f"--job-id={job_id}",
         f"--head={head}",
-        f"--num-cpus={cluster.num_cpus or allocation.cpus_per_host}",
-        f"--object-store-mib={cluster.object_store_mib}",
+        f"--num-cpus={command.cluster.num_cpus or num_cpus}",
+        f"--object-store-mib={command.cluster.object_store_mib}",
         f"--logs={logs}",
     ]
 
 
-def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes]) -> int:
-    """The driver's exit code. A driver that outlives Ray by too long is ended."""
+def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs: Mapping[str, Path]) -> int:
+    """The driver's exit code. A driver that outlives Ray by too long is ended.
+
+    logs: of each host the file that Slurm opens when it starts the host's task.
+    """
     lost_at: float | None = None
+    look_at: float | None = time.monotonic() + SIGN_OF_LIFE_S
     while (code := driver.poll()) is None:
+        if look_at is not None and time.monotonic() > look_at:
+            look_at = None
+            if silent := [host for host, log in logs.items() if not log.exists()]:
+                say(f"no sign of life from {', '.join(silent)} so far")
         if lost_at is None and hosts.poll() is not None:
             lost_at = time.monotonic()
             say(f"srun ended with exit code {hosts.returncode}: the run has lost a host")
         if lost_at is not None and time.monotonic() > lost_at + LAST_WORDS_S:
             say("the driver did not notice; it is ended")
             driver.kill()
+            driver.wait()
         time.sleep(POLL_S)
     return code if code >= 0 else 128 - code
 

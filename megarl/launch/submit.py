@@ -17,20 +17,39 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesRequest:
+    """Equal nodes, and further options of sbatch for them."""
+
+    num_nodes: int
+    gpus_per_node: int
+    cpus_per_node: int
+    sbatch_options: tuple[str, ...] = ()
+
+    @property
+    def devices_per_node(self) -> int:
+        """Without GPUs a rank takes a CPU."""
+        return self.gpus_per_node or self.cpus_per_node
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes} with {self.devices_per_node} {'GPUs' if self.gpus_per_node else 'CPUs'} each"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """What to run on which nodes; see `megarl slurm submit --help`."""
+    """What to run on which nodes; see `megarl slurm submit --help`.
+
+    engine_nodes: nodes of another kind for the engines: a heterogeneous job; None: all nodes are equal.
+    """
 
     command: str
     config: Path
     overrides: tuple[str, ...]
-    num_nodes: int
-    gpus_per_node: int
-    cpus_per_node: int
+    nodes: NodesRequest
     time_limit: str
     signal_s: int
     max_restarts: int
     num_jobs: int = 1
-    sbatch_options: tuple[str, ...] = ()
+    engine_nodes: NodesRequest | None = None
 
 
 def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
@@ -58,8 +77,9 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
 
 def job_script(request: SubmitRequest) -> str:
     """slurm/train.sbatch with the request's options and arguments. Raises ConfigError; see `submit`."""
-    if request.num_nodes < 1 or request.cpus_per_node < 1 or request.num_jobs < 1:
-        raise ConfigError("megarl slurm submit: --nodes, --cpus-per-node and --chain: expected at least 1")
+    asked = [request.nodes, *([request.engine_nodes] if request.engine_nodes else [])]
+    if request.num_jobs < 1 or any(nodes.num_nodes < 1 or nodes.cpus_per_node < 1 for nodes in asked):
+        raise ConfigError("megarl slurm submit: numbers of nodes, of CPUs per node, and --chain: expected at least 1")
     limit_s = seconds_of(request.time_limit)
     if limit_s <= 2 * request.signal_s:
         raise ConfigError(
@@ -69,19 +89,14 @@ def job_script(request: SubmitRequest) -> str:
     config = load_config(request.config, request.overrides)
     placed = [*request.overrides, *node_overrides(config, request)]
     _CHECKS[request.command](load_config(request.config, placed))
-    options = {
-        "job-name": config.run.name,
-        "nodes": str(request.num_nodes),
-        "gpus-per-node": str(request.gpus_per_node) if request.gpus_per_node else None,
-        "cpus-per-task": str(request.cpus_per_node),
-        "time": request.time_limit,
-        "signal": f"B:USR1@{request.signal_s}",
-    }
     text = TEMPLATE.read_text()
-    for name, value in options.items():
+    whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
+    for name, value in (whole | _node_options(request.nodes)).items():
         text = _with_option(text, name, value)
-    more = "".join(f"#SBATCH {option}\n" for option in request.sbatch_options)
-    text = text.replace("set -euo pipefail\n", f"{more}set -euo pipefail\n", 1)
+    more = list(request.nodes.sbatch_options)
+    if request.engine_nodes is not None:
+        more += ["hetjob", *_component(request.engine_nodes)]
+    text = text.replace("set -euo pipefail\n", "".join(f"#SBATCH {each}\n" for each in more) + "set -euo pipefail\n", 1)
     text = text.replace('"${MEGARL_MAX_RESTARTS:-3}"', str(request.max_restarts))
     text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
     arguments = shlex.join([str(request.config), *placed])
@@ -99,42 +114,68 @@ def _with_option(text: str, name: str, value: str | None) -> str:
     return line.sub("" if value is None else f"#SBATCH --{name}={value}\n", text)
 
 
+def _node_options(nodes: NodesRequest) -> dict[str, str | None]:
+    return {
+        "nodes": str(nodes.num_nodes),
+        "gpus-per-node": str(nodes.gpus_per_node) if nodes.gpus_per_node else None,
+        "cpus-per-task": str(nodes.cpus_per_node),
+    }
+
+
+def _component(nodes: NodesRequest) -> list[str]:
+    """Options of a further component of a heterogeneous job. Slurm passes on those of the whole job."""
+    sizes = {**_node_options(nodes), "ntasks-per-node": "1", "mem": "0"}
+    return [*(f"--{name}={value}" for name, value in sizes.items() if value is not None), *nodes.sbatch_options]
+
+
 def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
     """Settings that spread a run over the request's nodes. Raises ConfigError where it does not fit."""
-    # Without GPUs a rank takes a CPU.
-    per_node = request.gpus_per_node or request.cpus_per_node
-    what = "GPUs" if request.gpus_per_node else "CPUs"
     layout, engine = config.actor.layout, config.rollout.engine
-    for key, tp in (("actor.layout.tp", layout.tp), ("rollout.engine.tp", engine.tp)):
-        if tp > per_node:
-            raise ConfigError(
-                f"{key}: got {tp}, but a node has {per_node} {what}, and tensor parallelism over the network between "
-                f"nodes is too slow; lower it, and raise pp or dp instead"
-            )
-    needs = {"placement.trainer": layout.world_size}
-    if request.command == "train" and config.placement.mode == "split":
-        needs["placement.engines"] = engine.num_engines * engine.tp
-    nodes = _nodes_of(needs, request.num_nodes, per_node, what)
-    return [f"{where}.num_nodes={count}" for where, count in nodes.items()]
+    split = request.command == "train" and config.placement.mode == "split"
+    if request.engine_nodes is not None and not split:
+        raise ConfigError(
+            "--engine-nodes: is set, but only with placement.mode=split (of train) do engines have nodes of their own; "
+            "set that, or remove --engine-nodes"
+        )
+    engine_nodes = request.engine_nodes or request.nodes
+    _require_within_node("actor.layout.tp", layout.tp, request.nodes)
+    _require_within_node("rollout.engine.tp", engine.tp, engine_nodes)
+    trainer, engines = layout.world_size, engine.num_engines * engine.tp
+    if not split:
+        counts = _nodes_of({"placement.trainer": trainer}, request.nodes, "--nodes")
+    elif request.engine_nodes is None:
+        counts = _nodes_of({"placement.trainer": trainer, "placement.engines": engines}, request.nodes, "--nodes")
+    else:
+        counts = _nodes_of({"placement.trainer": trainer}, request.nodes, "--nodes")
+        counts |= _nodes_of({"placement.engines": engines}, engine_nodes, "--engine-nodes")
+    return [f"{where}.num_nodes={count}" for where, count in counts.items()]
 
 
-def _nodes_of(needs: Mapping[str, int], num_nodes: int, per_node: int, what: str) -> dict[str, int]:
-    """The nodes of each group: as few as hold its devices; a single group takes all."""
-    fewest = {where: -(-count // per_node) for where, count in needs.items()}
+def _require_within_node(key: str, tp: int, nodes: NodesRequest) -> None:
+    if tp > nodes.devices_per_node:
+        raise ConfigError(
+            f"{key}: got {tp}, but of the nodes there are {nodes}, and tensor parallelism over the network between "
+            f"nodes is too slow; lower it, and raise pp or dp instead"
+        )
+
+
+def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dict[str, int]:
+    """The nodes of each group of processes: as few as hold its devices; a single group takes all."""
+    fewest = {where: -(-count // nodes.devices_per_node) for where, count in needs.items()}
     if len(needs) == 1:
         (where,) = needs
-        fewest[where] = max(fewest[where], num_nodes)
-    if sum(fewest.values()) != num_nodes:
+        fewest[where] = max(fewest[where], nodes.num_nodes)
+    if sum(fewest.values()) != nodes.num_nodes:
+        what = "GPUs" if nodes.gpus_per_node else "CPUs"
         wanted = ", ".join(f"{count} {what} ({fewest[where]} nodes) for {where}" for where, count in needs.items())
         raise ConfigError(
-            f"--nodes: got {num_nodes} with {per_node} {what} each, but the run needs {wanted}; change --nodes, "
-            f"actor.layout or rollout.engine"
+            f"{option}: got {nodes}, but the run needs {wanted}; change {option}, actor.layout or rollout.engine"
         )
     for where, count in needs.items():
         if count % fewest[where]:
             raise ConfigError(
-                f"--nodes: the {count} processes of {where} do not divide evenly over {fewest[where]} nodes; change "
-                f"--nodes, actor.layout or rollout.engine"
+                f"{option}: the {count} processes of {where} do not divide evenly over {fewest[where]} nodes; change "
+                f"{option}, actor.layout or rollout.engine"
             )
     return fewest
 

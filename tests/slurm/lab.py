@@ -161,7 +161,8 @@ class SlurmLab:
 
     def job(self, job_id: int) -> Mapping[str, str]:
         """What Slurm says of a job."""
-        text = self.query("scontrol", "-o", "show", "job", str(job_id))
+        # Of a heterogeneous job there is a line for each component, its own first.
+        text, *_ = self.query("scontrol", "-o", "show", "job", str(job_id)).splitlines()
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
     def wait(self, job_id: int, *, timeout_s: float) -> Mapping[str, str]:

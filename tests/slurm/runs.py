@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 TWO_RANKS = ("actor.layout.tp=1", "actor.layout.sequence_parallel=false", "actor.layout.dp=2")
 QUICK = (
     "sft.batch_size=4",
-    "sft.total_steps=20",
+    "sft.total_steps=10",
     "trainer.total_steps=2",
     "cluster.object_store_mib=100",
     "cluster.start_timeout_s=90",
@@ -22,6 +22,8 @@ QUICK = (
 )
 # What slurm/env.sh is told.
 VENV = {"MEGARL_VENV": str(Path(sys.executable).parents[1])}
+# From an event to the line in the job's log that names it.
+NOTICED_S = 10.0
 # Slurm starts no job faster than this, and a busy machine needs longer for everything.
 JOB_S = 240.0
 
@@ -53,7 +55,8 @@ class SlurmRun(SmallRun):
         return lab.sbatch(
             REPOSITORY / "slurm" / f"{script}.sbatch",
             *given,
-            options=[*job_options(self.nodes, self.output), *options],
+            # Not the script's 600 s, which are the whole limit here.
+            options=[*job_options(self.nodes, self.output), "--signal=B:USR1@60", *options],
             cwd=REPOSITORY,
             exports=VENV | exports,
         )
@@ -62,7 +65,7 @@ class SlurmRun(SmallRun):
 def job_options(nodes: int, output: Path) -> list[str]:
     """What the scripts ask of a cluster with GPUs, for the lab."""
     size = [f"--nodes={nodes}", "--gpus-per-node=0", f"--cpus-per-task={CPUS_PER_NODE}", "--mem=1000"]
-    return [*size, "--time=10", "--signal=B:USR1@60", f"--output={output}"]
+    return [*size, "--time=10", f"--output={output}"]
 
 
 def finish_here(run: SlurmRun) -> None:
@@ -77,3 +80,26 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = J
         assert time.monotonic() < started + timeout_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.1)
     return time.monotonic() - started
+
+
+def mid_run(run: SlurmRun, *, after: int = 2) -> None:
+    """Wait until a job is in the middle of its training."""
+
+    num_errors = run.log().count("error:")
+
+    def arrived() -> bool:
+        assert run.log().count("error:") <= num_errors, run.log()
+        return run.last_step() >= after
+
+    wait_until(arrived, f"step {after} of {run.name}: {run.log()}")
+
+
+def noticed(run: SlurmRun, text: str) -> None:
+    """What has just happened is named in the job's log in time."""
+    wait_until(lambda: text in run.log(), f"{text!r} in the log", timeout_s=NOTICED_S)
+
+
+def left_behind(lab: SlurmLab, *, name: str = "megarl", file: str = "") -> list[str]:
+    """Processes and files of megarl on the nodes, or only those with these in their names."""
+    processes = [f"{node}: process {pid}" for node in lab.nodes for pid in lab.processes(node, name=name)]
+    return processes + [f"{node}: {found}" for node in lab.nodes for found in lab.files(node) if file in found]

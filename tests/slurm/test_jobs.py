@@ -2,25 +2,23 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.checkpoint import complete_steps
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, wait_until
+from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run, wait_until
 from tools.bench.kill_resume import differences
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def mid_run(run: SlurmRun, *, after: int = 2) -> None:
-    """Wait until a job is in the middle of its training."""
-    wait_until(lambda: run.last_step() >= after, f"step {after} of {run.name}: {run.log()}")
-
-
-def left_behind(lab: SlurmLab) -> list[str]:
-    """Processes and files of megarl on the nodes."""
-    processes = [f"{node}: process {pid}" for node in lab.nodes for pid in lab.processes(node, name="megarl")]
-    return processes + [f"{node}: {file}" for node in lab.nodes for file in lab.files(node)]
+EVAL_SETTINGS = (
+    "--num-samples=2",
+    "--max-response-tokens=16",
+    "data.max_prompt_tokens=64",
+    "placement.trainer.num_nodes=2",
+    "rollout.engine={num_engines: 2, kv_cache_mib: 64, block_size: 32, max_num_seqs: 64}",
+    "cluster.object_store_mib=100",
+)
 
 
 def test_near_its_limit_a_job_goes_back_into_the_queue_and_continues(
@@ -38,37 +36,72 @@ def test_near_its_limit_a_job_goes_back_into_the_queue_and_continues(
     assert left_behind(lab) == []
 
 
-def test_a_cancelled_job_leaves_nothing(lab: SlurmLab, inputs: Path) -> None:
-    run = SlurmRun(inputs=inputs, name="cancelled", command="sft")
-    job = run.submit(lab)
-    mid_run(run)
-    assert len(lab.processes("node2", name="ray::")) > 0
+def test_of_two_jobs_at_once_one_is_cancelled(lab: SlurmLab, inputs: Path, reference: SlurmRun) -> None:
+    """On the same nodes: each has Ray, ports, temporary files and shared memory of its own. One leaves nothing there,
+    the other goes on undisturbed.
+    """
+    kept, cancelled = (SlurmRun(inputs=inputs, name=name, command="sft") for name in ("kept", "cancelled"))
+    jobs = {run.name: run.submit(lab) for run in (kept, cancelled)}
+    wait_until(lambda: all(lab.job(job)["JobState"] == "RUNNING" for job in jobs.values()), "both jobs run at once")
+    mid_run(cancelled)
+    job = jobs["cancelled"]
+    its = {"name": f"--run-id={job}-", "file": f"mr-{job}-"}
+    assert len(left_behind(lab, **its)) >= 4
     lab.query("scancel", str(job))
-    wait_until(lambda: left_behind(lab) == [], "nothing left", timeout_s=30.0)
-    assert lab.job(job)["JobState"] == "CANCELLED"
-    assert complete_steps(run.paths.checkpoints)
+    wait_until(lambda: left_behind(lab, **its) == [], "nothing left", timeout_s=30.0)
+    assert lab.wait(job, timeout_s=30.0)["JobState"] == "CANCELLED"
+    assert complete_steps(cancelled.paths.checkpoints)
+    assert lab.wait(jobs["kept"], timeout_s=JOB_S)["JobState"] == "COMPLETED", kept.log()
+    assert differences(kept, reference) == []
+    assert left_behind(lab) == []
 
 
-def test_two_jobs_at_once(lab: SlurmLab, inputs: Path, reference: SlurmRun) -> None:
-    """On the same nodes: each has Ray, ports, temporary files and shared memory of its own."""
-    runs = [SlurmRun(inputs=inputs, name=f"both{i}", command="sft") for i in range(2)]
-    jobs = [run.submit(lab) for run in runs]
-    wait_until(lambda: all(lab.job(job)["JobState"] == "RUNNING" for job in jobs), "both jobs run at once")
-    for run, job in zip(runs, jobs, strict=True):
-        assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
-        assert differences(run, reference) == []
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_at_its_time_limit_a_job_goes_back_into_the_queue_and_continues(lab: SlurmLab, inputs: Path) -> None:
+    """A limit of two minutes. Slurm looks at limits every half minute, and signals a check too early: after one."""
+    # Longer than that, and without checkpoints but those that a signal asks for.
+    more = ("sft.total_steps=400", "checkpoint.every_steps=1000")
+    run = SlurmRun(inputs=inputs, name="limited", command="sft", more=more)
+    job = run.submit(lab, "--time=2", "--signal=B:USR1@31")
+    ended = lab.wait(job, timeout_s=2 * JOB_S)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), run.log()
+    assert int(ended["Restarts"]) >= 1
+    assert "stopped by SIGUSR1 after step" in run.log()
+    assert "continuing after step" in run.log()
+    assert [record.step for record in run.records()] == list(range(1, 401))
     assert left_behind(lab) == []
 
 
 def test_conversion_and_evaluation(lab: SlurmLab, inputs: Path) -> None:
-    """Both scripts, one after the other; the evaluation has engines on both nodes."""
-    converted, output = inputs / "converted", inputs / "convert.out"
-    job = lab.sbatch(
-        REPOSITORY / "slurm" / "convert.sbatch",
-        *("hf-to-mcore", str(inputs / "model"), "--out", str(converted)),
-        options=[*job_options(1, output)[:-2], f"--output={output}"],
+    """Both scripts at once; the evaluation has an engine on each node."""
+    converted, results = inputs / "converted", inputs / "evaluated"
+    convert = _submit(lab, inputs, "convert", 1, "hf-to-mcore", str(inputs / "model"), "--out", str(converted))
+    given = ["--data", str(inputs / "data" / "val.parquet"), "--out", str(results)]
+    evaluate = _submit(lab, inputs, "eval", 2, str(inputs / "model"), *given, *EVAL_SETTINGS)
+
+    def has_engines() -> bool:
+        assert lab.job(evaluate)["JobState"] in ("PENDING", "RUNNING"), (inputs / "eval.out").read_text()
+        return all(lab.processes(node, name="ray::EngineActor") for node in lab.nodes)
+
+    wait_until(has_engines, "an engine on each node")
+    for job, name in ((convert, "convert"), (evaluate, "eval")):
+        assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", (inputs / f"{name}.out").read_text()
+    assert (converted / "metadata.json").exists()
+    (table,) = pq.read_table(results / "table.parquet").to_pylist()
+    answers = pq.read_table(results / "samples.parquet").to_pylist()
+    # Of each of four prompts two samples and a greedy answer.
+    assert (table["num_prompts"], len(answers)) == (4, 12)
+    assert table["avg"] == sum(a["reward"] for a in answers if not a["greedy"]) / 8
+    assert left_behind(lab) == []
+
+
+def _submit(lab: SlurmLab, inputs: Path, script: str, nodes: int, *arguments: str) -> int:
+    """Give one of the scripts to the lab; its output goes to SCRIPT.out."""
+    return lab.sbatch(
+        REPOSITORY / "slurm" / f"{script}.sbatch",
+        *arguments,
+        options=job_options(nodes, inputs / f"{script}.out"),
         cwd=REPOSITORY,
         exports=VENV,
     )
-    assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", output.read_text()
-    assert (converted / "metadata.json").exists()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.janitor import RUN_ID_VARIABLE, SHM_DIR, Janitor, RunScope, clean_up
+from megarl.janitor import RUN_ID_VARIABLE, SHM_DIR, Janitor, RunScope, clean_up, scopes_of
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 # Prints once its handler is set, so that no signal comes too early.
@@ -60,6 +61,14 @@ def test_names_carry_the_id_and_sockets_fit() -> None:
     # Ray's longest socket path below its session directory, against the limit of the system.
     session = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock.1"
     assert len(str(scope.temp_dir / session)) <= 107
+
+
+def test_runs_are_found_by_how_their_ids_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts of one job, not those of a job whose number only begins alike."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for run_id in ("7-0-0", "7-1-3", "71-0-0"):
+        RunScope(run_id=run_id).temp_dir.mkdir()
+    assert sorted(scope.run_id for scope in scopes_of("7-")) == ["7-0-0", "7-1-3"]
 
 
 def test_clean_up_ends_the_run_and_nothing_else(scope: RunScope) -> None:

@@ -9,7 +9,16 @@ import ray
 from megarl.config import Config, from_dict
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
-from megarl.placement import NodeGroup, PlacementPlan, Reservation, Seat, cpu_share, plan_placement, resource_table
+from megarl.placement import (
+    NodeGroup,
+    PlacementPlan,
+    Reservation,
+    Seat,
+    cpu_share,
+    hosts_in_order,
+    plan_placement,
+    resource_table,
+)
 
 GPU_DEVICE = {"CPU": 1.0, "GPU": 1.0}
 CPU_DEVICE = {"CPU": 0.5}
@@ -168,15 +177,20 @@ class FakeRay:
             raise ray.exceptions.GetTimeoutError
 
 
-def _node(address: str) -> dict[str, Any]:
-    return {"Alive": True, "NodeManagerAddress": address, "Resources": {"CPU": 1.0}}
+def _node(address: str, hostname: str = "") -> dict[str, Any]:
+    return {
+        "Alive": True,
+        "NodeManagerAddress": address,
+        "NodeManagerHostname": hostname,
+        "Resources": {"CPU": 1.0},
+    }
 
 
 def test_no_room_says_what_was_wanted_what_there_is_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     full = FakeRay(monkeypatch)
     placed = plan(GPU_DEVICE, dp=4, placement={"trainer": {"num_nodes": 2}})
     with pytest.raises(ConfigError) as raised:
-        Reservation(placed, timeout_s=5)
+        Reservation(placed, hosts=(), timeout_s=5)
     assert str(raised.value) == (
         "placement: after 5 s the cluster has no room for trainer on 2 node(s) × 2 bundle(s) of 1 CPU, 1 GPU; it has "
         "node 127.0.0.1: 1 CPU, 0 GPU; free in all: 1 CPU, 0 GPU; lower actor.layout or rollout.engine, change "
@@ -190,11 +204,18 @@ def test_nodes_take_the_hosts_in_turn_the_drivers_first(monkeypatch: pytest.Monk
     full = FakeRay(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3", driver="10.0.0.2")
     split = {"mode": "split", "trainer": {"num_nodes": 2}, "engines": {"num_nodes": 1}}
     with pytest.raises(ConfigError):
-        Reservation(plan(GPU_DEVICE, dp=2, engine={"num_engines": 1}, placement=split), timeout_s=5)
+        Reservation(plan(GPU_DEVICE, dp=2, engine={"num_engines": 1}, placement=split), hosts=(), timeout_s=5)
     assert full.asked == [([_on("10.0.0.2")], "STRICT_PACK"), ([_on("10.0.0.1")], "STRICT_PACK")]
     full = FakeRay(monkeypatch, "10.0.0.1", "10.0.0.2", "10.0.0.3", driver="10.0.0.2", has_room=True)
-    Reservation(plan(GPU_DEVICE, dp=2, engine={"num_engines": 1}, placement=split), timeout_s=5)
+    Reservation(plan(GPU_DEVICE, dp=2, engine={"num_engines": 1}, placement=split), hosts=(), timeout_s=5)
     assert [bundles for bundles, _ in full.asked] == [[_on(f"10.0.0.{i}")] for i in (2, 1, 3)]
+
+
+def test_named_hosts_are_taken_in_their_order() -> None:
+    """The trainer's nodes come first, so that each group lies on the hosts that were asked for it."""
+    nodes = [_node(f"10.0.0.{i}", hostname=name) for i, name in enumerate("dcba", start=1)]
+    dead = {**_node("10.0.0.9", hostname="e"), "Alive": False}
+    assert hosts_in_order([*nodes, dead], ("b", "e", "d"), "10.0.0.4") == [f"10.0.0.{i}" for i in (3, 1, 4, 2)]
 
 
 def _on(address: str) -> dict[str, float]:

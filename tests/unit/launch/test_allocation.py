@@ -1,18 +1,62 @@
 """What a job reads from Slurm's environment, and the ports and addresses that follow."""
 
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.allocation import Allocation, RayPorts, address_towards, interface_of, own_address
+from megarl.launch.allocation import Allocation, HostGroup, RayPorts, address_towards, interface_of, own_address
 
 
 def test_outside_of_a_job_the_remedy_is_said() -> None:
     with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set, so this is no Slurm job; submit one with"):
         Allocation.from_environment({})
+
+
+def _scontrol(monkeypatch: pytest.MonkeyPatch, expand: dict[str, str]) -> None:
+    """`scontrol show hostnames EXPRESSION`, of this table."""
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout=expand[command[3]]))
+
+
+def test_equal_hosts_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    _scontrol(monkeypatch, {"gpu[7-9]": "gpu7\ngpu8\ngpu9\n"})
+    environment = {
+        "SLURM_JOB_ID": "12",
+        "SLURM_JOB_NODELIST": "gpu[7-9]",
+        # Slurm counts runs of equal hosts.
+        "SLURM_JOB_CPUS_PER_NODE": "64(x2),48",
+        "SLURM_RESTART_COUNT": "3",
+    }
+    assert Allocation.from_environment(environment) == Allocation(
+        job_id=12, groups=(HostGroup(hosts=("gpu7", "gpu8", "gpu9"), cpus_per_host=48),), num_requeues=3
+    )
+
+
+def test_components_of_a_heterogeneous_job_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sbatch's manual page lists the variables: the plain ones are those of the first component."""
+    _scontrol(monkeypatch, {"h[1-2]": "h1\nh2\n", "l5": "l5\n"})
+    environment = {
+        "SLURM_JOB_ID": "30",
+        "SLURM_JOB_NODELIST": "h[1-2]",
+        "SLURM_JOB_CPUS_PER_NODE": "96(x2)",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "30",
+        "SLURM_JOB_ID_HET_GROUP_1": "31",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "h[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "l5",
+        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "96(x2)",
+        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "32",
+    }
+    allocation = Allocation.from_environment(environment)
+    trainer, engines = (
+        HostGroup(hosts=("h1", "h2"), cpus_per_host=96),
+        HostGroup(hosts=("l5",), cpus_per_host=32),
+    )
+    assert allocation == Allocation(job_id=30, groups=(trainer, engines))
+    assert allocation.hosts == ("h1", "h2", "l5")
 
 
 def test_jobs_that_run_at_once_have_ports_of_their_own() -> None:

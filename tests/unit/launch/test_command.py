@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.schema import ClusterConfig
 from megarl.errors import ConfigError
 from megarl.launch.command import read_command
 
@@ -20,6 +21,12 @@ def test_a_run_keeps_its_logs_in_its_directory() -> None:
 def test_an_evaluation_keeps_them_beside_its_results() -> None:
     command = read_command(["eval", "/m", "--data", "a.parquet", "--out", "/results/e"])
     assert command.logs == Path("/results/e/logs")
+    assert command.cluster == ClusterConfig()
+
+
+def test_settings_of_an_evaluation_count() -> None:
+    command = read_command(["eval", "/m", "--data", "a.parquet", "--out", "/e", "cluster.object_store_mib=100"])
+    assert command.cluster.object_store_mib == 100
 
 
 def test_commands_of_one_host_are_refused() -> None:

@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, WorkerError
-from megarl.launch.submit import SubmitRequest, job_script, seconds_of, submit
+from megarl.launch.submit import NodesRequest, SubmitRequest, job_script, seconds_of, submit
 
 REPOSITORY = Path(__file__).parents[3]
+SMALL = REPOSITORY / "configs" / "run" / "sums-rl.yaml"
 # 32 devices: TP 8, PP 2, DP 2.
 REQUEST = SubmitRequest(
     command="train",
     config=REPOSITORY / "configs" / "run" / "gsm8k-qwen3-32b.yaml",
     overrides=("run.name=two words",),
-    num_nodes=4,
-    gpus_per_node=8,
-    cpus_per_node=96,
+    nodes=NodesRequest(
+        num_nodes=4, gpus_per_node=8, cpus_per_node=96, sbatch_options=("--partition=gpu", "--account=me")
+    ),
     time_limit="2-00:00:00",
     signal_s=900,
     max_restarts=5,
-    sbatch_options=("--partition=gpu", "--account=me"),
 )
+SPLIT = ("placement.mode=split", "placement.offload=false", "rollout.engine.num_engines=2", "rollout.engine.tp=8")
 
 
 def test_a_script_has_the_options_and_quotes_the_arguments() -> None:
@@ -48,7 +49,7 @@ def test_a_script_has_the_options_and_quotes_the_arguments() -> None:
 
 
 def test_nodes_without_gpus_ask_for_none() -> None:
-    one = replace(REQUEST, config=REPOSITORY / "configs" / "run" / "sums-rl.yaml", num_nodes=1, gpus_per_node=0)
+    one = replace(_with_nodes(REQUEST, num_nodes=1, gpus_per_node=0), config=SMALL)
     assert "gpus-per-node" not in job_script(one)
 
 
@@ -60,25 +61,78 @@ def test_nodes_without_gpus_ask_for_none() -> None:
             "--nodes: got 3 with 8 GPUs each, but the run needs 32 GPUs (4 nodes) for placement.trainer; change",
         ),
         ({"num_nodes": 5}, "the 32 processes of placement.trainer do not divide evenly over 5 nodes"),
-        ({"gpus_per_node": 4, "num_nodes": 8}, "actor.layout.tp: got 8, but a node has 4 GPUs"),
-        ({"time_limit": "00:30:00"}, "--time: got 00:30:00 (1800 s), but the last checkpoint begins --signal-s=900 s"),
-        ({"time_limit": "soon"}, "--time: got 'soon', expected Slurm's form"),
+        (
+            {"gpus_per_node": 4, "num_nodes": 8},
+            "actor.layout.tp: got 8, but of the nodes there are 8 with 4 GPUs each, and tensor parallelism over the",
+        ),
         ({"num_nodes": 0}, "expected at least 1"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_cannot_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_nodes_that_cannot_fit_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        job_script(replace(REQUEST, **change))
+        job_script(_with_nodes(REQUEST, **change))
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "message"),
+    [
+        ("00:30:00", "--time: got 00:30:00 (1800 s), but the last checkpoint begins --signal-s=900 s"),
+        ("soon", "--time: got 'soon', expected Slurm's form"),
+    ],
+)
+def test_times_that_cannot_fit_are_refused(time_limit: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        job_script(replace(REQUEST, time_limit=time_limit))
+
+
+def _with_nodes(request: SubmitRequest, **change: Any) -> SubmitRequest:
+    return replace(request, nodes=replace(request.nodes, **change))
 
 
 def test_split_placement_has_nodes_for_engines() -> None:
     """32 trainer GPUs on 4 nodes, 2 engines of 8 on 2 more."""
-    split = ("placement.mode=split", "placement.offload=false", "rollout.engine.num_engines=2", "rollout.engine.tp=8")
-    request = replace(REQUEST, overrides=split, num_nodes=6)
+    request = _with_nodes(replace(REQUEST, overrides=SPLIT), num_nodes=6)
     assert "placement.trainer.num_nodes=4 placement.engines.num_nodes=2" in job_script(request)
     with pytest.raises(ConfigError, match=r"32 GPUs \(4 nodes\) for placement.trainer, 16 GPUs \(2 nodes\) for"):
-        job_script(replace(request, num_nodes=4))
+        job_script(_with_nodes(request, num_nodes=4))
+
+
+def test_engines_on_nodes_of_another_kind_make_a_heterogeneous_job() -> None:
+    """32 trainer GPUs on 4 nodes of 8; 2 engines of 8 devices on 2 nodes more, of another partition."""
+    engines = NodesRequest(num_nodes=2, gpus_per_node=8, cpus_per_node=32, sbatch_options=("--partition=small",))
+    script = job_script(replace(REQUEST, overrides=SPLIT, engine_nodes=engines))
+    trainer, _, other = script.partition("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=4\n" in trainer
+    assert "#SBATCH --partition=gpu\n" in trainer
+    component, _, body = other.partition("set -euo pipefail\n")
+    assert component.splitlines() == [
+        "#SBATCH --nodes=2",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=32",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --mem=0",
+        "#SBATCH --partition=small",
+    ]
+    assert "placement.trainer.num_nodes=4 placement.engines.num_nodes=2 --resume" in body
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change", "message"),
+    [
+        ((), {}, "--engine-nodes: is set, but only with placement.mode=split"),
+        (SPLIT, {"num_nodes": 1}, "--engine-nodes: got 1 with 8 GPUs each, but the run needs 16 GPUs (2 nodes) for"),
+        (SPLIT, {"gpus_per_node": 4, "num_nodes": 4}, "rollout.engine.tp: got 8, but of the nodes there are 4 with 4"),
+        (SPLIT, {"num_nodes": 3}, "--engine-nodes: the 16 processes of placement.engines do not divide evenly over 3"),
+    ],
+    ids=["colocated", "too few", "too small", "uneven"],
+)
+def test_engine_nodes_that_cannot_fit_are_refused(
+    overrides: tuple[str, ...], change: dict[str, int], message: str
+) -> None:
+    engines = replace(NodesRequest(num_nodes=2, gpus_per_node=8, cpus_per_node=32), **change)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        job_script(replace(REQUEST, overrides=overrides, engine_nodes=engines))
 
 
 @pytest.mark.parametrize(
