@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
             _add_train_options(command)
     _add_eval(commands)
     add_convert(commands)
-    add_slurm(commands)
+    add_slurm(commands, parse)
     _add_serve_reward(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")

@@ -1,26 +1,31 @@
 """`megarl slurm run` and `megarl slurm submit`."""
 
 import argparse
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megarl.launch.submit import NodesRequest
 
+# A command line of megarl to its arguments.
+Parse = Callable[[Sequence[str]], argparse.Namespace]
 
-def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `slurm` to megarl's commands."""
+
+def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse) -> None:
+    """Add `slurm` to megarl's commands, of which `run` takes a whole one for `parse`."""
     slurm = commands.add_parser("slurm", help="run on the hosts of a Slurm job")
     actions = slurm.add_subparsers(dest="action", required=True)
-    _add_run(actions)
+    _add_run(actions, parse)
     _add_submit(actions)
 
 
-def _add_run(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_run(actions: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse) -> None:
     run = actions.add_parser("run", help="inside a job: Ray on every host, then a megarl command (see slurm/*.sbatch)")
     run.add_argument("--max-restarts", type=int, default=3, help="after failures, from the last checkpoint")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="-- train, sft or eval, and its options")
-    run.set_defaults(run=_run)
+    run.set_defaults(run=functools.partial(_run, parse))
 
 
 def _add_submit(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -60,11 +65,11 @@ def _nodes(arguments: argparse.Namespace, prefix: str) -> "NodesRequest":
     )
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(parse: Parse, arguments: argparse.Namespace) -> None:
     from megarl.launch.job import run_job
 
     argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
-    raise SystemExit(run_job(argv, max_restarts=arguments.max_restarts))
+    raise SystemExit(run_job(argv, parse(argv), max_restarts=arguments.max_restarts))
 
 
 def _submit(arguments: argparse.Namespace) -> None:

@@ -29,11 +29,8 @@ class JobCommand:
         return [*self.argv, f"cluster.address={address}", f"cluster.hosts=[{', '.join(hosts)}]"]
 
 
-def read_command(argv: Sequence[str]) -> JobCommand:
-    """Check a command line of train, sft or eval. Raises ConfigError before anything has started."""
-    from megarl.cli import parse
-
-    arguments = parse(argv)
+def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
+    """Check a command line of train, sft or eval, and its arguments. Raises ConfigError before anything has started."""
     reader = _READERS.get(arguments.command)
     if reader is None:
         raise ConfigError(

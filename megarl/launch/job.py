@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,13 +49,13 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] megarl job: {text}", flush=True)
 
 
-def run_job(argv: Sequence[str], *, max_restarts: int) -> int:
+def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> int:
     """Run a megarl command on all hosts of this job; returns the job's exit code, which is the driver's.
 
     After a failure the run starts again from its last checkpoint, up to `max_restarts` times in the job's life. After
     SIGUSR1 (the time limit is near) or a preemption the job goes back into the queue and resumes.
     """
-    command, allocation = read_command(argv), Allocation.from_environment()
+    command, allocation = read_command(argv, arguments), Allocation.from_environment()
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
     driver = _Driver()

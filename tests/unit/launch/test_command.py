@@ -4,36 +4,41 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli import parse
 from megarl.config.schema import ClusterConfig
 from megarl.errors import ConfigError
-from megarl.launch.command import read_command
+from megarl.launch.command import JobCommand, read_command
 
 RUN_FILE = str(Path(__file__).parents[3] / "configs" / "run" / "sums-rl.yaml")
 
 
+def read(argv: list[str]) -> JobCommand:
+    return read_command(argv, parse(argv))
+
+
 def test_a_run_keeps_its_logs_in_its_directory() -> None:
-    command = read_command(["train", RUN_FILE, "run.dir=/data/runs", "run.name=a", "cluster.num_cpus=4", "--resume"])
+    command = read(["train", RUN_FILE, "run.dir=/data/runs", "run.name=a", "cluster.num_cpus=4", "--resume"])
     assert command.logs == Path("/data/runs/a/logs")
     assert command.cluster.num_cpus == 4
     assert command.on("10.0.0.1:20000", ["a", "b"])[-2:] == ["cluster.address=10.0.0.1:20000", "cluster.hosts=[a, b]"]
 
 
 def test_an_evaluation_keeps_them_beside_its_results() -> None:
-    command = read_command(["eval", "/m", "--data", "a.parquet", "--out", "/results/e"])
+    command = read(["eval", "/m", "--data", "a.parquet", "--out", "/results/e"])
     assert command.logs == Path("/results/e/logs")
     assert command.cluster == ClusterConfig()
 
 
 def test_settings_of_an_evaluation_count() -> None:
-    command = read_command(["eval", "/m", "--data", "a.parquet", "--out", "/e", "cluster.object_store_mib=100"])
+    command = read(["eval", "/m", "--data", "a.parquet", "--out", "/e", "cluster.object_store_mib=100"])
     assert command.cluster.object_store_mib == 100
 
 
 def test_commands_of_one_host_are_refused() -> None:
     with pytest.raises(ConfigError, match="got the command 'report', expected train, sft, eval"):
-        read_command(["report", "/runs/a"])
+        read(["report", "/runs/a"])
 
 
 def test_a_wrong_setting_is_found_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"actor\.layot"):
-        read_command(["train", RUN_FILE, "actor.layot.tp=2"])
+        read(["train", RUN_FILE, "actor.layot.tp=2"])
