@@ -26,6 +26,8 @@ LAST_WORDS_S = 20.0
 CLEAN_UP_S = 20.0
 # After which hosts that have not even started their task are named.
 SIGN_OF_LIFE_S = 8.0
+# A time limit that is shorter than the start of a run would be met for ever.
+MAX_FRUITLESS = 3
 # How long a job that was put back into the queue waits for its end.
 REQUEUE_S = 120.0
 
@@ -72,6 +74,9 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
             if left <= 0:
                 return code
     if code not in (0, EXIT_BAD_INPUT) and _wants_queue(driver.signals, allocation.job_id):
+        if attempts.num_fruitless() >= MAX_FRUITLESS:
+            say(f"{MAX_FRUITLESS} times in a row the job had to stop before its first step: raise its time limit")
+            return code
         _requeue(allocation.job_id)
     return code
 

@@ -1,9 +1,12 @@
 """The failures of a job so far, kept beside its logs: they outlive the process, and the job's place in the queue."""
 
+import itertools
 import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megarl.exit_codes import EXIT_STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,13 @@ class AttemptLog:
     def num_failures(self) -> int:
         """Attempts that a failure ended, not a signal that asked for it."""
         return sum(attempt.reason == FAILED for attempt in self.read())
+
+    def num_fruitless(self) -> int:
+        """Of the last attempts how many, one after the other, a signal ended before there was a checkpoint to take."""
+        fruitless = itertools.takewhile(
+            lambda attempt: attempt.reason == STOPPED and attempt.exit_code != EXIT_STOPPED, reversed(self.read())
+        )
+        return sum(1 for _ in fruitless)
 
 
 FAILED = "failed"
