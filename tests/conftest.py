@@ -25,6 +25,8 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
         yield pool
 
 
+# Before pytest-xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Shared out among pytest-xdist's workers by file; runs of the whole program take minutes: first, one by one."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
