@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,14 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
         yield pool
 
 
-# Before pytest-xdist reads the groups.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shared out among pytest-xdist's workers by file; runs of the whole program take minutes: first, one by one."""
+    """Runs of the whole program take minutes: they begin first."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
-    for item in items:
-        name = "e2e" if "e2e" in item.path.parts else item.path.as_posix()
-        item.add_marker(pytest.mark.xdist_group(name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """See `tests.helpers.scheduling`."""
+    from tests.helpers.scheduling import FilesAndRuns
+
+    return FilesAndRuns(config, log)
