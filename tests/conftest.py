@@ -1,5 +1,6 @@
-"""Rank pools that a whole session shares."""
+"""What all tests share: pools of ranks, in which order tests run, and where."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +11,8 @@ from tests.helpers.rank_pool import RankPool
 
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]
+# Ray's processes would wait for the tests that run beside them.
+os.environ.update({"RAY_worker_niceness": "0"})
 
 
 @pytest.fixture(scope="session")

@@ -114,8 +114,8 @@ ENDINGS = {
 }
 
 
-# What ends like another one, but for the process that dies.
-LONG = ("terminated-early", "engine-killed", "idle-rank-killed", "idle-engine-killed")
+# What ends like another one, but for the signal or the process that dies.
+LONG = ("ctrl-c", "terminated-early", "rank-killed", "engine-killed", "idle-rank-killed", "idle-engine-killed")
 
 
 @pytest.mark.parametrize(
