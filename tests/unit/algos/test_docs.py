@@ -216,7 +216,14 @@ def anchors(page: Path) -> set[str]:
 
 METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")
 # Besides algos/, whose metrics are all on the page.
-LOGGED_IN = ("collection.py", "data/hints.py", "parallel/moe/balance.py", "rollout/weight_sync.py", "trainer.py")
+LOGGED_IN = (
+    "cluster/supervisor.py",
+    "collection.py",
+    "data/hints.py",
+    "parallel/moe/balance.py",
+    "rollout/weight_sync.py",
+    "trainer.py",
+)
 
 
 def metric_patterns() -> Mapping[str, re.Pattern[str]]:
