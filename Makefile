@@ -25,10 +25,10 @@ install: python ## Make .venv and install all of it for CPU; does nothing if tha
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
-# Two at a time: a run's processes wait for each other half of the time.
+# Three at a time: processes of a run, and ranks, wait for each other half of the time.
 test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests -m "not long and not gpu and not slurm" \
-		-n 2 --dist loadfile --no-loadscope-reorder
+		-n 3 --dist loadfile --no-loadscope-reorder
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
 	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"
