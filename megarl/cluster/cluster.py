@@ -29,7 +29,7 @@ from megarl.janitor import open_caretaker
 from megarl.parallel.messages import RoleSpec
 from megarl.parallel.platform import apply_environment, platform
 from megarl.parallel.weights.bridge.casts import wire_specs
-from megarl.parallel.weights.bridge.engine_shards import EnginePosition, engine_shards
+from megarl.parallel.weights.bridge.needs import engine_needs
 from megarl.parallel.weights.families import read_model_spec
 from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
 from megarl.plan.sync import ends_of, engine_ranks
@@ -191,12 +191,12 @@ class Cluster:
 
     def _bridge_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
         config = self._config.sync
-        model, tp = read_model_spec(self._config.model.path), self._config.rollout.engine.tp
+        model = read_model_spec(self._config.model.path)
         return BridgeSync(
             self.workers.groups[0].processes,
             self.engines.processes,
             wire_specs(model, specs, config.dtype),
-            [engine_shards(model, EnginePosition(rank=rank, size=tp)) for rank in range(tp)],
+            engine_needs(model, self._config.rollout.engine.tp),
             shares=self._seats.shares,
             segments=self.scope.shm_file("bridge"),
             timeout_s=self._config.rollout.timeout_s,
