@@ -26,6 +26,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 # What a process gets to write its stacks, and another host to answer.
 DUMP_S, HOST_S = 0.5, 10.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_PACKAGE = Path(__file__).parents[1]
 _COLLECTIVES = "distributed_c10d.py"
 
 
@@ -42,11 +43,17 @@ class Activity:
             return f"is {self.state}"
         frames = [found for line in self.stacks.splitlines() if (found := _FRAME.match(line))]
         collective = next((f["function"] for f in frames if f["file"].endswith(_COLLECTIVES)), None)
-        own = next((f for f in frames if "/megarl/" in f["file"]), None)
-        at = "" if own is None else f"megarl/{own['file'].rpartition('/megarl/')[2]}:{own['line']}"
+        at = next((f"megarl/{module}:{f['line']}" for f in frames if (module := _module(f["file"]))), "")
         if collective is not None:
             return f"waits in {collective}, called at {at}" if at else f"waits in {collective}"
         return f"is at {at}" if at else f"is {self.state}"
+
+
+def _module(file: str) -> str:
+    """A file of this package relative to the package, which other hosts may keep elsewhere; empty for other files."""
+    name = file.rpartition("/megarl/")[2]
+    # A checkout may be called megarl too, and hold other packages.
+    return name if name != file and (_PACKAGE / name).is_file() else ""
 
 
 def stacks_directory() -> Path:

@@ -28,6 +28,13 @@ def test_a_process_elsewhere() -> None:
     assert str(Activity(state="running", stacks="")) == "is running"
 
 
+def test_in_a_checkout_called_megarl_other_packages_are_not_ours() -> None:
+    thread = 'Thread 0x00007f0000000001 (most recent call first):\n  File "/v/ray/gc.py", line 9 in run\n'
+    stacks = (thread + IN_COLLECTIVE).replace("/v/", "/megarl/.venv/").replace("/src/megarl/p", "/megarl/megarl/p")
+    activity = Activity(state="sleeping", stacks=stacks)
+    assert str(activity) == "waits in all_reduce, called at megarl/parallel/passes.py:88"
+
+
 def test_a_process_that_cannot_tell() -> None:
     """Stopped, and ended; what it wrote before does not count."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
