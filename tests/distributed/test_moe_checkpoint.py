@@ -31,14 +31,11 @@ def history_of(results: Sequence[History]) -> History:
     return list(history)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "freeze_router"),
-    [
-        # Layers that checkpoints stack, then layers of two kinds.
-        ("mixtral", False),
-        pytest.param("qwen3_moe-mixed", True, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", False, marks=pytest.mark.long),
-    ],
+    # Layers that checkpoints stack, then layers of two kinds.
+    [("mixtral", False), ("qwen3_moe-mixed", True), ("deepseek_v3", False)],
 )
 def test_experts_continue_over_other_ranks(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, name: str, freeze_router: bool

@@ -30,41 +30,37 @@ BRIDGE, DELTA = "sync.transport=bridge", "sync.delta=true"
 APART = "apart"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("settings", "deaths"),
     [
         pytest.param((), [Death("generating", "engine 0")], id="generating"),
-        *(
-            pytest.param(settings, deaths, id=name, marks=pytest.mark.long)
-            for name, settings, deaths in (
-                (
-                    "files",
-                    (TWO_ENGINES,),
-                    [Death("idle", "engine 0"), Death("syncing", "engine 1"), Death("generating", "engine 1")],
-                ),
-                (
-                    "workers",
-                    (TWO_WORKERS,),
-                    [
-                        Death("idle", "engine 0 worker 0"),
-                        Death("syncing", "engine 0 worker 1"),
-                        Death("generating", "engine 0 worker 0"),
-                    ],
-                ),
-                ("offload", ("placement.offload=true",), [Death("generating", "engine 0"), Death("idle", "engine 0")]),
-                (
-                    "bridge",
-                    (BRIDGE, TWO_WORKERS, DELTA),
-                    [Death("syncing", "engine 0"), Death("generating", "engine 0")],
-                ),
-                ("bridge between hosts", (BRIDGE, TWO_ENGINES, APART), [Death("syncing", "engine 0")]),
-                (
-                    "collective",
-                    ("sync.transport=collective", "placement.mode=split", TWO_ENGINES),
-                    [Death("syncing", "engine 0"), Death("generating", "engine 0")],
-                ),
-            )
+        pytest.param(
+            (TWO_ENGINES,),
+            [Death("idle", "engine 0"), Death("syncing", "engine 1"), Death("generating", "engine 1")],
+            id="files",
+        ),
+        pytest.param(
+            (TWO_WORKERS,),
+            [
+                Death("idle", "engine 0 worker 0"),
+                Death("syncing", "engine 0 worker 1"),
+                Death("generating", "engine 0 worker 0"),
+            ],
+            id="workers",
+        ),
+        pytest.param(
+            ("placement.offload=true",), [Death("generating", "engine 0"), Death("idle", "engine 0")], id="offload"
+        ),
+        pytest.param(
+            (BRIDGE, TWO_WORKERS, DELTA), [Death("syncing", "engine 0"), Death("generating", "engine 0")], id="bridge"
+        ),
+        pytest.param((BRIDGE, TWO_ENGINES, APART), [Death("syncing", "engine 0")], id="bridge between hosts"),
+        pytest.param(
+            ("sync.transport=collective", "placement.mode=split", TWO_ENGINES),
+            [Death("syncing", "engine 0"), Death("generating", "engine 0")],
+            id="collective",
         ),
     ],
 )

@@ -1,0 +1,135 @@
+"""Remote processes that stand in for ranks and engines: Ray is real, the work is not."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.cluster import EngineGroup, Process
+from megarl.cluster.location import Location
+from megarl.cluster.processes import locate
+from megarl.cluster.ray_session import _wait_for_port
+from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
+from megarl.errors import NonFiniteError
+from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.types import FinishReason, Row
+
+
+class Worker:
+    """Stands in for a rank or an engine: does as it is told, slowly if asked to."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.num_asked, self.workers = index, 0, list[int]()
+        write_stacks_on_signal()
+
+    def locate(self) -> Location:
+        host, stacks = ray.get_runtime_context().get_node_id(), str(stacks_directory())
+        return Location(host=host, address="", device_ids=(), pid=os.getpid(), stacks=stacks)
+
+    def lost_workers(self) -> list[int]:
+        self.num_asked += 1
+        return self.workers
+
+    def times_asked(self) -> int:
+        return self.num_asked
+
+    def lose(self, worker: int) -> None:
+        self.workers = [worker]
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method)(*args, **kwargs)
+
+    def answer(self, after_s: float) -> int:
+        time.sleep(after_s)
+        return self.index
+
+    def fail(self, error: Exception, after_s: float) -> None:
+        time.sleep(after_s)
+        raise error
+
+    def die(self, after_s: float) -> None:
+        time.sleep(after_s)
+        os._exit(1)
+
+    def wait_for_port(self) -> None:
+        """Code of megarl that takes long: nothing listens there."""
+        _wait_for_port("127.0.0.1:1", time.monotonic() + 60.0)
+
+    # --- as a rank
+
+    def call_with_rows(self, method: str, shards: Any, micro_batches: Any, **kwargs: Any) -> Any:
+        return getattr(self, method)(shards.fetch(micro_batches), micro_batches, **kwargs)
+
+    def score(self, rows: dict[int, Row], micro_batches: Any, **_: Any) -> RowScores | None:
+        """[replica, first token] for every row, and that negated, from the first rank of each replica."""
+        values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
+        scores = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}
+        return RowScores(scores=scores) if self.index % 2 == 0 else None
+
+    def update(self, rows: dict[int, Row], micro_batches: Any, request: UpdateRequest) -> UpdateResult | None:
+        scores = self.score(rows, micro_batches)
+        return None if scores is None else UpdateResult(metrics={"lr": request.lr}, before=scores.scores["logprobs"])
+
+    def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role) -> StoreResult:
+        assert role is Role.CRITIC
+        sums = {"w": 2**63 + self.index} if with_checksums else {}
+        return StoreResult(num_elements={"w": 10, f"w{self.index}": 1}, checksums=sums)
+
+    # --- as an engine
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
+        """The first request at the end. A request for no tokens kills the engine, one for -1 fails."""
+        for place, request in reversed(list(enumerate(requests))):
+            time.sleep(0.1 * (2 - self.index % 3))
+            if request.max_tokens == 0:
+                os._exit(1)
+            if request.max_tokens < 0:
+                raise NonFiniteError("weights are spoiled")
+            completion = Completion(
+                token_ids=np.asarray([request.seed, self.index]),
+                logprobs=np.zeros(2, np.float32),
+                finish_reason=FinishReason.STOP,
+                weight_versions=np.zeros(2, np.int64),
+            )
+            yield {place: completion}
+
+    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
+        return [{files[0]: version + self.index}]
+
+
+def start(index: int) -> Process:
+    return Process(name=f"trainer rank {index}", actor=ray.remote(Worker).options(num_cpus=0.5).remote(index))
+
+
+def start_run(*names: str) -> list[Process]:
+    """Processes of one run, who know of each other. Those of earlier ones, which did too, end now."""
+    gc.collect()
+    return locate({name: start(i).actor for i, name in enumerate(names)}, timeout_s=120.0)
+
+
+def kill_after(delay_s: float, process: Process) -> None:
+    threading.Timer(delay_s, os.kill, (process.location.pid, signal.SIGKILL)).start()
+
+
+def calls(processes: Sequence[Process], *requests: tuple[Any, ...]) -> list[tuple[Process, Any]]:
+    return [(p, p.actor.call.remote(*r)) for p, r in zip(processes, requests, strict=False)]
+
+
+def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
+    return GenerationRequest(token_ids=(seed,), seed=seed, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=max_tokens)
+
+
+def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
+    """Tokens by position, in the order in which they came."""
+    found: dict[int, list[int]] = {}
+    group.collect(
+        group.submit(requests), lambda i, completion: found.update({i: completion.token_ids.tolist()}), timeout_s=30.0
+    )
+    return found

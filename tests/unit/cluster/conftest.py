@@ -1,0 +1,42 @@
+"""A Ray of this machine's own, and processes on it."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from megarl.cluster import Process
+from megarl.janitor import Janitor
+from megarl.parallel.platform import apply_environment
+from megarl.ray_environment import RAY_ENVIRONMENT
+from tests.helpers.remote_processes import start
+
+NUM_PROCESSES = 4
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    janitor = Janitor()
+    apply_environment()
+    os.environ.update(RAY_ENVIRONMENT)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=NUM_PROCESSES,
+            object_store_memory=80 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(janitor.scope.temp_dir),
+            runtime_env={"env_vars": {"TMPDIR": str(janitor.scope.temp_dir)}},
+        )
+        yield
+    finally:
+        ray.shutdown()
+        janitor.close()
+
+
+@pytest.fixture(scope="module")
+def processes(ray_session: None) -> list[Process]:
+    return [start(index) for index in range(NUM_PROCESSES)]

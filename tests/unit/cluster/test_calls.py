@@ -1,0 +1,153 @@
+"""Calls to groups of remote processes: order, merging, and which failure is reported."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from megarl.algos.sft import SftAlgorithm
+from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
+from megarl.config.schema import LayoutConfig
+from megarl.errors import NonFiniteError, WorkerError
+from megarl.parallel.messages import Role, UpdateRequest
+from megarl.rewards.verifier import VerifierOptions, VerifierPool
+from megarl.types import AlgoState, Denominators, Row
+from tests.helpers.remote_processes import calls, collected, request
+from tests.helpers.verifier import details_of, job, wait_for_end
+
+LAYOUT = LayoutConfig(tp=2, dp=2)
+
+
+def test_answers_come_in_the_order_of_the_calls(processes: list[Process]) -> None:
+    pending = calls(processes, ("answer", 0.4), ("answer", 0.0), ("answer", 0.2))
+    assert wait_all(pending, timeout_s=30.0, doing="waiting") == [0, 1, 2]
+
+
+def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
+    pending = calls(processes, ("answer", 0.0), ("answer", 1.0), ("answer", 0.0))
+    ray.get([pending[0][1], pending[2][1]])
+    with pytest.raises(WorkerError, match="waiting: no answer from trainer rank 1 within 0 s"):
+        wait_all(pending, timeout_s=0.2, doing="waiting")
+    # The next test finds it idle.
+    ray.get(pending[1][1])
+
+
+def test_megarls_own_error_is_raised_as_it_is(processes: list[Process]) -> None:
+    pending = calls(
+        processes, ("fail", RuntimeError("gloo"), 0.0), ("fail", NonFiniteError("step 3: loss is nan"), 0.2)
+    )
+    with pytest.raises(NonFiniteError, match=r"^step 3: loss is nan$"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+
+
+def test_other_errors_name_the_process(processes: list[Process]) -> None:
+    pending = calls(processes, ("answer", 0.0), ("fail", KeyError("lm_head"), 0.0))
+    with pytest.raises(WorkerError, match="loading: trainer rank 1 failed with KeyError: 'lm_head'; see RUN/logs"):
+        wait_all(pending, timeout_s=30.0, doing="loading")
+
+
+def rows(count: int) -> list[Row]:
+    """Row i holds token i."""
+    return [
+        Row(uid=f"u{i}", sample_index=0, token_ids=np.asarray([i, 1]), num_prompt_tokens=1, loss_mask=np.ones(1, bool))
+        for i in range(count)
+    ]
+
+
+def test_only_the_shards_of_the_wanted_rows_are_fetched(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = put_rows(rows(130))
+    assert len(shards.refs) == 3
+    fetched: list[Any] = []
+    get = ray.get
+
+    def recording_get(refs: list[Any]) -> Any:
+        fetched.extend(refs)
+        return get(refs)
+
+    monkeypatch.setattr(ray, "get", recording_get)
+    got = shards.fetch([[129, 3], [128]])
+    assert {i: int(row.token_ids[0]) for i, row in got.items()} == {3: 3, 128: 128, 129: 129}
+    assert fetched == [shards.refs[0], shards.refs[2]]
+
+
+PLAN = [[[4, 0], [2]], [[1], [3]]]
+# Which replica has which row, and the row's own token: what `Worker.score` answers.
+SCORES = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
+
+
+def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> None:
+    """Four ranks: two replicas of two tensor-parallel neighbours."""
+    group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
+    scored = group.score(Role.ACTOR, rows(5), PLAN, temperature=1.0, step=1)
+    assert scored.keys() == {"logprobs", "entropy"}
+    assert [s.tolist() for s in scored["logprobs"]] == [SCORES[i] for i in range(5)]
+    assert [s.tolist() for s in scored["entropy"]] == [[-x for x in SCORES[i]] for i in range(5)]
+
+
+def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> None:
+    request = UpdateRequest(
+        step=1,
+        objective=SftAlgorithm(),
+        state=AlgoState(),
+        denominators=Denominators(loss=1.0, tokens=1.0),
+        temperature=1.0,
+        lr=0.25,
+    )
+    result = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0).update(rows(5), PLAN, request)
+    assert result.metrics == {"lr": 0.25}
+    assert {i: v.tolist() for i, v in result.before.items()} == SCORES
+
+
+def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None:
+    group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
+    stored = group.store_weights(Role.CRITIC, [Path("f")], with_checksums=True)
+    assert stored.num_elements == {"w": 40, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
+    # 4 · 2⁶³ is 0 modulo 2⁶⁴.
+    assert stored.checksums == {"w": 0 + 1 + 2 + 3}
+
+
+def test_requests_are_dealt_out_and_told_of_as_they_finish(processes: list[Process]) -> None:
+    group = EngineGroup(processes[:3], timeout_s=30.0)
+    found = collected(group, [request(seed) for seed in range(7)])
+    assert found == {seed: [seed, seed % 3] for seed in range(7)}
+    # An engine takes its requests from the last to the first; none waits for another engine.
+    assert [[i for i in found if i % 3 == engine] for engine in range(3)] == [[6, 3, 0], [4, 1], [5, 2]]
+    assert list(found)[-1] == 0
+    assert collected(group, [request(0)]) == {0: [0, 0]}
+
+
+def test_every_engine_loads_the_same_files(processes: list[Process]) -> None:
+    loaded = EngineGroup(processes[:3], timeout_s=30.0).load_weights([Path("f")], version=5, with_checksums=True)
+    assert loaded == [{"f": 5}, {"f": 6}, {"f": 7}]
+
+
+class Judge:
+    """An actor that owns a verifier pool, made and used in a thread that is not the main one."""
+
+    def __init__(self) -> None:
+        self.pool = VerifierPool(VerifierOptions(num_workers=1, soft_limit_s=0.2, deadline_s=0.6))
+
+    def judge(self) -> tuple[bool, list[str], dict[str, Any]]:
+        scorers = ("same_text", "loop", "block_signals", "process")
+        verdicts = self.pool.score_all([job(scorer) for scorer in scorers])
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main, [verdict.outcome for verdict in verdicts], details_of(verdicts[-1])
+
+    def hang(self) -> None:
+        self.pool.score_all([job("block_signals")] * 100)
+
+
+def test_a_verifier_pool_in_an_actor(ray_session: None) -> None:
+    judge = ray.remote(Judge).options(num_cpus=0.5, max_concurrency=2).remote()
+    is_main, outcomes, worker = ray.get(judge.judge.remote(), timeout=60)
+    assert not is_main
+    assert outcomes == ["scored", "timed_out", "timed_out", "scored"]
+    judge.hang.remote()
+    time.sleep(0.2)
+    ray.kill(judge)
+    wait_for_end(int(worker["pid"]))
+    wait_for_end(int(worker["parent"]))

@@ -1,0 +1,148 @@
+"""What a wait for remote processes makes of those that die, hang or fail."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+
+from megarl.cluster import EngineGroup, Process, wait_all
+from megarl.cluster.processes import wait_living
+from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
+from tests.helpers.remote_processes import calls, collected, kill_after, request, start, start_run
+
+
+def test_what_those_who_did_not_answer_do_is_said(ray_session: None) -> None:
+    """One is stopped, one waits in code of ours; the stacks of the second are kept."""
+    stopped, waiting = start_run("trainer rank 0", "trainer rank 1")
+    os.kill(stopped.location.pid, signal.SIGSTOP)
+    pending = calls([stopped, waiting], ("answer", 0.0), ("wait_for_port",))
+    try:
+        with pytest.raises(WorkerError) as caught:
+            wait_all(pending, timeout_s=4.0, doing="updating")
+    finally:
+        os.kill(stopped.location.pid, signal.SIGCONT)
+    message = str(caught.value)
+    assert message.startswith(
+        "updating: no answer from trainer rank 0, trainer rank 1 within 4 s (trainer rank 0 is stopped; "
+    )
+    assert "trainer rank 1 is at megarl/cluster/ray_session.py:" in message
+    assert "in _wait_for_port" in Path(waiting.location.stacks, f"{waiting.location.pid}.txt").read_text()
+
+
+@pytest.mark.parametrize("first_call", [(), ("answer", 0.0)], ids=["idle", "done"])
+def test_the_death_of_a_process_that_nobody_waits_for_ends_the_wait(ray_session: None, first_call: Any) -> None:
+    """An engine that has nothing to do, or a rank that has done its part."""
+    rank, doomed = start_run("trainer rank 0", "engine 0")
+    pending = calls([rank], ("answer", 20.0)) + (calls([doomed], first_call) if first_call else [])
+    kill_after(1.0, doomed)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^updating: engine 0 died; see RUN/logs$"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+    # Within two seconds of the death; the rest is for a machine that does other things too.
+    assert time.monotonic() - began < 1.0 + 2.0 + 7.0
+
+
+def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None:
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    ray.get(engine.actor.call.remote("lose", 1))
+    with pytest.raises(WorkerError, match=r"^updating: worker 1 of engine 0 died; see RUN/logs$"):
+        wait_all(calls([rank], ("answer", 20.0)), timeout_s=30.0, doing="updating")
+
+
+def allow_restarts(engine: Process) -> Process:
+    engine.roster.allow_restarts([engine.name], 1)
+    return engine
+
+
+def test_an_idle_engine_that_can_be_restarted_does_not_end_a_wait(ray_session: None) -> None:
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    kill_after(0.5, allow_restarts(engine))
+    assert wait_all(calls([rank], ("answer", 6.0)), timeout_s=60.0, doing="updating") == [0]
+    assert engine.roster.lost == {"engine 0": engine}
+    assert engine.roster.living == [rank]
+
+
+def test_a_wait_for_an_engine_that_can_be_restarted_ends(ray_session: None) -> None:
+    """Unless nobody needs its answer: then the others are waited for."""
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    kill_after(0.5, allow_restarts(engine))
+    with pytest.raises(EngineDiedError, match=r"^syncing weights: engine 0 died; see RUN/logs$"):
+        wait_all(calls([rank, engine], ("answer", 20.0), ("answer", 20.0)), timeout_s=60.0, doing="syncing weights")
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    kill_after(0.5, allow_restarts(engine))
+    pending = calls([rank, engine], ("answer", 3.0), ("answer", 20.0))
+    wait_living(pending, timeout_s=60.0, doing="waking engines")
+    assert ray.get(pending[0][1], timeout=0) == 0
+    assert engine.roster.lost == {"engine 0": engine}
+
+
+@pytest.mark.parametrize("lose", [True, False], ids=["lost a worker", "failed"])
+def test_an_engine_that_fails_has_died_if_it_has_lost_a_worker(lose: bool, ray_session: None) -> None:
+    """vLLM raises some error of its own. The engine, which would live on, is ended."""
+    (engine,) = start_run("engine 0")
+    allow_restarts(engine)
+    if lose:
+        ray.get(engine.actor.call.remote("lose", 1))
+    with pytest.raises(WorkerError) as caught:
+        wait_all(calls([engine], ("fail", RuntimeError("cancelled"), 0.0)), timeout_s=30.0, doing="syncing weights")
+    what = "worker 1 of engine 0 died" if lose else "engine 0 failed with RuntimeError: cancelled"
+    assert str(caught.value) == f"syncing weights: {what}; see RUN/logs"
+    assert isinstance(caught.value, EngineDiedError) is lose
+    if lose:
+        with pytest.raises(ActorDiedError):
+            ray.get(engine.actor.call.remote("answer", 0.0))
+    else:
+        assert ray.get(engine.actor.call.remote("answer", 0.0)) == 0
+
+
+def test_who_is_busy_with_something_else_is_asked_once(ray_session: None) -> None:
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    # It works for longer than the wait lasts, on a busy machine too.
+    working = calls([engine], ("answer", 8.0))
+    assert wait_all(calls([rank], ("answer", 2.0)), timeout_s=30.0, doing="updating") == [0]
+    assert wait_all(working, timeout_s=30.0, doing="generating") == [1]
+    assert ray.get(engine.actor.call.remote("times_asked")) == 1
+
+
+def test_a_process_that_died_earlier_is_the_cause_of_an_error(ray_session: None) -> None:
+    rank, doomed = start_run("trainer rank 0", "engine 0")
+    os.kill(doomed.location.pid, signal.SIGKILL)
+    pending = calls([rank], ("fail", RuntimeError("Connection closed by peer"), 0.1))
+    with pytest.raises(WorkerError, match=r"^updating: engine 0 died; see RUN/logs$"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+
+
+def test_a_dead_process_is_the_cause_and_not_its_peers_errors(processes: list[Process]) -> None:
+    """As with a rank: its peers' collectives fail first, with what sounds like a network problem."""
+    doomed = start(7)
+    ray.get(doomed.actor.call.remote("answer", 0.0))
+    pending = calls([processes[0], doomed], ("fail", RuntimeError("Connection closed by peer"), 0.0), ("die", 0.3))
+    with pytest.raises(WorkerError, match="updating: trainer rank 7 died; see RUN/logs"):
+        wait_all(pending, timeout_s=30.0, doing="updating")
+
+
+def test_failures_while_results_stream_in(processes: list[Process]) -> None:
+    group = EngineGroup(processes[:2], timeout_s=30.0)
+    with pytest.raises(NonFiniteError, match="weights are spoiled"):
+        collected(group, [request(0, max_tokens=-1), request(1), request(2)])
+    # A process of its own: it dies.
+    group = EngineGroup([processes[0], start(1)], timeout_s=30.0)
+    with pytest.raises(WorkerError, match="generating: trainer rank 1 died"):
+        collected(group, [request(0), request(1, max_tokens=0), request(2), request(3)])
+    group = EngineGroup([processes[0]], timeout_s=30.0)
+    with pytest.raises(WorkerError, match="generating: no answer from trainer rank 0 within 0 s"):
+        group.collect(group.submit([request(0)]), lambda i, completion: None, timeout_s=0.05)
+
+
+def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) -> None:
+    engines = start_run("engine 0", "engine 1")
+    allow_restarts(engines[1])
+    # Engine 1 finishes its last request, and dies at the one before.
+    requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
+    assert collected(EngineGroup(engines, timeout_s=30.0), requests).keys() == {0, 2, 4, 5}
+    assert engines[1].roster.lost == {"engine 1": engines[1]}
