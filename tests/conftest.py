@@ -1,5 +1,6 @@
 """Rank pools that a whole session shares."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -7,6 +8,8 @@ import pytest
 
 from tests.helpers.rank_pool import RankPool
 
+# torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]
 
