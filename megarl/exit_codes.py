@@ -7,9 +7,13 @@
 | 2 | bad input; nothing was started |
 | 85 | SIGTERM or SIGUSR1 stopped the run during training, after a checkpoint of its last step; `--resume` continues |
 | 128 + n | ended at once by signal n: by SIGINT; by SIGTERM or SIGUSR1 before or after training, or when sent twice |
+| 141 | whoever read the output has gone, as `head` does |
 """
 
 import contextlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
@@ -29,6 +33,7 @@ from megarl.signals import leave_on_signals
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 85
+_STDOUT = 1
 
 
 @contextlib.contextmanager
@@ -47,6 +52,18 @@ def exit_on_errors() -> Iterator[None]:
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         raise SystemExit(EXIT_STOPPED) from None
+    finally:
+        _require_reader()
+
+
+def _require_reader() -> None:
+    """Leave without a word if whoever read the output has gone: whether a print failed of it, or is yet to."""
+    poll = select.poll()
+    poll.register(_STDOUT)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        # Python writes what it still has at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _fail(error: Exception, code: int) -> NoReturn:

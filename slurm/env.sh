@@ -20,6 +20,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Output appears in the log when it is printed, not when a buffer is full.
 export PYTHONUNBUFFERED=1
 
+# --- names: torch's stores look up those of all ranks' addresses at once, and a lost answer costs 5 s by default.
+export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:3}"
+
 # --- NCCL. The interface of the host network carries the rendezvous; ^ means all but these.
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker0,virbr0}"
 # Name the InfiniBand devices if nodes have other ones too, as in: export NCCL_IB_HCA=mlx5

@@ -256,6 +256,20 @@ def test_exit_codes(
     assert capsys.readouterr().err == "error: gloo said: connection closed\n"
 
 
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["fails at the end", "fails in print"])
+def test_a_reader_that_is_gone(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `| head`: no traceback, and the exit code of SIGPIPE."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    program = "from megarl.exit_codes import exit_on_errors\nwith exit_on_errors():\n    print('text')"
+    command = [sys.executable, *options, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (141, b"")
+
+
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_decides_the_exit_code(signum: int, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where Ray turns the SystemExit of a handler into one of its own, with code 1."""
