@@ -10,7 +10,7 @@ from megarl.errors import EngineDiedError
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.casts import SCALED, scale_of
 from megarl.parallel.weights.bridge.meetings import give_up
-from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Message, Plan, build_plan
+from megarl.parallel.weights.bridge.plan import Holding, Message, Plan, build_plan
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting
 from megarl.rollout.engine import Received
@@ -61,7 +61,6 @@ class BridgeSync:
             dict(enumerate(held)),
             {sink: needs[i % self._tp] for i, sink in enumerate(sinks)},
             neighbours=neighbours,
-            bucket_bytes=BUCKET_BYTES,
         )
         self._open(
             self.plan, segments, over_devices=over_devices, cuda_ipc=cuda_ipc, delta=delta_full_every is not None

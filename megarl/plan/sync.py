@@ -12,7 +12,7 @@ from megarl.parallel.weights.bridge.boxes import Box
 from megarl.parallel.weights.bridge.casts import wire_specs
 from megarl.parallel.weights.bridge.needs import engine_needs
 from megarl.parallel.weights.bridge.placement import best_neighbours, overlaps
-from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Holding, Plan, build_plan
+from megarl.parallel.weights.bridge.plan import Holding, Plan, build_plan
 from megarl.parallel.weights.bridge.splits import Split, split_box
 from megarl.parallel.weights.families import ModelSpec, PlacedRule
 from megarl.placement import devices_per_node, ranks_in_order
@@ -84,7 +84,6 @@ def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
         dict(enumerate(ends.held)),
         {first + i: ends.needs[i % tp] for i in range(config.rollout.engine.num_engines * tp)},
         neighbours={first + i: [rank] for i, rank in enumerate(workers)},
-        bucket_bytes=BUCKET_BYTES,
     )
 
 

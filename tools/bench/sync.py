@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.parallel.weights.bridge.plan import BUCKET_BYTES
 from megarl.parallel.weights.collective import open_store
 from megarl.text_table import align
-from tools.bench.sync_contenders import CONTENDERS, Job, RankResult, plan_of
+from tools.bench.sync_contenders import CONTENDERS, Job, RankResult
 from tools.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes
 from tools.bench.sync_plans import planning
 
@@ -33,8 +32,6 @@ _MIB = 1 << 20
 _RUN_S = 1800.0
 # Allocations above this many bytes are given back when freed, so that a peak is what was needed at a time.
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
-# What a rank receives comes in at least this many buckets, of which two are staged at a time.
-_LEAST_BUCKETS = 4
 OURS = ("megarl, shared memory", "megarl, gloo", "megarl, gloo, full shape")
 PEERS = ("megatron-core", "all-gather")
 
@@ -96,8 +93,6 @@ def measure(case: str, num_bytes: int, arguments: argparse.Namespace) -> Iterato
     """Memory of each contender in a run of its own, time of all in another."""
     width = model_sizes(num_bytes, arguments.layers)
     model = make_model(case, width, arguments.layers)
-    received = max(plan_of(model, BUCKET_BYTES).received_bytes(rank) for rank in range(NUM_RANKS))
-    bucket_bytes = min(BUCKET_BYTES, -(-received // _LEAST_BUCKETS))
 
     def run(contenders: Sequence[str], rounds: int, environment: dict[str, str]) -> list[dict[str, RankResult]]:
         store = open_store("127.0.0.1")
@@ -108,7 +103,6 @@ def measure(case: str, num_bytes: int, arguments: argparse.Namespace) -> Iterato
                 width=width,
                 num_layers=arguments.layers,
                 rounds=rounds,
-                bucket_bytes=bucket_bytes,
                 port=store.port,
                 directory=directory,
             )

@@ -46,9 +46,9 @@ class Job:
     width: int
     num_layers: int
     rounds: int
-    bucket_bytes: int
     port: int
     directory: str
+    bucket_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Contender:
     traffic: Callable[[], tuple[int, int]]
 
 
-def plan_of(model: Model, bucket_bytes: int) -> Plan:
+def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
     """Every rank is a source and a sink, and its own neighbour."""
     ranks = range(NUM_RANKS)
     return build_plan(

@@ -21,7 +21,7 @@ from megarl.parallel.weights.bridge.assign import Holding
 from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.needs import engine_needs
 from megarl.parallel.weights.bridge.placement import best_neighbours, overlaps
-from megarl.parallel.weights.bridge.plan import BUCKET_BYTES, Plan, build_plan
+from megarl.parallel.weights.bridge.plan import Plan, build_plan
 from megarl.parallel.weights.families import read_model_spec
 from megarl.plan.sync import rank_holdings
 from megarl.safetensors_map import TensorSpec
@@ -137,7 +137,6 @@ def plan_scenario(scenario: Scenario) -> Planned:
         ends.held,
         needed,
         neighbours={scenario.size + i: [seat] for i, seat in enumerate(seats)},
-        bucket_bytes=BUCKET_BYTES,
     )
     times.append(time.process_time())
     return _describe(scenario, ends, plan, shared, seats, times)

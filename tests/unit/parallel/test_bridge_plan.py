@@ -101,6 +101,15 @@ def _is_within(inner: Box, outer: Box) -> bool:
     return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
+@pytest.mark.parametrize(("mib", "sizes"), [(2, [1, 1]), (64, [4] * 16), (4096, [128] * 32)])
+def test_buckets_are_a_sixteenth_of_all_but_1_to_128_mib(mib: int, sizes: list[int]) -> None:
+    """A tensor with rows of 64 KiB moves as a whole."""
+    num_rows, width = 16 * mib, 1 << 14
+    whole = {"a": ((0, num_rows), (0, width))}
+    plan = build_plan({"a": spec(num_rows, width)}, {0: whole}, {1: whole})
+    assert [message.num_bytes >> 20 for message in plan.messages] == sizes
+
+
 @settings(deadline=None)
 @given(cases(), st.integers(4, 200))
 def test_one_bounded_message_per_pair_and_bucket(

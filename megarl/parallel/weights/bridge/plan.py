@@ -20,8 +20,7 @@ from megarl.parallel.weights.bridge.assign import Holding, Neighbours, Transfer,
 from megarl.parallel.weights.bridge.boxes import Box, num_elements, split_rows
 from megarl.safetensors_map import TensorSpec
 
-# The most that a process sends or receives at a time; it stages `wires.DEPTH` times as much.
-BUCKET_BYTES = 64 << 20
+_LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +99,19 @@ def build_plan(
     needed: Mapping[int, Holding],
     *,
     neighbours: Neighbours | None = None,
-    bucket_bytes: int,
+    bucket_bytes: int | None = None,
 ) -> Plan:
     """The plan for tensors in the order of `specs`, by which sinks complete them.
 
     In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
-    unless one row of a tensor is more.
+    unless one row of a tensor is more; by default a sixteenth of all tensors, but 1 to 128 MiB. Larger buckets are
+    fewer messages; each process stages `wires.DEPTH` of them.
 
     Raises:
         WeightSyncError: a sink needs what no source holds.
     """
+    if bucket_bytes is None:
+        bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
     with _no_garbage():
         transfers = assign(specs, held, needed, neighbours or {})
         split = (part for transfer in transfers for part in _split(transfer, bucket_bytes))
