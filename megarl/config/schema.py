@@ -271,7 +271,7 @@ class SyncConfig:
     delta: bool = False
     delta_full_every: int = 50  # With delta, each so many syncs send everything.
     # With the bridge on CUDA: ranks and engine workers on one device exchange what they share there, not through the
-    # host's memory. Costs up to two messages of 64 MiB of device memory per pair.
+    # host's memory. Costs up to two messages of 128 MiB of device memory per pair.
     cuda_ipc: bool = False
 
 
