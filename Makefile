@@ -45,10 +45,11 @@ test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, instal
 	@"$(PYTHON)" tools/install.py --peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 	"$(PEERS_VENV)/bin/python" -m pytest tests/conformance --confcutdir=tests/conformance
 
-check: install ## Lint, format check, types, import rules
+check: install ## Lint, format check, types, shell scripts, import rules
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy" megarl tools
+	"$(VENV)/bin/shellcheck" .ci/run slurm/*.sh slurm/*.sbatch
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 
 clean: ## Remove caches, nothing else

