@@ -1,5 +1,6 @@
 """Sizes of a model, from its Hugging Face config; the weight tables name them by symbols."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ class LatentAttention:
     values: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Dims:
     """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the tables."""
 
@@ -69,6 +70,11 @@ class Dims:
     latent: LatentAttention | None = None
 
     def dim(self, symbol: str) -> int:
+        return self._sizes[symbol]
+
+    # Plans of large models ask a million times.
+    @functools.cached_property
+    def _sizes(self) -> Mapping[str, int]:
         experts = self.experts
         return {
             **self._latent_dims(),
@@ -82,7 +88,7 @@ class Dims:
             "experts": experts.num if experts else 0,
             "expert_ffn": experts.ffn if experts else 0,
             "shared_ffn": experts.shared_ffn if experts else 0,
-        }[symbol]
+        }
 
     def _latent_dims(self) -> dict[str, int]:
         if (latent := self.latent) is None:
