@@ -169,15 +169,12 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
         most = max(1, bucket_bytes // max(1, num_bytes))
         for start in range(0, len(tensors), most):
             some = tensors[start : start + most]
-            size, (sends, sent), (takes, taken) = len(some) * num_bytes, out, into
-            if sends == takes:
-                bucket, filled = sends, sent if sent > taken else taken
-            else:
-                bucket, filled = (sends, sent) if sends > takes else (takes, taken)
+            size, bucket = len(some) * num_bytes, max(out[0], into[0])
+            filled = max(out[1] if out[0] == bucket else 0, into[1] if into[0] == bucket else 0)
             if filled and filled + size > bucket_bytes:
                 bucket += 1
-            out[0], out[1] = bucket, size + sent if sends == bucket else size
-            into[0], into[1] = bucket, size + taken if takes == bucket else size
+            out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
+            into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
             if message.bucket != bucket and message.runs:
                 buckets[message.bucket].append(_message(source, sink, message, local=local))
                 message.begin(bucket)
