@@ -48,8 +48,8 @@ def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(lab: Slu
 def test_a_job_continues_after_its_time_limit_and_after_a_lost_node(
     lab: SlurmLab, inputs: Path, reference: SlurmRun
 ) -> None:
-    """USR1 to the batch script, as before the time limit, puts it back into the queue. Later the second node loses power
-    and comes back at once; whether the job goes through the queue again is Slurm's. Two nodes compute what one does.
+    """USR1 to the batch script, as before the time limit, puts it back into the queue. Later the second node loses
+    power and comes back at once; whether the job is queued again is Slurm's. Two nodes compute what one does.
     """
     run = SlurmRun(inputs=inputs, name="requeued", command="sft")
     job = run.submit(lab)
