@@ -97,11 +97,11 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
 
 def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
     """megarl's plan, its ends and a wire. What is local is copied from shard to shard."""
-    plan = plan_of(rank.model, rank.job.bucket_bytes)
+    plan, name = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
-    outgoing = _share(rank, plan, wire, plan.of_source(rank.number))
-    incoming = _share(rank, plan, wire, plan.of_sink(rank.number))
-    source, sink = _ends(f"{wire} {full_shape}", wire, outgoing, incoming)
+    outgoing = _share(rank, plan, name, plan.of_source(rank.number))
+    incoming = _share(rank, plan, name, plan.of_sink(rank.number))
+    source, sink = _ends(name, wire, outgoing, incoming)
     sender = BridgeSender(outgoing, source)
     slices = [
         Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
@@ -165,13 +165,13 @@ def _arrived(part: Part, buffer: torch.Tensor, target: torch.Tensor) -> torch.Te
     return buffer[part.offset : part.offset + target.nbytes].view(target.dtype).view(target.shape)
 
 
-def _share(rank: Rank, plan: Plan, wire: str, messages: Sequence[Message]) -> Share:
+def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Message]) -> Share:
     meeting = Meeting(address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S)
     return Share(
         messages=tuple(message for message in messages if not message.local),
         specs=plan.specs,
         needs={},
-        segments=f"{rank.job.directory}/{wire}",
+        segments=f"{rank.job.directory}/{name}",
         meeting=meeting,
         hosts=("here",) * NUM_RANKS,
     )
@@ -265,6 +265,7 @@ def all_gather(rank: Rank) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
     "megarl, shared memory": functools.partial(bridge, "shared_memory"),
+    "megarl, shared memory, full shape": functools.partial(bridge, "shared_memory", full_shape=True),
     "megarl, gloo": functools.partial(bridge, "gloo"),
     "megarl, gloo, full shape": functools.partial(bridge, "gloo", full_shape=True),
     "megatron-core": megatron,
