@@ -34,6 +34,8 @@ COMMON_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # Engine workers rename themselves; the new name must not overwrite the environment by which they are found.
     "SPT_NOENV": "1",
+    # A wait at a store that looks up now and then warns each time.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 

@@ -1,5 +1,6 @@
 """What a run does when something under it fails: it says what and where within seconds, and goes on by itself."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import pytest
 
 from megarl.checkpoint import last_checkpoint
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed, wait_until
+from tests.slurm.runs import JOB_S, SlurmRun, finish_here, left_behind, mid_run, noticed, wait_until
 from tools.bench.kill_resume import differences
 
 pytestmark = pytest.mark.timeout(400)
@@ -19,9 +20,11 @@ LINK_DOWN_S = 20.0
 IMPATIENT = ("rollout.timeout_s=15", "cluster.collective_timeout_s=60")
 
 
-def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(lab: SlurmLab, inputs: Path) -> None:
+def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(
+    lab: SlurmLab, inputs: Path, reference: SlurmRun
+) -> None:
     """Its driver is killed, then a rank, then a rank hangs: named with its state and what the others wait in. The run
-    ends with that line, and a checkpoint to resume.
+    ends with that line, and a checkpoint; resumed on one node, it computes what no failure had ever stopped.
     """
     run = SlurmRun(inputs=inputs, name="failing", command="sft", more=IMPATIENT)
     job = run.submit(lab, max_restarts=2)
@@ -43,6 +46,8 @@ def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(lab: Slu
     assert list(run.paths.logs.rglob("stacks-*.txt"))
     assert last_checkpoint(run.paths.checkpoints) is not None
     assert left_behind(lab) == []
+    finish_here(dataclasses.replace(run, nodes=1))
+    assert differences(run, reference) == []
 
 
 def test_a_job_continues_after_its_time_limit_and_after_a_lost_node(

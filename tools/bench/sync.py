@@ -78,6 +78,7 @@ def run_ranks(job: Job, environment: dict[str, str]) -> list[dict[str, RankResul
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=setting, text=True)
