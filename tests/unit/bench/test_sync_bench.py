@@ -1,5 +1,7 @@
 """What the sync benchmark's own contenders move between four ranks, which are threads here."""
 
+import dataclasses
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -7,11 +9,11 @@ import pytest
 import torch
 
 from megarl.parallel.weights.collective import open_store
-from tools.bench.sync import lacking_bytes
+from tools.bench.sync import PEERS, RIVALS, Measured, gates, lacking_bytes
 from tools.bench.sync_contenders import Contender, Job, Rank, bridge
 from tools.bench.sync_model import CASES, NUM_RANKS, check, make_model, model_sizes, shards
 
-WIRES = [("shared_memory", False), ("gloo", False), ("gloo", True)]
+WIRES = list(itertools.product(("shared_memory", "gloo"), (False, True)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,3 +55,33 @@ def test_every_rank_gets_its_shards_and_lacks_no_byte_more(
 def test_sizes_of_models() -> None:
     """Twelve squares of the width, of four bytes each, a layer."""
     assert model_sizes(4 * 12 * 16 * 512 * 512, 16) == 512
+
+
+@pytest.mark.parametrize(
+    ("contender", "seconds", "failing"),
+    [
+        ("megarl, gloo", 0.9, []),
+        ("megarl, gloo", 1.1, ["time ÷ megatron-core"]),
+        ("megarl, shared memory, full shape", 1.1, ["time ÷ megatron-core"]),
+        ("megarl, gloo, full shape", 1.1, []),
+        ("megarl, gloo, full shape", 2.1, ["time ÷ all-gather"]),
+    ],
+)
+def test_a_time_is_held_against_those_who_do_the_same(contender: str, seconds: float, failing: list[str]) -> None:
+    """Of 16 bytes a quarter is lacking on each of four ranks; megatron-core takes 1 s, all-gather 2 s."""
+
+    def measured(name: str) -> Measured:
+        return Measured(
+            case="TP4 → 2 × TP2, overlapping",
+            model_bytes=16,
+            contender=name,
+            wire_bytes=48 if name == "all-gather" else 16,
+            messages=16 if name in RIVALS else 128,
+            staging_mib=1.0 if name in RIVALS else 2.0,
+            seconds={"megatron-core": 1.0, "all-gather": 2.0}.get(name, 0.5),
+            plan_seconds=0.0,
+        )
+
+    all_measured = [measured(name) for name in (*RIVALS, *PEERS)]
+    changed = [dataclasses.replace(m, seconds=seconds) if m.contender == contender else m for m in all_measured]
+    assert [gate.name for gate in gates(changed) if not gate.holds] == [f"{contender}: {name}" for name in failing]

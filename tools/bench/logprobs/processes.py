@@ -15,21 +15,7 @@ from typing import Any, Self
 
 from megarl.errors import ConfigError, WorkerError
 from megarl.parallel.platform import apply_environment, platform
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """Who a process is. main_grad: whether weights have main gradients. kernels: a folder with packages that are not
-    installed otherwise."""
-
-    contender: str
-    rank: int
-    world_size: int
-    device: str
-    dtype: str
-    main_grad: bool
-    directory: str
-    kernels: str
+from tools.bench.logprobs.records import RankSpec
 
 
 class UnavailableError(ConfigError):

@@ -18,8 +18,7 @@ from tools.bench.logprobs.contenders import CONTENDERS
 from tools.bench.logprobs.counting import count_collectives
 from tools.bench.logprobs.memory import PEAK_MEMORY
 from tools.bench.logprobs.problem import Answer, Problem, backward, make_problem, solve
-from tools.bench.logprobs.processes import RankSpec
-from tools.bench.logprobs.records import Size, Traffic
+from tools.bench.logprobs.records import RankSpec, Size, Traffic
 
 # A rank that waits for one that failed; the largest pass takes minutes.
 _TIMEOUT = datetime.timedelta(minutes=15)

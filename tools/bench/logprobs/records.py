@@ -9,6 +9,21 @@ from pathlib import Path
 MIB, GIB = 1 << 20, 1 << 30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """Who a process is. main_grad: whether weights have main gradients. kernels: a folder with packages that are not
+    installed otherwise."""
+
+    contender: str
+    rank: int
+    world_size: int
+    device: str
+    dtype: str
+    main_grad: bool
+    directory: str
+    kernels: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Size:
     """Vocabulary V, rows N and hidden size H of a problem."""
