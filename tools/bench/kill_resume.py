@@ -110,15 +110,25 @@ def make_inputs(directory: Path) -> Path:
 def differences(run: SmallRun, reference: SmallRun) -> list[str]:
     """Where two finished runs differ: steps, metrics that are not measured, bytes of the exported weights."""
     found = []
-    ours, theirs = ([(r.step, _compared(r)) for r in each.records()] for each in (run, reference))
-    if [step for step, _ in ours] != [step for step, _ in theirs]:
-        found.append(f"steps: {[step for step, _ in ours]} and {[step for step, _ in theirs]}")
-    for (step, mine), (_, other) in zip(ours, theirs, strict=False):
-        names = sorted(mine.keys() | other.keys())
-        found += [f"step {step} {n}: {mine.get(n)} and {other.get(n)}" for n in names if mine.get(n) != other.get(n)]
+    ours, theirs = ([record.step for record in each.records()] for each in (run, reference))
+    if ours != theirs:
+        found.append(f"steps: {ours} and {theirs}")
+    found += differing_metrics(run, reference)
     weights = [(each.paths.export / "model.safetensors").read_bytes() for each in (run, reference)]
     if weights[0] != weights[1]:
         found.append("exported weights")
+    return found
+
+
+def differing_metrics(run: SmallRun, reference: SmallRun) -> list[str]:
+    """Of the records that both have, in their order."""
+    found = []
+    for ours, theirs in zip(run.records(), reference.records(), strict=False):
+        mine, other = _compared(ours), _compared(theirs)
+        names = sorted(mine.keys() | other.keys())
+        found += [
+            f"step {ours.step} {n}: {mine.get(n)} and {other.get(n)}" for n in names if mine.get(n) != other.get(n)
+        ]
     return found
 
 
