@@ -97,11 +97,11 @@ def plan_of(model: Model, bucket_bytes: int | None) -> Plan:
 
 def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
     """megarl's plan, its ends and a wire. What is local is copied from shard to shard."""
-    plan, name = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
+    plan, label = plan_of(rank.model, rank.job.bucket_bytes), f"{wire}-{full_shape}"
     held, wanted = rank.model.held(rank.number), rank.model.wanted(rank.number)
-    outgoing = _share(rank, plan, name, plan.of_source(rank.number))
-    incoming = _share(rank, plan, name, plan.of_sink(rank.number))
-    source, sink = _ends(name, wire, outgoing, incoming)
+    outgoing = _share(rank, plan, label, plan.of_source(rank.number))
+    incoming = _share(rank, plan, label, plan.of_sink(rank.number))
+    source, sink = _ends(label, wire, outgoing, incoming)
     sender = BridgeSender(outgoing, source)
     slices = [
         Slice(tensor=name, index=slices_of(held[name]), view=view, owned=True) for name, view in rank.held.items()
