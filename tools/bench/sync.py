@@ -33,12 +33,12 @@ _RUN_S = 1800.0
 # Allocations above this many bytes are given back when freed, so that a peak is what was needed at a time.
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
 PEERS = ("megatron-core", "all-gather")
-# On one host the product's wire is shared memory, and an engine gets full shapes; by gloo those of another host.
+# An engine gets full shapes: by shared memory those of its host, by TCP those of another one. Over gloo, as both peers.
 OURS = (
     "megarl, shared memory",
     "megarl, shared memory, full shape",
     "megarl, gloo",
-    "megarl, gloo, full shape",
+    "megarl, TCP, full shape",
 )
 
 

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from megarl.parallel.platform import gloo_group
 from megarl.parallel.weights.bridge.boxes import Box, slices_of
 from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
-from megarl.parallel.weights.bridge.plan import Message, Part, Plan, build_plan
+from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
 from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.parallel.weights.bridge.tcp import TcpReceiver, TcpSender
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 from megarl.parallel.weights.collective import Meeting
 from megarl.parallel.weights.slices import Slice
@@ -139,10 +140,8 @@ def receive(
     for bucket, following in itertools.zip_longest(buckets, buckets[1:], fillvalue=()):
         sink.expect([*bucket, *following])
         for message in bucket:
-            buffer = sink.receive(message)
-            for part in message.parts:
-                target = got[part.tensor][slices_of(part.box, wanted[part.tensor])]
-                target.copy_(_arrived(part, buffer, target))
+            arrival = sink.receive(message)
+            arrival.read([got[p.tensor][slices_of(p.box, wanted[p.tensor])] for p in message.parts])
             sink.release(message)
 
 
@@ -161,10 +160,6 @@ def load(
             got[name][slices_of(box, wanted[name])].copy_(tensor[slices_of(box)])
 
 
-def _arrived(part: Part, buffer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return buffer[part.offset : part.offset + target.nbytes].view(target.dtype).view(target.shape)
-
-
 def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Message]) -> Share:
     meeting = Meeting(address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S)
     return Share(
@@ -180,6 +175,8 @@ def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Message]) -> Sh
 def _ends(name: str, wire: str, outgoing: Share, incoming: Share) -> tuple[SendingEnd, ReceivingEnd]:
     if wire == "shared_memory":
         return SharedMemorySender(outgoing), SharedMemoryReceiver(incoming)
+    if wire == "tcp":
+        return TcpSender(outgoing), TcpReceiver(incoming)
     # Keys of its own: two groups cannot meet at the same.
     meeting, timeout = outgoing.meeting, timedelta(seconds=TIMEOUT_S)
     store = dist.PrefixStore(name, dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout))
@@ -267,7 +264,7 @@ CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
     "megarl, shared memory": functools.partial(bridge, "shared_memory"),
     "megarl, shared memory, full shape": functools.partial(bridge, "shared_memory", full_shape=True),
     "megarl, gloo": functools.partial(bridge, "gloo"),
-    "megarl, gloo, full shape": functools.partial(bridge, "gloo", full_shape=True),
+    "megarl, TCP, full shape": functools.partial(bridge, "tcp", full_shape=True),
     "megatron-core": megatron,
     "all-gather": all_gather,
 }

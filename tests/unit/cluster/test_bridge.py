@@ -17,7 +17,7 @@ from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, ho
 from megarl.parallel.weights.bridge.meetings import give_up
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
-from megarl.parallel.weights.bridge.wires import Share
+from megarl.parallel.weights.bridge.wires import Arrival, Share
 from megarl.parallel.weights.collective import open_store
 from megarl.parallel.weights.slices import Slice
 from megarl.rollout.engine import Received
@@ -62,10 +62,19 @@ class Rank:
 class Flipping(RoutedReceiver):
     """A wire that changes one bit of every message."""
 
-    def receive(self, message: Message) -> torch.Tensor:
-        buffer = super().receive(message)
-        buffer[-1] ^= 1
-        return buffer
+    def receive(self, message: Message) -> Arrival:
+        return Flipped(super().receive(message))
+
+
+class Flipped:
+    """A message that is read at once, which arrives with another last bit."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+
+    def read(self, targets: Sequence[torch.Tensor]) -> None:
+        self.arrival.read(targets)
+        targets[-1].view(torch.uint8)[(-1,) * targets[-1].ndim] ^= 1
 
 
 class Engine:

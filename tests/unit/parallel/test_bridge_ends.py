@@ -1,5 +1,6 @@
 """Tensors reach engine workers bit for bit over every wire; processes are threads."""
 
+import dataclasses
 import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
 from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
 from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
+from megarl.parallel.weights.bridge.tcp import TcpReceiver, TcpSender
 from megarl.parallel.weights.bridge.wires import Share
 from megarl.parallel.weights.collective import Meeting, open_store
 from megarl.parallel.weights.slices import Slice
@@ -34,6 +36,11 @@ ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.
 WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
     "shared memory": (SharedMemorySender, SharedMemoryReceiver),
     "both": (RoutedSender, RoutedReceiver),
+    "both, over devices": (
+        lambda share: RoutedSender(dataclasses.replace(share, over_devices=True)),
+        lambda share: RoutedReceiver(dataclasses.replace(share, over_devices=True)),
+    ),
+    "TCP": (TcpSender, TcpReceiver),
     "process group": (
         lambda share: PointToPointSender(share, open_group(share)),
         lambda share: PointToPointReceiver(share, open_group(share)),

@@ -16,7 +16,7 @@ from megarl.parallel.weights.bridge.boxes import num_elements
 from megarl.parallel.weights.bridge.delta import Span, apply, encode
 from megarl.parallel.weights.bridge.meetings import is_said
 from megarl.parallel.weights.bridge.plan import Message
-from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
+from megarl.parallel.weights.bridge.wires import Arrival, ReceivingEnd, SendingEnd, Share, Staged, pack
 
 _Key = tuple[int, int, int]
 
@@ -80,21 +80,19 @@ class DeltaSender:
         self._versions.transfer = transfer
         self._wire.start(transfer)
 
-    def buffer(self, message: Message) -> torch.Tensor:
-        return self._wire.buffer(message) if message.local else self._packed[: message.num_bytes]
-
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
         if message.local:
-            self._wire.send(message)
+            self._wire.send(message, parts)
             return
         current, last = self._packed[: message.num_bytes], self._versions.kept.get(key_of(message))
+        pack(parts, current)
         delta = None if last is None else encode(last.numpy(), current.numpy(), self._versions.spans(message))
-        payload = current if delta is None else torch.from_numpy(delta)
         self._versions.keep(message, current)
+        # What is kept does not change before the next transfer; what is packed does with the next message.
+        payload = self._versions.kept[key_of(message)] if delta is None else torch.from_numpy(delta)
         sent = message._replace(num_bytes=payload.nbytes)
         self._versions.say_length(sent)
-        self._wire.buffer(sent).copy_(payload)
-        self._wire.send(sent)
+        self._wire.send(sent, [payload])
 
     def flush(self) -> None:
         self._wire.flush()
@@ -124,18 +122,20 @@ class DeltaReceiver:
             self._sent[key_of(message)] = self._versions.with_length(message)
         return self._sent[key_of(message)]
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> Arrival:
         sent = self.sent(message)
-        payload = self._wire.receive(sent)
+        arrival = self._wire.receive(sent)
         if message.local:
-            return payload
+            return arrival
+        payload = torch.empty(sent.num_bytes, dtype=torch.uint8)
+        arrival.read([payload])
         if sent.num_bytes == message.num_bytes:
             self._versions.keep(message, payload)
         else:
             assert key_of(message) in self._versions.kept, "changes of a message that was never sent in full"
             kept = self._versions.kept[key_of(message)]
             apply(payload.numpy(), kept.numpy(), self._versions.spans(message))
-        return self._versions.kept[key_of(message)]
+        return Staged(self._versions.kept[key_of(message)])
 
     def release(self, message: Message) -> None:
         self._wire.release(self.sent(message))

@@ -1,8 +1,9 @@
-"""Both ends of a transfer: pack slices of local shards into messages, unpack messages into full-shape tensors."""
+"""Both ends of a transfer: slices of local shards go out as messages, messages come into full-shape tensors."""
 
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +12,11 @@ from megarl.parallel.weights.bridge.casts import SCALED, from_wire, largest_magn
 from megarl.parallel.weights.bridge.delta_wire import DeltaReceiver, DeltaSender
 from megarl.parallel.weights.bridge.plan import Message, Part
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
-from megarl.parallel.weights.slices import Slice, checksum
+from megarl.parallel.weights.slices import Index, Slice, checksum
 from megarl.safetensors_map import TensorSpec
 
+# A call per part costs more than small parts themselves.
+_AT_ONCE_BYTES = 4 << 20
 # Tensor → a box of it and the view that holds it, in the shape of the box.
 _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
@@ -28,6 +31,7 @@ class BridgeSender:
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._share, self._scales = share, dict[str, float]()
+        self._parts = [message.parts for message in share.messages]
         self._delta = DeltaSender(share, wire) if share.delta else None
         self._wire = self._delta or wire
 
@@ -59,28 +63,27 @@ class BridgeSender:
         if full and self._delta is not None:
             self._delta.forget()
         self._wire.start(transfer)
-        for message in self._share.messages:
-            buffer = self._wire.buffer(message)
-            for part in message.parts:
-                self._pack(part, views, buffer)
-                if with_checksums:
-                    _add(sums[message.sink], part, self._checksum(part, views))
-            self._wire.send(message)
+        for message, parts in zip(self._share.messages, self._parts, strict=True):
+            self._wire.send(message, (self._cast(part, view) for part, _, view in _overlaps(parts, views)))
+            if with_checksums:
+                for part, box, view in _overlaps(parts, views):
+                    _add(sums[message.sink], part, self._checksum(part, box, view))
         self._wire.flush()
         return dict(sums)
 
-    def _pack(self, part: Part, views: _Views, buffer: torch.Tensor) -> None:
-        target = _tensor_of(part, self._share.specs[part.tensor], buffer)
-        for box, view in _overlaps(part, views):
-            target[slices_of(box, part.box)].copy_(self._cast(part.tensor, view))
+    def _checksum(self, part: Part, box: Box, view: torch.Tensor) -> int:
+        return checksum(self._cast(part, view), slices_of(box), self._share.specs[part.tensor].shape)
 
-    def _checksum(self, part: Part, views: _Views) -> int:
-        spec = self._share.specs[part.tensor]
-        parts = ((box, self._cast(part.tensor, view)) for box, view in _overlaps(part, views))
-        return sum(checksum(view, slices_of(box), spec.shape) for box, view in parts)
+    def _cast(self, part: Part, view: torch.Tensor) -> torch.Tensor:
+        return to_wire(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
 
-    def _cast(self, tensor: str, view: torch.Tensor) -> torch.Tensor:
-        return to_wire(view, self._share.specs[tensor].dtype, self._scales.get(tensor))
+
+class _Coming(NamedTuple):
+    """A part of a message, where in its tensor it belongs, and how many elements that is."""
+
+    tensor: str
+    place: Index
+    size: int
 
 
 class BridgeReceiver:
@@ -91,6 +94,11 @@ class BridgeReceiver:
         self._delta = DeltaReceiver(share, wire) if share.delta else None
         self._wire = self._delta or wire
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
+        # What each message brings, of its source and turn, and how many elements of each tensor come in all.
+        self._coming = {_key(message): self._groups(message.parts) for message in share.messages}
+        self._num_coming = Counter[str]()
+        for part in (part for groups in self._coming.values() for group in groups for part in group):
+            self._num_coming[part.tensor] += part.size
         self.wire_bytes = 0
 
     @torch.no_grad()
@@ -100,22 +108,23 @@ class BridgeReceiver:
         fill: what the rest holds; by default anything. Counts what came over the wire in `wire_bytes`.
         """
         self.wire_bytes = 0
-        missing, tensors = self._elements_to_come(), dict[str, torch.Tensor]()
+        missing, tensors = self._num_coming.copy(), dict[str, torch.Tensor]()
         self._wire.start(transfer)
         yield from ((name, self._allocate(name, fill)) for name in self._share.needs if name not in missing)
         for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
             self._wire.expect([*bucket, *following])
             for message in bucket:
-                buffer = self._wire.receive(message)
+                arrival = self._wire.receive(message)
                 self.wire_bytes += 0 if message.local else self._num_bytes(message)
-                for part in message.parts:
-                    if part.tensor not in tensors:
-                        tensors[part.tensor] = self._allocate(part.tensor, fill)
-                    source = _tensor_of(part, self._share.specs[part.tensor], buffer)
-                    tensors[part.tensor][slices_of(part.box)].copy_(source)
-                    missing[part.tensor] -= num_elements(part.box)
-                    if missing[part.tensor] == 0:
-                        yield part.tensor, tensors.pop(part.tensor)
+                for group in self._coming[_key(message)]:
+                    for part in group:
+                        if part.tensor not in tensors:
+                            tensors[part.tensor] = self._allocate(part.tensor, fill)
+                    arrival.read([tensors[part.tensor][part.place] for part in group])
+                    for part in group:
+                        missing[part.tensor] -= part.size
+                        if missing[part.tensor] == 0:
+                            yield part.tensor, tensors.pop(part.tensor)
                 self._wire.release(message)
         assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
 
@@ -140,12 +149,16 @@ class BridgeReceiver:
     def _num_bytes(self, message: Message) -> int:
         return message.num_bytes if self._delta is None else self._delta.sent(message).num_bytes
 
-    def _elements_to_come(self) -> Counter[str]:
-        """How many of each tensor are sent."""
-        count = Counter[str]()
-        for part in (part for message in self._share.messages for part in message.parts):
-            count[part.tensor] += num_elements(part.box)
-        return count
+    def _groups(self, parts: Iterable[Part]) -> list[list[_Coming]]:
+        """Parts that are read at once: as many as fill few full tensors."""
+        groups, num_bytes = list[list[_Coming]](), _AT_ONCE_BYTES
+        for part in parts:
+            if num_bytes >= _AT_ONCE_BYTES:
+                groups.append([])
+                num_bytes = 0
+            groups[-1].append(_Coming(part.tensor, slices_of(part.box), num_elements(part.box)))
+            num_bytes += self._share.specs[part.tensor].num_bytes
+        return groups
 
     def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
         spec = self._share.specs[name]
@@ -153,11 +166,8 @@ class BridgeReceiver:
         return tensor if fill is None else tensor.fill_(fill)
 
 
-def _tensor_of(part: Part, spec: TensorSpec, buffer: torch.Tensor) -> torch.Tensor:
-    """A part's bytes in a message, in the shape of its box."""
-    num_bytes = num_elements(part.box) * spec.dtype.itemsize
-    raw = buffer[part.offset : part.offset + num_bytes]
-    return raw.view(spec.dtype).view([end - start for start, end in part.box])
+def _key(message: Message) -> tuple[int, int]:
+    return message.source, message.turn
 
 
 def _views_of(slices: Iterable[Slice], specs: Mapping[str, TensorSpec]) -> _Views:
@@ -179,11 +189,12 @@ def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tenso
             yield from _flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
 
 
-def _overlaps(part: Part, views: _Views) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What of a part each view holds."""
-    for box, view in views[part.tensor]:
-        if (common := intersection(part.box, box)) is not None:
-            yield common, view[slices_of(common, box)]
+def _overlaps(parts: Iterable[Part], views: _Views) -> Iterator[tuple[Part, Box, torch.Tensor]]:
+    """What of each part each view holds: blocks of rows, end to end as they travel."""
+    for part in parts:
+        for box, view in views[part.tensor]:
+            if (common := intersection(part.box, box)) is not None:
+                yield part, common, view if common == box else view[slices_of(common, box)]
 
 
 def _add(sums: dict[str, int], part: Part, value: int) -> None:

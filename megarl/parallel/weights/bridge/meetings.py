@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megarl.errors import WeightSyncError
 
 # How often a wait asks whether the transfer was given up.
-_POLL_S = 0.5
+POLL_S = 0.5
 _CONNECT_S = 30.0
 
 
@@ -27,12 +27,17 @@ def is_said(store: dist.Store, key: str, transfer: int, timeout_s: float) -> boo
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            store.wait([key], timedelta(seconds=min(_POLL_S, left_s)))
+            store.wait([key], timedelta(seconds=min(POLL_S, left_s)))
             return True
         except dist.DistStoreError:
-            if store.check([_given_up(transfer)]):
-                raise WeightSyncError("a process that took part in this sync has died") from None
+            check_not_given_up(store, transfer)
     return False
+
+
+def check_not_given_up(store: dist.Store, transfer: int) -> None:
+    """Raise WeightSyncError if a transfer was given up."""
+    if store.check([_given_up(transfer)]):
+        raise WeightSyncError("a process that took part in this sync has died") from None
 
 
 def _given_up(transfer: int) -> str:

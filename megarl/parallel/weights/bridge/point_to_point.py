@@ -1,4 +1,4 @@
-"""The wire of a process group (gloo, NCCL): one send and one receive per message, posted ahead."""
+"""The wire of the devices' process group (NCCL; gloo on CPU): one send and one receive per message, posted ahead."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,17 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.platform import gloo_group, platform
+from megarl.parallel.platform import platform
 from megarl.parallel.weights.bridge.plan import Message
-from megarl.parallel.weights.bridge.wires import DEPTH, Share
+from megarl.parallel.weights.bridge.wires import DEPTH, Arrival, Share, Staged, pack
 
 
 def open_group(share: Share) -> dist.ProcessGroup:
     """The group of all processes of the plan, in which each has its number in the plan; all at once."""
     meeting, timeout = share.meeting, timedelta(seconds=share.meeting.timeout_s)
     store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
-    new_group = platform().new_group if share.over_devices else gloo_group
-    return new_group(store, meeting.rank, meeting.size, timeout)
+    return platform().new_group(store, meeting.rank, meeting.size, timeout)
 
 
 class _Member:
@@ -27,7 +26,7 @@ class _Member:
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         self.group = group
         # Messages are staged on the devices that the group connects.
-        self._device = platform().device() if share.over_devices else torch.device("cpu")
+        self._device = platform().device()
         self._sizes = dict[tuple[int, int, int], int]()
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
         self._transfer = 0
@@ -84,11 +83,9 @@ class PointToPointSender:
     def start(self, transfer: int) -> None:
         self._member.start(transfer)
 
-    def buffer(self, message: Message) -> torch.Tensor:
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
         self._member.wait(message)
-        return self._member.bytes_of(message)
-
-    def send(self, message: Message) -> None:
+        pack(parts, self._member.bytes_of(message))
         work = self._member.group.send([self._member.bytes_of(message)], message.sink, self._member.tag(message))
         self._member.post(message, work)
 
@@ -117,12 +114,12 @@ class PointToPointReceiver:
             if not self._member.occupied(message) and _slot(message) not in self._held:
                 self._post(message)
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> Arrival:
         if not self._member.posted(message):
             self._post(message)
         self._member.wait(message)
         self._held.add(_slot(message))
-        return self._member.bytes_of(message)
+        return Staged(self._member.bytes_of(message))
 
     def release(self, message: Message) -> None:
         self._held.discard(_slot(message))

@@ -1,4 +1,4 @@
-"""Which wire carries which message: shared memory within a host, a process group between hosts."""
+"""Which wire carries which message: shared memory within a host, TCP or the devices' process group between hosts."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,7 +8,8 @@ import torch
 from megarl.parallel.weights.bridge.plan import Message
 from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender, open_group
 from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
+from megarl.parallel.weights.bridge.tcp import TcpReceiver, TcpSender
+from megarl.parallel.weights.bridge.wires import Arrival, ReceivingEnd, SendingEnd, Share
 
 
 class RoutedSender:
@@ -18,25 +19,24 @@ class RoutedSender:
         near, far = _split(share)
         self._near = SharedMemorySender(near)
         self._hosts = share.hosts
-        # All processes join the group at once, whatever they have to send.
-        self._far = PointToPointSender(far, open_group(far)) if share.num_hosts > 1 else None
+        self._far: PointToPointSender | TcpSender | None = None
+        if share.num_hosts > 1:
+            # All processes join the group at once, whatever they have to send.
+            self._far = PointToPointSender(far, open_group(far)) if share.over_devices else TcpSender(far)
 
     def start(self, transfer: int) -> None:
         for end in self._ends():
             end.start(transfer)
 
-    def buffer(self, message: Message) -> torch.Tensor:
-        return self._end(message).buffer(message)
-
-    def send(self, message: Message) -> None:
-        self._end(message).send(message)
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+        self._end(message).send(message, parts)
 
     def flush(self) -> None:
         for end in self._ends():
             end.flush()
 
     def close(self) -> None:
-        """Remove the segments, and leave the group."""
+        """Remove the segments, and close the connections."""
         self._near.close()
         if self._far is not None:
             self._far.close()
@@ -58,7 +58,9 @@ class RoutedReceiver:
         near, far = _split(share)
         self._near = SharedMemoryReceiver(near)
         self._hosts = share.hosts
-        self._far = PointToPointReceiver(far, open_group(far)) if share.num_hosts > 1 else None
+        self._far: PointToPointReceiver | TcpReceiver | None = None
+        if share.num_hosts > 1:
+            self._far = PointToPointReceiver(far, open_group(far)) if share.over_devices else TcpReceiver(far)
 
     def start(self, transfer: int) -> None:
         self._near.start(transfer)
@@ -69,14 +71,14 @@ class RoutedReceiver:
         if self._far is not None:
             self._far.expect(message for message in messages if not _is_near(self._hosts, message))
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> Arrival:
         return self._end(message).receive(message)
 
     def release(self, message: Message) -> None:
         self._end(message).release(message)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Close the connections."""
         if self._far is not None:
             self._far.close()
             self._far = None

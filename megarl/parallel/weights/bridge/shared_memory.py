@@ -16,7 +16,7 @@ from megarl.errors import WeightSyncError
 from megarl.parallel.weights.bridge.cuda_ipc import DeviceSegments
 from megarl.parallel.weights.bridge.meetings import is_said
 from megarl.parallel.weights.bridge.plan import Message
-from megarl.parallel.weights.bridge.wires import DEPTH, Share
+from megarl.parallel.weights.bridge.wires import DEPTH, Arrival, Share, Staged, pack
 
 
 class _Segments:
@@ -89,13 +89,11 @@ class SharedMemorySender:
         self._under_way.clear()
         self._segments.start(transfer)
 
-    def buffer(self, message: Message) -> torch.Tensor:
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
         path = self._segments.path(message)
         for earlier in [each for each in self._under_way if self._segments.path(each) == path]:
             self._wait_taken(earlier)
-        return self._segments.bytes_of(message)
-
-    def send(self, message: Message) -> None:
+        pack(parts, self._segments.bytes_of(message))
         self._segments.say("sent", message)
         self._under_way.append(message)
 
@@ -125,9 +123,9 @@ class SharedMemoryReceiver:
     def expect(self, messages: Iterable[Message]) -> None:
         """Senders need not be told."""
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> Arrival:
         self._segments.wait("sent", message)
-        return self._segments.bytes_of(message)
+        return Staged(self._segments.bytes_of(message))
 
     def release(self, message: Message) -> None:
         self._segments.say("taken", message)

@@ -1,10 +1,10 @@
-"""The seam between the plan and what carries its messages: buffers to fill, buffers that arrived.
+"""The seam between the plan and what carries its messages: tensors to send end to end, tensors to read into.
 
 A wire carries at most `DEPTH` messages of a pair at a time, so that packing, carrying and unpacking overlap and what
 is staged stays bounded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,14 +48,18 @@ class SendingEnd(Protocol):
     def start(self, transfer: int) -> None:
         """Begin a transfer; numbers do not repeat, and are the same at both ends."""
 
-    def buffer(self, message: Message) -> torch.Tensor:
-        """[num_bytes] uint8 to fill, once what was in it before has been taken."""
-
-    def send(self, message: Message) -> None:
-        """Hand over the buffer."""
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+        """Send the message: tensors of any strides, end to end. They must not change before `flush` returns."""
 
     def flush(self) -> None:
-        """Return when everything sent has been taken."""
+        """Return when nothing of what was sent is read from its tensors any more."""
+
+
+class Arrival(Protocol):
+    """A message at its sink, read once and from its beginning."""
+
+    def read(self, targets: Sequence[torch.Tensor]) -> None:
+        """Fill tensors of any strides, end to end, with the message's next bytes."""
 
 
 class ReceivingEnd(Protocol):
@@ -67,8 +71,28 @@ class ReceivingEnd(Protocol):
     def expect(self, messages: Iterable[Message]) -> None:
         """Messages to be received next; they may begin to arrive."""
 
-    def receive(self, message: Message) -> torch.Tensor:
-        """[num_bytes] uint8, once it is there."""
+    def receive(self, message: Message) -> Arrival:
+        """The message, to be read."""
 
     def release(self, message: Message) -> None:
-        """The buffer has been read."""
+        """The message has been read."""
+
+
+class Staged:
+    """`Arrival` in a buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._rest = buffer
+
+    def read(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copy from the buffer."""
+        for target in targets:
+            target.copy_(self._rest[: target.nbytes].view(target.dtype).view(target.shape))
+            self._rest = self._rest[target.nbytes :]
+
+
+def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copy tensors into a buffer, end to end."""
+    for part in parts:
+        buffer[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+        buffer = buffer[part.nbytes :]
