@@ -261,7 +261,8 @@ class SyncConfig:
     # and the engines' workers: NCCL on CUDA, gloo on CPU; or by a bridge, which sends every worker only the slices that
     # it needs and shares no memory with: through shared memory within a host, by host_group between hosts.
     transport: Literal["file", "collective", "bridge"] = "file"
-    # What connects several hosts: the network by gloo, or the devices' own connections (NCCL).
+    # What connects several hosts: the network (by gloo; with the bridge by TCP connections of its own, to ports that
+    # engines' hosts choose), or the devices' own connections (NCCL).
     host_group: Literal["gloo", "device"] = "gloo"
     # With the bridge: what weights are cast to on their way; null: nothing. float8_e4m3 has a scale per matrix, and
     # reaches vLLM as float32 again. The engine then answers with less precise weights than the trainer has.

@@ -64,6 +64,28 @@ def test_a_sink_that_takes_nothing_holds_up_no_other(store: dist.TCPStore) -> No
         sending.result(timeout=30)
 
 
+def test_two_messages_of_a_pair_may_wait_and_a_third_may_not(store: dist.TCPStore) -> None:
+    """As over the other wires: with fewer, processes that wait for each other's lengths would wait in a circle."""
+    messages = [message(0, 2, turn, LARGE) for turn in range(3)]
+    receiver, sender = TcpReceiver(share(store, 2, messages)), TcpSender(share(store, 0, messages))
+    receiver.start(1)
+    sender.start(1)
+    sender.send(messages[0], [of(0, LARGE)])
+    sender.send(messages[1], [of(1, LARGE)])
+
+    def third() -> None:
+        sender.send(messages[2], [of(2, LARGE)])
+        sender.flush()
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(third)
+        with pytest.raises(TimeoutError):
+            sending.result(timeout=0.5)
+        for turn in range(3):
+            assert torch.equal(read(receiver, messages[turn]), of(turn, LARGE))
+        sending.result(timeout=30)
+
+
 def test_a_sink_that_takes_nothing_is_an_error_after_a_time(store: dist.TCPStore) -> None:
     large = message(0, 2, 0, LARGE)
     receiver = TcpReceiver(share(store, 2, [large]))

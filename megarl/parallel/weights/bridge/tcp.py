@@ -83,8 +83,9 @@ class TcpSender:
             if message.sink not in self._links:
                 self._links[message.sink] = _Outgoing(self._connect(message.sink))
             waiting = self._links[message.sink].waiting
-            waiting.append(Memory([each if in_place(each) else each.cpu().contiguous() for each in parts]))
             self._write(lambda: len(waiting) < DEPTH)
+            waiting.append(Memory([each if in_place(each) else each.cpu().contiguous() for each in parts]))
+            self._write(lambda: True)
 
     def flush(self) -> None:
         with self._closing_on_error():
