@@ -72,7 +72,7 @@ def largest_magnitude(name: str, view: torch.Tensor) -> float:
 
 def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
     """Elements as they travel."""
-    return view.to(dtype) if scale is None else view.float().div(scale).to(dtype)
+    return (view if view.dtype == dtype else view.to(dtype)) if scale is None else view.float().div(scale).to(dtype)
 
 
 def from_wire(tensor: torch.Tensor, scale: float) -> torch.Tensor:

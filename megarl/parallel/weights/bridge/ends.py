@@ -16,7 +16,7 @@ from megarl.parallel.weights.slices import Index, Slice, checksum
 from megarl.safetensors_map import TensorSpec
 
 # A call per part costs more than small parts themselves.
-_AT_ONCE_BYTES = 4 << 20
+_AT_ONCE_BYTES = 8 << 20
 # Tensor → a box of it and the view that holds it, in the shape of the box.
 _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 

@@ -20,7 +20,7 @@ import torch
 # Pieces in one call: the kernel's limit.
 _MOST_PIECES = 1024
 # Shorter pieces cost the kernel more than a copy costs.
-_LEAST_PIECE = 512
+_LEAST_PIECE = 128
 
 
 class _Header(ctypes.Structure):
