@@ -1,7 +1,7 @@
 """The sync by the bridge: who gets what, what is checked and counted. Ends are real, processes are threads."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,10 @@ class Flipped:
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
 
-    def read(self, targets: Sequence[torch.Tensor]) -> None:
-        self.arrival.read(targets)
-        targets[-1].view(torch.uint8)[(-1,) * targets[-1].ndim] ^= 1
+    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        *others, last = self.arrival.read(targets)
+        last.view(torch.uint8)[(-1,) * last.ndim] ^= 1
+        yield from (*others, last)
 
 
 class Engine:

@@ -40,7 +40,7 @@ def of(value: int, num_bytes: int) -> torch.Tensor:
 
 def read(receiver: TcpReceiver, each: Message) -> torch.Tensor:
     target = torch.empty(each.num_bytes, dtype=torch.uint8)
-    receiver.receive(each).read([target])
+    assert list(receiver.receive(each).read([target]))
     return target
 
 

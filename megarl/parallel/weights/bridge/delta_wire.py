@@ -128,7 +128,7 @@ class DeltaReceiver:
         if message.local:
             return arrival
         payload = torch.empty(sent.num_bytes, dtype=torch.uint8)
-        arrival.read([payload])
+        assert list(arrival.read([payload]))
         if sent.num_bytes == message.num_bytes:
             self._versions.keep(message, payload)
         else:

@@ -15,8 +15,6 @@ from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 from megarl.parallel.weights.slices import Index, Slice, checksum
 from megarl.safetensors_map import TensorSpec
 
-# A call per part costs more than small parts themselves.
-_AT_ONCE_BYTES = 8 << 20
 # Tensor → a box of it and the view that holds it, in the shape of the box.
 _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
@@ -86,6 +84,10 @@ class _Coming(NamedTuple):
     size: int
 
 
+def _coming(part: Part) -> _Coming:
+    return _Coming(part.tensor, slices_of(part.box), num_elements(part.box))
+
+
 class BridgeReceiver:
     """An engine worker's end."""
 
@@ -95,9 +97,9 @@ class BridgeReceiver:
         self._wire = self._delta or wire
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
         # What each message brings, of its source and turn, and how many elements of each tensor come in all.
-        self._coming = {_key(message): self._groups(message.parts) for message in share.messages}
+        self._coming = {_key(message): [_coming(part) for part in message.parts] for message in share.messages}
         self._num_coming = Counter[str]()
-        for part in (part for groups in self._coming.values() for group in groups for part in group):
+        for part in itertools.chain.from_iterable(self._coming.values()):
             self._num_coming[part.tensor] += part.size
         self.wire_bytes = 0
 
@@ -109,22 +111,23 @@ class BridgeReceiver:
         """
         self.wire_bytes = 0
         missing, tensors = self._num_coming.copy(), dict[str, torch.Tensor]()
+
+        def place_of(part: _Coming) -> torch.Tensor:
+            if part.tensor not in tensors:
+                tensors[part.tensor] = self._allocate(part.tensor, fill)
+            return tensors[part.tensor][part.place]
+
         self._wire.start(transfer)
         yield from ((name, self._allocate(name, fill)) for name in self._share.needs if name not in missing)
         for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
             self._wire.expect([*bucket, *following])
             for message in bucket:
-                arrival = self._wire.receive(message)
+                arrival, parts = self._wire.receive(message), self._coming[_key(message)]
                 self.wire_bytes += 0 if message.local else self._num_bytes(message)
-                for group in self._coming[_key(message)]:
-                    for part in group:
-                        if part.tensor not in tensors:
-                            tensors[part.tensor] = self._allocate(part.tensor, fill)
-                    arrival.read([tensors[part.tensor][part.place] for part in group])
-                    for part in group:
-                        missing[part.tensor] -= part.size
-                        if missing[part.tensor] == 0:
-                            yield part.tensor, tensors.pop(part.tensor)
+                for part, _ in zip(parts, arrival.read(map(place_of, parts)), strict=True):
+                    missing[part.tensor] -= part.size
+                    if missing[part.tensor] == 0:
+                        yield part.tensor, tensors.pop(part.tensor)
                 self._wire.release(message)
         assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
 
@@ -148,17 +151,6 @@ class BridgeReceiver:
 
     def _num_bytes(self, message: Message) -> int:
         return message.num_bytes if self._delta is None else self._delta.sent(message).num_bytes
-
-    def _groups(self, parts: Iterable[Part]) -> list[list[_Coming]]:
-        """Parts that are read at once: as many as fill few full tensors."""
-        groups, num_bytes = list[list[_Coming]](), _AT_ONCE_BYTES
-        for part in parts:
-            if num_bytes >= _AT_ONCE_BYTES:
-                groups.append([])
-                num_bytes = 0
-            groups[-1].append(_Coming(part.tensor, slices_of(part.box), num_elements(part.box)))
-            num_bytes += self._share.specs[part.tensor].num_bytes
-        return groups
 
     def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
         spec = self._share.specs[name]

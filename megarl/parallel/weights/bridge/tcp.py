@@ -27,6 +27,8 @@ from megarl.parallel.weights.bridge.wires import DEPTH, Arrival, Share
 _HELLO = struct.Struct("!16sQQ")
 # Connections that wait to be taken; the kernel may allow fewer.
 _BACKLOG = 4096
+# Of tensors that are read into in one call, as it costs more than small tensors do.
+_AT_ONCE_BYTES = 8 << 20
 # struct timeval.
 _TIME = struct.Struct("@ll")
 
@@ -213,8 +215,20 @@ class _Incoming:
     def __init__(self, connection: socket.socket, source: int, clock: _Clock) -> None:
         self._connection, self._source, self._clock = connection, source, clock
 
-    def read(self, targets: Sequence[torch.Tensor]) -> None:
+    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """From the socket to where the tensors lie."""
+        group, num_bytes = list[torch.Tensor](), 0
+        for target in targets:
+            group.append(target)
+            num_bytes += target.untyped_storage().nbytes()
+            if num_bytes >= _AT_ONCE_BYTES:
+                self._fill(group)
+                yield from group
+                group, num_bytes = [], 0
+        self._fill(group)
+        yield from group
+
+    def _fill(self, targets: Sequence[torch.Tensor]) -> None:
         hosts = [each if in_place(each) else torch.empty(each.shape, dtype=each.dtype) for each in targets]
         memory = Memory(hosts)
         self._clock.wind()

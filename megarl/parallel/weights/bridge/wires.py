@@ -4,7 +4,7 @@ A wire carries at most `DEPTH` messages of a pair at a time, so that packing, ca
 is staged stays bounded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,8 +58,11 @@ class SendingEnd(Protocol):
 class Arrival(Protocol):
     """A message at its sink, read once and from its beginning."""
 
-    def read(self, targets: Sequence[torch.Tensor]) -> None:
-        """Fill tensors of any strides, end to end, with the message's next bytes."""
+    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Fill tensors of any strides, end to end, with the message's next bytes; each once it is full.
+
+        They are taken from `targets` as late as the wire can.
+        """
 
 
 class ReceivingEnd(Protocol):
@@ -84,11 +87,12 @@ class Staged:
     def __init__(self, buffer: torch.Tensor) -> None:
         self._rest = buffer
 
-    def read(self, targets: Sequence[torch.Tensor]) -> None:
+    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Copy from the buffer."""
         for target in targets:
             target.copy_(self._rest[: target.nbytes].view(target.dtype).view(target.shape))
             self._rest = self._rest[target.nbytes :]
+            yield target
 
 
 def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
