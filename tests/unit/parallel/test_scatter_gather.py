@@ -55,19 +55,13 @@ VIEWS = {
 def test_elements_arrive_in_row_major_order(
     source: str, target: str, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    """From any strides to any: both ends hold two tensors, so that what is next to them is seen too."""
-    sources = [VIEWS[source], FULL[0]]
-    expected = torch.cat([each.reshape(-1) for each in sources])
+    """From any strides to any; both ends hold a second tensor, so that what follows the first is seen too."""
     into = torch.full_like(FULL, -1.0)
     box = into.as_strided(VIEWS[target].shape, VIEWS[target].stride(), VIEWS[target].storage_offset())
-    # The rest of what was sent.
-    rest = torch.empty(max(0, len(expected) - box.numel()))
-    sources[-1] = sources[-1].reshape(-1)[: box.numel() + len(rest) - VIEWS[source].numel()]
-    if sum(each.numel() for each in sources) != box.numel() + len(rest):
-        sources.append(numbered(box.numel() + len(rest) - sum(each.numel() for each in sources)))
-    expected = torch.cat([each.reshape(-1) for each in sources])
-    move(sources, [box, rest], pair)
-    assert torch.equal(torch.cat([box.reshape(-1), rest]), expected)
+    size = max(VIEWS[source].numel(), box.numel()) + 5
+    following, rest = numbered(size - VIEWS[source].numel()), torch.empty(size - box.numel())
+    move([VIEWS[source], following], [box, rest], pair)
+    assert torch.equal(torch.cat([box.reshape(-1), rest]), torch.cat([VIEWS[source].reshape(-1), following]))
     assert int((into == -1.0).sum()) == into.numel() - box.numel()
 
 

@@ -72,7 +72,10 @@ def largest_magnitude(name: str, view: torch.Tensor) -> float:
 
 def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
     """Elements as they travel."""
-    return (view if view.dtype == dtype else view.to(dtype)) if scale is None else view.float().div(scale).to(dtype)
+    if scale is not None:
+        return view.float().div(scale).to(dtype)
+    # `to` lets other threads in even if it has nothing to do, once per part.
+    return view if view.dtype == dtype else view.to(dtype)
 
 
 def from_wire(tensor: torch.Tensor, scale: float) -> torch.Tensor:

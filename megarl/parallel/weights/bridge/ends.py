@@ -9,7 +9,7 @@ import torch
 
 from megarl.parallel.weights.bridge.boxes import Box, box_of, intersection, num_elements, slices_of
 from megarl.parallel.weights.bridge.casts import SCALED, from_wire, largest_magnitude, to_wire
-from megarl.parallel.weights.bridge.delta_wire import DeltaReceiver, DeltaSender
+from megarl.parallel.weights.bridge.delta_wire import DeltaReceiver, DeltaSender, key_of
 from megarl.parallel.weights.bridge.plan import Message, Part
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 from megarl.parallel.weights.slices import Index, Slice, checksum
@@ -96,8 +96,8 @@ class BridgeReceiver:
         self._delta = DeltaReceiver(share, wire) if share.delta else None
         self._wire = self._delta or wire
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
-        # What each message brings, of its source and turn, and how many elements of each tensor come in all.
-        self._coming = {_key(message): [_coming(part) for part in message.parts] for message in share.messages}
+        # What each message brings, and how many elements of each tensor come in all.
+        self._coming = {key_of(message): [_coming(part) for part in message.parts] for message in share.messages}
         self._num_coming = Counter[str]()
         for part in itertools.chain.from_iterable(self._coming.values()):
             self._num_coming[part.tensor] += part.size
@@ -122,7 +122,7 @@ class BridgeReceiver:
         for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
             self._wire.expect([*bucket, *following])
             for message in bucket:
-                arrival, parts = self._wire.receive(message), self._coming[_key(message)]
+                arrival, parts = self._wire.receive(message), self._coming[key_of(message)]
                 self.wire_bytes += 0 if message.local else self._num_bytes(message)
                 for part, _ in zip(parts, arrival.read(map(place_of, parts)), strict=True):
                     missing[part.tensor] -= part.size
@@ -156,10 +156,6 @@ class BridgeReceiver:
         spec = self._share.specs[name]
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         return tensor if fill is None else tensor.fill_(fill)
-
-
-def _key(message: Message) -> tuple[int, int]:
-    return message.source, message.turn
 
 
 def _views_of(slices: Iterable[Slice], specs: Mapping[str, TensorSpec]) -> _Views:

@@ -90,7 +90,7 @@ class Staged:
     def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Copy from the buffer."""
         for target in targets:
-            target.copy_(self._rest[: target.nbytes].view(target.dtype).view(target.shape))
+            target.copy_(_first(self._rest, target))
             self._rest = self._rest[target.nbytes :]
             yield target
 
@@ -98,5 +98,10 @@ class Staged:
 def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
     """Copy tensors into a buffer, end to end."""
     for part in parts:
-        buffer[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+        _first(buffer, part).copy_(part)
         buffer = buffer[part.nbytes :]
+
+
+def _first(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The first bytes of a buffer as a tensor like another."""
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)
