@@ -39,8 +39,7 @@ def of(value: int, num_bytes: int) -> torch.Tensor:
 
 
 def read(receiver: TcpReceiver, each: Message) -> torch.Tensor:
-    target = torch.empty(each.num_bytes, dtype=torch.uint8)
-    assert list(receiver.receive(each).read([target]))
+    (target,) = receiver.receive(each).read([torch.empty(each.num_bytes, dtype=torch.uint8)])
     return target
 
 

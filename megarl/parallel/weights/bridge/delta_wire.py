@@ -127,8 +127,7 @@ class DeltaReceiver:
         arrival = self._wire.receive(sent)
         if message.local:
             return arrival
-        payload = torch.empty(sent.num_bytes, dtype=torch.uint8)
-        assert list(arrival.read([payload]))
+        (payload,) = arrival.read([torch.empty(sent.num_bytes, dtype=torch.uint8)])
         if sent.num_bytes == message.num_bytes:
             self._versions.keep(message, payload)
         else:
