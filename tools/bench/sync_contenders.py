@@ -13,7 +13,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, S
 from megarl.parallel.weights.bridge.tcp import TcpReceiver, TcpSender
 from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
 from megarl.parallel.weights.collective import Meeting
-from megarl.parallel.weights.slices import Slice
+from megarl.parallel.weights.slices import Index, Slice
 from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
 
 TIMEOUT_S = 300.0
@@ -112,6 +113,7 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
          rank.held[part.tensor][slices_of(part.box, held[part.tensor])])
         for message in plan.of_sink(rank.number) if message.local for part in message.parts
     ]  # fmt: skip
+    loads = loads_of(incoming.messages, rank.got, wanted)
     turns = itertools.count()
     receiver = BridgeReceiver(incoming, sink, torch.device("cpu"))
 
@@ -122,7 +124,9 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
         for target, mine in local:
             target.copy_(mine)
         if full_shape:
-            load(receiver.receive(turn), incoming.messages, rank.got, wanted)
+            for name, tensor in receiver.receive(turn):
+                for target, index in loads[name]:
+                    target.copy_(tensor[index])
         else:
             sink.start(turn)
             receive(sink, incoming.messages, rank.got, wanted)
@@ -146,19 +150,15 @@ def receive(
             sink.release(message)
 
 
-def load(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    messages: Sequence[Message],
-    got: Mapping[str, torch.Tensor],
-    wanted: Mapping[str, Box],
-) -> None:
-    """What came of each tensor, out of one of full shape."""
-    boxes = dict[str, list[Box]]()
-    for part in (part for message in messages for part in message.parts):
-        boxes.setdefault(part.tensor, []).append(part.box)
-    for name, tensor in tensors:
-        for box in boxes[name]:
-            got[name][slices_of(box, wanted[name])].copy_(tensor[slices_of(box)])
+def loads_of(
+    messages: Sequence[Message], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+) -> dict[str, list[tuple[torch.Tensor, Index]]]:
+    """Tensor → where in shards, and from where in the tensor of full shape, what messages bring of it is copied."""
+    loads = defaultdict[str, list[tuple[torch.Tensor, Index]]](list)
+    for part in itertools.chain.from_iterable(message.parts for message in messages):
+        target = got[part.tensor][slices_of(part.box, wanted[part.tensor])]
+        loads[part.tensor].append((target, slices_of(part.box)))
+    return loads
 
 
 def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Message]) -> Share:

@@ -103,7 +103,6 @@ class BridgeReceiver:
             self._num_coming[part.tensor] += part.size
         self.wire_bytes = 0
 
-    @torch.no_grad()
     def receive(self, transfer: int, *, fill: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of full shape in which only what this worker needs is filled, each once it is complete.
 

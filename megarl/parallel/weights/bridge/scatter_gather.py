@@ -57,7 +57,9 @@ class Memory:
             np.add(layout.starts, tensor.data_ptr(), out=its_pieces[:, 0])
             its_pieces[:, 1] = layout.piece_bytes
             first += len(layout.starts)
-        self._ends = self._pieces[:, 1].cumsum()
+        # Signed as Python's numbers: else each search would convert all of them.
+        self._ends = self._pieces[:, 1].cumsum(dtype=np.int64)
+        self._address = self._pieces.ctypes.data
         self._first, self._num_moved = 0, 0
 
     @property
@@ -79,8 +81,10 @@ class Memory:
         return self._move(_c.recvmsg, connection, socket.MSG_WAITALL)
 
     def _move(self, call: Callable[..., int], connection: socket.socket, flags: int) -> bool:
-        pieces = self._pieces[self._first :]
-        header = _Header(pieces=pieces.ctypes.data, num_pieces=min(len(pieces), _MOST_PIECES))
+        header = _Header(
+            pieces=self._address + self._first * self._pieces.strides[0],
+            num_pieces=min(len(self._pieces) - self._first, _MOST_PIECES),
+        )
         num_bytes = call(connection.fileno(), ctypes.byref(header), flags)
         if num_bytes < 0:
             if (error := ctypes.get_errno()) in (errno.EAGAIN, errno.EINTR):

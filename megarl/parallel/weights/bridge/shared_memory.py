@@ -27,6 +27,7 @@ class _Segments:
         timeout = timedelta(seconds=meeting.timeout_s)
         self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
         self.sizes, self.on_device = defaultdict[Path, int](int), set[Path]()
+        self._paths = dict[tuple[int, int, int], Path]()
         for message in share.messages:
             path = self.path(message)
             self.sizes[path] = max(self.sizes[path], message.num_bytes)
@@ -40,7 +41,10 @@ class _Segments:
         self._transfer = transfer
 
     def path(self, message: Message) -> Path:
-        return Path(f"{self._prefix}-{message.source}-{message.sink}-{message.turn % DEPTH}")
+        pair = (message.source, message.sink, message.turn % DEPTH)
+        if pair not in self._paths:
+            self._paths[pair] = Path("-".join(map(str, (self._prefix, *pair))))
+        return self._paths[pair]
 
     def bytes_of(self, message: Message) -> torch.Tensor:
         path = self.path(message)

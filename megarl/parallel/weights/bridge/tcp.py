@@ -232,13 +232,12 @@ class _Incoming:
         hosts = [each if in_place(each) else torch.empty(each.shape, dtype=each.dtype) for each in targets]
         memory = Memory(hosts)
         self._clock.wind()
-        while not memory.moved:
-            with _ended_early(f"trainer rank {self._source}"):
-                moved = memory.receive(self._connection)
-            if moved:
-                self._clock.wind()
-            else:
-                self._clock.check(f"trainer rank {self._source}")
+        with _ended_early(f"trainer rank {self._source}"):
+            while not memory.moved:
+                if memory.receive(self._connection):
+                    self._clock.wind()
+                else:
+                    self._clock.check(f"trainer rank {self._source}")
         for target, host in zip(targets, hosts, strict=True):
             if host is not target:
                 target.copy_(host)
