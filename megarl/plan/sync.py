@@ -98,8 +98,9 @@ def _shards(
 ) -> Iterator[tuple[int, Split]]:
     """The ranks that hold a parameter, with their shards of it. Of experts they count etp fastest, then ep."""
     padding = vocab_multiple * layout.tp
+    expert_rank = None if placed.expert is None else placed.expert // num_local_experts(spec, layout)
     for rank in (stage * layout.stage_size + i for stage in stages for i in range(layout.stage_size)):
-        if placed.expert is None:
+        if expert_rank is None:
             yield rank, Split(rank % layout.tp, layout.tp, padding)
-        elif rank // layout.etp % layout.ep == placed.expert // num_local_experts(spec, layout):
+        elif rank // layout.etp % layout.ep == expert_rank:
             yield rank, Split(rank % layout.etp, layout.etp, padding)

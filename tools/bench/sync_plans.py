@@ -4,7 +4,8 @@ Nothing is moved: what ranks hold and engines need is worked out from published 
 
     T ≥ max over ranks of (received ÷ B, sent ÷ B)
 
-with B of the network for bytes between hosts and of NVLink for those within one.
+with B of the network for bytes between hosts and of NVLink for those within one. "In turn" is the time if every device
+sends one message at a time and receives one at a time, in the plan's order: what waiting for each other costs at most.
 """
 
 import time
@@ -106,6 +107,7 @@ class Planned:
     bytes_are_least: bool
     num_messages: int
     bound_seconds: float
+    in_turn_seconds: float
     seconds: tuple[float, float, float, float]
 
 
@@ -173,6 +175,7 @@ def _describe(
         bytes_are_least=received == lacking,
         num_messages=sum(not message.local for message in plan.messages),
         bound_seconds=_bound(plan, size, seats),
+        in_turn_seconds=_in_turn(plan, size, seats),
         seconds=(times[1] - times[0], times[2] - times[1], times[3] - times[2], times[4] - times[3]),
     )
 
@@ -191,10 +194,25 @@ def _bound(plan: Plan, size: int, seats: Sequence[int]) -> float:
     traffic = np.zeros((2, 2, size))
     for message in (each for each in plan.messages if not each.local):
         device = seats[message.sink - size]
-        between = int(device // _DEVICES_PER_HOST != message.source // _DEVICES_PER_HOST)
+        between = int(_is_between_hosts(message.source, device))
         traffic[0, between, device] += message.num_bytes
         traffic[1, between, message.source] += message.num_bytes
     return float((traffic / np.array([_NVLINK, _NETWORK])[None, :, None]).max())
+
+
+def _in_turn(plan: Plan, size: int, seats: Sequence[int]) -> float:
+    """The time if a message begins when its source has sent and its sink has received all of theirs before it."""
+    sent, received = [0.0] * size, [0.0] * size
+    for message in (each for each in plan.messages if not each.local):
+        device = seats[message.sink - size]
+        speed = _NETWORK if _is_between_hosts(message.source, device) else _NVLINK
+        end = max(sent[message.source], received[device]) + message.num_bytes / speed
+        sent[message.source] = received[device] = end
+    return max(sent + received)
+
+
+def _is_between_hosts(source: int, device: int) -> bool:
+    return source // _DEVICES_PER_HOST != device // _DEVICES_PER_HOST
 
 
 def planning() -> tuple[dict[str, Any], bool]:
@@ -228,6 +246,7 @@ def _table(planned: Sequence[Planned]) -> list[str]:
             "saved, in order",
             "messages",
             "bound s",
+            "in turn s",
             "hold s",
             "need s",
             "place s",
@@ -245,6 +264,7 @@ def _table(planned: Sequence[Planned]) -> list[str]:
             f"{each.saved:.1%}, {each.saved_in_order:.1%}",
             f"{each.num_messages:,}",
             f"{each.bound_seconds:.2f}",
+            f"{each.in_turn_seconds:.2f}",
             *(f"{seconds:.1f}" for seconds in each.seconds),
         )
         for each in planned

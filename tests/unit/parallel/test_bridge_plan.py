@@ -204,6 +204,54 @@ def test_buckets_of_processes_fill_apart() -> None:
     ]
 
 
+def order_of(plan: Plan, sink: int) -> list[str]:
+    """Tensors as they come, where a bucket has room for one."""
+    return [part.tensor.removeprefix("model.layers.") for m in plan.of_sink(sink) for part in m.parts]
+
+
+def test_sinks_begin_at_different_stages() -> None:
+    """Two stages of two layers: the second sink gets the second stage's first, so that both stages always send."""
+    specs = {f"model.layers.{layer}.{name}": spec(10) for layer in range(4) for name in "ab"}
+    whole: Holding = dict.fromkeys(specs, ((0, 10),))
+    names = list(specs)
+    held = {0: {name: whole[name] for name in names[:4]}, 1: {name: whole[name] for name in names[4:]}}
+    plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=40)
+    assert order_of(plan, 2) == ["0.a", "0.b", "1.a", "1.b", "2.a", "2.b", "3.a", "3.b"]
+    assert order_of(plan, 3) == ["2.a", "2.b", "3.a", "3.b", "0.a", "0.b", "1.a", "1.b"]
+    assert [(m.bucket, m.source) for m in plan.of_sink(2)] == [(i, int(i >= 4)) for i in range(8)]
+    assert [(m.bucket, m.source) for m in plan.of_sink(3)] == [(i, int(i < 4)) for i in range(8)]
+
+
+def test_sinks_begin_elsewhere_in_a_layer() -> None:
+    """Experts of a layer are on two ranks, and what comes before the layers is on both."""
+    specs = {"embed": spec(20), **{f"model.layers.0.{expert}": spec(10) for expert in range(4)}}
+    whole: Holding = {name: ((0, each.shape[0]),) for name, each in specs.items()}
+    names = list(specs)
+    held = {0: {name: whole[name] for name in names[:3]}, 1: {name: whole[name] for name in [names[0], *names[3:]]}}
+    plan = build_plan(specs, held, {2: whole, 3: whole, 4: whole}, bucket_bytes=40)
+    assert order_of(plan, 2)[-4:] == ["0.0", "0.1", "0.2", "0.3"]
+    # A third of the model is where the layer begins; two thirds are in the middle of it.
+    assert order_of(plan, 3)[:4] == ["0.0", "0.1", "0.2", "0.3"]
+    assert order_of(plan, 4)[:4] == ["0.2", "0.3", "0.0", "0.1"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 4))
+def test_layers_come_one_after_another(layers: list[list[int]], num_stages: int, num_sinks: int) -> None:
+    specs = {f"model.layers.{i}.{j}": spec(size) for i, sizes in enumerate(layers) for j, size in enumerate(sizes)}
+    whole: Holding = {name: ((0, each.shape[0]),) for name, each in specs.items()}
+    held = {
+        stage: {name: whole[name] for name in specs if int(name.split(".")[2]) % num_stages == stage}
+        for stage in range(num_stages)
+    }
+    plan = build_plan(specs, held, dict.fromkeys(range(10, 10 + num_sinks), whole), bucket_bytes=1)
+    for sink in range(10, 10 + num_sinks):
+        tensors = list(dict.fromkeys(order_of(plan, sink)))
+        seen = [layer for layer, _ in itertools.groupby(tensors, lambda name: int(name.split(".")[0]))]
+        assert len(tensors) == len(specs)
+        assert seen == [(seen[0] + i) % len(layers) for i in range(len(layers))]
+
+
 def test_what_nobody_holds_is_an_error() -> None:
     held = {0: {"a": ((0, 2), (0, 3))}, 1: {"a": ((3, 4), (0, 3))}}
     with pytest.raises(WeightSyncError, match=r"no rank holds a\(\(2, 3\), \(0, 3\)\), which engine worker 5 needs"):

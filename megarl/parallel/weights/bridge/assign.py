@@ -19,22 +19,28 @@ _Places: TypeAlias = Mapping[Box, tuple[int, ...]]
 _NOWHERE: _Places = {}
 
 
-class Transfer(NamedTuple):
-    """The same box of tensors of one shape and type, from a source to a sink; `num_bytes` is that of one of them."""
+class Run(NamedTuple):
+    """The same box of several tensors, end to end; `num_bytes` is that of one, `item_bytes` of an element."""
 
-    source: int
-    sink: int
-    local: bool
     tensors: tuple[str, ...]
     box: Box
     num_bytes: int
     item_bytes: int
 
 
+class Transfer(NamedTuple):
+    """A run, from a source to a sink. Sinks that need the same share the run: plans of large models have millions."""
+
+    source: int
+    sink: int
+    local: bool
+    run: Run
+
+
 class Alike(NamedTuple):
     """Tensors that follow each other in the model with the same shape and type, held and needed in the same places.
 
-    Experts of a layer on one rank are, so that what holds for one of them is worked out once.
+    Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
     """
 
     tensors: tuple[str, ...]
@@ -49,11 +55,17 @@ def alike_tensors(
     """All tensors, in the order of `specs`."""
     holders, takers = _by_tensor(held), _by_tensor(needed)
 
-    def places(name: str) -> tuple[TensorSpec, _Places, _Places]:
-        return specs[name], holders.get(name, _NOWHERE), takers.get(name, _NOWHERE)
+    def places(name: str) -> tuple[str, TensorSpec, _Places, _Places]:
+        return layer_of(name), specs[name], holders.get(name, _NOWHERE), takers.get(name, _NOWHERE)
 
-    for (spec, has, wants), names in itertools.groupby(specs, places):
+    for (_, spec, has, wants), names in itertools.groupby(specs, places):
         yield Alike(tuple(names), spec, has, wants)
+
+
+def layer_of(name: str) -> str:
+    """A tensor's layer, such as model.layers.3; "" of what is in none."""
+    head, layers, rest = name.partition(".layers.")
+    return f"{head}{layers}{rest.partition('.')[0]}" if layers else ""
 
 
 def assign(
@@ -78,24 +90,24 @@ def assign(
                 if not candidates:
                     name = alike.tensors[0]
                     raise WeightSyncError(f"no rank holds {name}{piece.box}, which engine worker {sinks[0]} needs")
-                num_bytes = num_elements(piece.box) * item_bytes
+                run = Run(alike.tensors, piece.box, num_elements(piece.box) * item_bytes, item_bytes)
                 for sink in sinks:
-                    own = next((source for source in near[sink] if source in candidates), None)
-                    if own is not None:
-                        yield Transfer(own, sink, True, alike.tensors, piece.box, num_bytes, item_bytes)
-                        continue
-                    for source, tensors in _spread(alike.tensors, candidates, load, num_bytes):
-                        yield Transfer(source, sink, False, tensors, piece.box, num_bytes, item_bytes)
+                    for own in near[sink]:
+                        if own in candidates:
+                            yield Transfer(own, sink, True, run)
+                            break
+                    else:
+                        for source, part in _spread(run, candidates, load):
+                            yield Transfer(source, sink, False, part)
 
 
-def _spread(
-    tensors: tuple[str, ...], candidates: Collection[int], load: dict[int, int], num_bytes: int
-) -> Iterable[tuple[int, tuple[str, ...]]]:
+def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
     """Source → what it sends: each tensor by whoever has least to send then. Adds it to `load`."""
+    tensors, _, num_bytes, _ = run
     if len(candidates) == 1:
         (source,) = candidates
         load[source] += len(tensors) * num_bytes
-        return ((source, tensors),)
+        return ((source, run),)
     heap = [(load[source], source) for source in candidates]
     heapq.heapify(heap)
     counts = Counter[int]()
@@ -106,7 +118,7 @@ def _spread(
     shares, start = [], 0
     for source, count in counts.items():
         load[source] += count * num_bytes
-        shares.append((source, tensors[start : start + count]))
+        shares.append((source, run._replace(tensors=tensors[start : start + count])))
         start += count
     return shares
 

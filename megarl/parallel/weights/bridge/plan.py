@@ -11,15 +11,18 @@ D_i it copies from these. Where several sources hold a piece, the one that has l
 import contextlib
 import functools
 import gc
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.parallel.weights.bridge.assign import Holding, Neighbours, Transfer, assign
+from megarl.parallel.weights.bridge.assign import Holding, Neighbours, Run, Transfer, assign
 from megarl.parallel.weights.bridge.boxes import Box, num_elements, split_rows
+from megarl.parallel.weights.bridge.stagger import staggered
 from megarl.safetensors_map import TensorSpec
 
+_ITEM_BYTES = operator.attrgetter("item_bytes")
 _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 
@@ -30,15 +33,6 @@ class Part:
     tensor: str
     box: Box
     offset: int
-
-
-class Run(NamedTuple):
-    """The same box of several tensors, end to end; `num_bytes` is that of one, `item_bytes` of an element."""
-
-    tensors: tuple[str, ...]
-    box: Box
-    num_bytes: int
-    item_bytes: int
 
 
 class Message(NamedTuple):
@@ -101,7 +95,7 @@ def build_plan(
     neighbours: Neighbours | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """The plan for tensors in the order of `specs`, by which sinks complete them.
+    """The plan for tensors in the order of `specs`, each sink beginning elsewhere: they complete tensors in that order.
 
     In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
     unless one row of a tensor is more; by default a sixteenth of all tensors, but 1 to 128 MiB. Larger buckets are
@@ -113,9 +107,8 @@ def build_plan(
     if bucket_bytes is None:
         bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
     with _no_garbage():
-        transfers = assign(specs, held, needed, neighbours or {})
-        split = (part for transfer in transfers for part in _split(transfer, bucket_bytes))
-        return Plan(specs=specs, needs=needed, messages=tuple(_pack(split, bucket_bytes)))
+        transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
+        return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
 
 
 @contextlib.contextmanager
@@ -126,19 +119,25 @@ def _no_garbage() -> Iterator[None]:
     try:
         yield
     finally:
+        # As if they had been looked at.
+        gc.freeze()
+        gc.unfreeze()
         if was_on:
             gc.enable()
 
 
-def _split(transfer: Transfer, max_bytes: int) -> Iterable[Transfer]:
-    """A transfer of boxes that are small enough, or in blocks of rows."""
-    if transfer.num_bytes <= max_bytes:
-        return (transfer,)
-    size = transfer.item_bytes
+def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
+    """A run in parts that are small enough: some of its tensors each, or blocks of rows of one."""
+    tensors, box, num_bytes, item_bytes = run
+    if len(tensors) * num_bytes <= max_bytes:
+        return (run,)
+    if num_bytes <= max_bytes:
+        most = max_bytes // num_bytes
+        return [run._replace(tensors=tensors[i : i + most]) for i in range(0, len(tensors), most)]
     return [
-        transfer._replace(tensors=(tensor,), box=box, num_bytes=num_elements(box) * size)
-        for tensor in transfer.tensors
-        for box in split_rows(transfer.box, max_bytes // size)
+        Run((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
+        for tensor in tensors
+        for rows in split_rows(box, max_bytes // item_bytes)
     ]
 
 
@@ -160,17 +159,17 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
     of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
     """
-    # Of a source or a sink, over the wire or locally: the bucket that it is at, and the bytes in it.
-    at = defaultdict[tuple[int, int, bool], list[int]](lambda: [0, 0])
+    # Over the wire and locally, of a source and a sink: the bucket that it is at, and the bytes in it.
+    at = [[defaultdict[int, list[int]](lambda: [0, 0]) for _ in ("source", "sink")] for _ in ("wire", "local")]
     growing = defaultdict[tuple[int, int, bool], _Open](_Open)
     buckets = defaultdict[int, list[Message]](list)
-    for source, sink, local, tensors, box, num_bytes, item_bytes in transfers:
-        out, into, message = at[0, source, local], at[1, sink, local], growing[source, sink, local]
-        most = max(1, bucket_bytes // max(1, num_bytes))
-        for start in range(0, len(tensors), most):
-            some = tensors[start : start + most]
-            size, bucket = len(some) * num_bytes, max(out[0], into[0])
-            filled = max(out[1] if out[0] == bucket else 0, into[1] if into[0] == bucket else 0)
+    for source, sink, local, whole in transfers:
+        sources, sinks = at[local]
+        out, into, message = sources[source], sinks[sink], growing[source, sink, local]
+        for run in _blocks(whole, bucket_bytes):
+            size = len(run.tensors) * run.num_bytes
+            # The later bucket; of the same one, who has more in it.
+            bucket, filled = max(out, into)
             if filled and filled + size > bucket_bytes:
                 bucket += 1
             out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
@@ -179,7 +178,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
                 buckets[message.bucket].append(_message(source, sink, message, local=local))
                 message.begin(bucket)
             message.bucket = bucket
-            message.runs.append(Run(some, box, num_bytes, item_bytes))
+            message.runs.append(run)
             message.num_bytes += size
     for (source, sink, local), message in growing.items():
         buckets[message.bucket].append(_message(source, sink, message, local=local))
@@ -189,12 +188,8 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
 def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Message:
     if len(grown.runs) > 1:
         # Widest items first: all are aligned without gaps.
-        grown.runs.sort(key=_narrowness)
+        grown.runs.sort(key=_ITEM_BYTES, reverse=True)
     return Message(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
-
-
-def _narrowness(run: Run) -> int:
-    return -run.item_bytes
 
 
 def _parts(runs: Iterable[Run]) -> Iterator[Part]:
