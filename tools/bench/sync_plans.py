@@ -5,11 +5,12 @@ Nothing is moved: what ranks hold and engines need is worked out from published 
     T ≥ max over ranks of (received ÷ B, sent ÷ B)
 
 with B of the network for bytes between hosts and of NVLink for those within one. "In turn" is the time if every device
-sends one message at a time and receives one at a time, in the plan's order: what waiting for each other costs at most.
+sends one message at a time and receives one at a time, in the plan's order: they wait for each other, as a real wire
+does in part.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -192,23 +193,27 @@ def _bound(plan: Plan, size: int, seats: Sequence[int]) -> float:
     """The least time: of every device's bytes in and out, between hosts and within one."""
     # [in or out, within or between, device]
     traffic = np.zeros((2, 2, size))
-    for message in (each for each in plan.messages if not each.local):
-        device = seats[message.sink - size]
-        between = int(_is_between_hosts(message.source, device))
-        traffic[0, between, device] += message.num_bytes
-        traffic[1, between, message.source] += message.num_bytes
+    for source, device, num_bytes in _on_the_wire(plan, size, seats):
+        between = int(_is_between_hosts(source, device))
+        traffic[0, between, device] += num_bytes
+        traffic[1, between, source] += num_bytes
     return float((traffic / np.array([_NVLINK, _NETWORK])[None, :, None]).max())
 
 
 def _in_turn(plan: Plan, size: int, seats: Sequence[int]) -> float:
     """The time if a message begins when its source has sent and its sink has received all of theirs before it."""
     sent, received = [0.0] * size, [0.0] * size
-    for message in (each for each in plan.messages if not each.local):
-        device = seats[message.sink - size]
-        speed = _NETWORK if _is_between_hosts(message.source, device) else _NVLINK
-        end = max(sent[message.source], received[device]) + message.num_bytes / speed
-        sent[message.source] = received[device] = end
-    return max(sent + received)
+    for source, device, num_bytes in _on_the_wire(plan, size, seats):
+        speed = _NETWORK if _is_between_hosts(source, device) else _NVLINK
+        sent[source] = received[device] = max(sent[source], received[device]) + num_bytes / speed
+    return max(*sent, *received)
+
+
+def _on_the_wire(plan: Plan, size: int, seats: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """From which device to which, and how many bytes: every message, in the plan's order."""
+    for message in plan.messages:
+        if not message.local:
+            yield message.source, seats[message.sink - size], message.num_bytes
 
 
 def _is_between_hosts(source: int, device: int) -> bool:

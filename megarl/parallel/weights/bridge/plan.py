@@ -119,7 +119,7 @@ def _no_garbage() -> Iterator[None]:
     try:
         yield
     finally:
-        # As if they had been looked at.
+        # To the oldest generation, as if they had been looked at.
         gc.freeze()
         gc.unfreeze()
         if was_on:
@@ -159,8 +159,8 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
     of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
     """
-    # Over the wire and locally, of a source and a sink: the bucket that it is at, and the bytes in it.
-    at = [[defaultdict[int, list[int]](lambda: [0, 0]) for _ in ("source", "sink")] for _ in ("wire", "local")]
+    # Of every source and every sink, over the wire or locally: the bucket that it is at, and the bytes in it.
+    at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
     growing = defaultdict[tuple[int, int, bool], _Open](_Open)
     buckets = defaultdict[int, list[Message]](list)
     for source, sink, local, whole in transfers:
