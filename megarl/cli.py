@@ -1,7 +1,7 @@
 """The `megarl` command: train, sft, train-reward, serve-reward, eval, convert, slurm, status, doctor, report,
 quickstart.
 
-Exit codes are those of `megarl.exit_codes`.
+Exit codes are those of `megarl.host.exit_codes`.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
-from megarl.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 from megarl.launch.cli import add_slurm
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.json or arguments.device_gib is not None:
         raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
     _apply_environment()
-    from megarl.runs import train
+    from megarl.run.start import train
 
     train(config, overwrite=arguments.overwrite, resume=arguments.resume)
 
@@ -145,14 +145,14 @@ def _profile_override(steps: str | None) -> list[str]:
 
 def _sft(arguments: argparse.Namespace) -> None:
     _apply_environment()
-    from megarl.runs import sft
+    from megarl.run.start import sft
 
     sft(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _train_reward(arguments: argparse.Namespace) -> None:
     _apply_environment()
-    from megarl.runs import train_reward
+    from megarl.run.start import train_reward
 
     train_reward(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
 
@@ -164,7 +164,7 @@ def _config(arguments: argparse.Namespace) -> "Config":
 
 
 def _apply_environment() -> None:
-    from megarl.parallel.platform import apply_environment
+    from megarl.device.platform import apply_environment
 
     apply_environment()
 
@@ -216,7 +216,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from megarl.status import print_status
+    from megarl.launch.status import print_status
 
     print_status(arguments.run_dir, as_json=arguments.json)
 
@@ -230,7 +230,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _quickstart(arguments: argparse.Namespace) -> None:
     _apply_environment()
-    from megarl.quickstart import quickstart
+    from megarl.run.quickstart import quickstart
 
     quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)
 

@@ -1,4 +1,4 @@
-"""Run a study: a queue of RL runs on one cluster (see megarl/study.py for the file).
+"""Run a study: a queue of RL runs on one cluster (see megarl/run/study.py for the file).
 
 python tools/run_queue.py configs/study/sums.yaml
 
@@ -8,7 +8,7 @@ Finished runs are skipped, so the same command goes on after a stop. Exit codes 
 import argparse
 from pathlib import Path
 
-from megarl.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 
 
 def main() -> None:
@@ -17,10 +17,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="check all runs and list them; start nothing")
     options = parser.parse_args()
     with exit_on_errors():
-        from megarl.parallel.platform import apply_environment
+        from megarl.device.platform import apply_environment
 
         apply_environment()
-        from megarl.study import load_study, plan_study, plan_text, run_study
+        from megarl.run.study import load_study, plan_study, plan_text, run_study
 
         study = load_study(options.study)
         if options.check:

@@ -17,7 +17,7 @@ __all__ = ["ComposedAlgorithm", "MismatchSums", "SftAlgorithm", "build_algorithm
 if not TYPE_CHECKING:  # a checker would take any name for known
 
     def __getattr__(name: str) -> Any:
-        """Imported when first asked for: `megarl.algos.registry` serves processes that do without torch."""
+        """Imported when first asked for: `megarl.registry` serves processes that do without torch."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.algos import build, composed, mismatch, sft

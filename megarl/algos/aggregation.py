@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megarl.algos.masked import masked_sum, row_means
-from megarl.algos.registry import Registry
+from megarl.registry import Registry
 from megarl.types import Row
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from megarl.algos.correction_metrics import correction_metrics
 from megarl.algos.masked import row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO, RATIO_FREE_LOSSES, ROW_RATIO_LOSSES
-from megarl.algos.registry import Registry
 from megarl.algos.unused import refuse_unused
 from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
+from megarl.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from megarl.algos.registry import Registry
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError, NonFiniteError
+from megarl.registry import Registry
 from megarl.types import EntropyState
 
 _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8

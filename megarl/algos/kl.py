@@ -13,9 +13,9 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megarl.algos.masked import row_means
-from megarl.algos.registry import Registry
 from megarl.config.algo import KLConfig
 from megarl.errors import NonFiniteError
+from megarl.registry import Registry
 from megarl.types import AlgoState
 
 KLEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]

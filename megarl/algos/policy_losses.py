@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.algos.masked import row_means
-from megarl.algos.registry import Registry
 from megarl.config.algo import PolicyLossConfig
+from megarl.registry import Registry
 
 # Bounds exp(): a ratio of e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0

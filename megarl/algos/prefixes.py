@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megarl.algos.registry import Registry
 from megarl.config.algo import DemonstrationConfig
 from megarl.errors import ConfigError
+from megarl.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

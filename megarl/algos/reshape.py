@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarl.algos.policy_losses import MAX_LOG_RATIO
-from megarl.algos.registry import Registry
 from megarl.config.algo import OffPolicyConfig
 from megarl.errors import ConfigError
+from megarl.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

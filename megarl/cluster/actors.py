@@ -13,11 +13,11 @@ import ray
 from megarl.cluster.location import Location
 from megarl.cluster.rows import RowShards
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
-from megarl.janitor import RUN_ID_VARIABLE
-from megarl.parallel.platform import platform
+from megarl.device.platform import platform
+from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
-from megarl.rollout.transport import HostFile
+from megarl.sync.wire.file import HostFile
 
 # For processes that were killed to be gone.
 END_TIMEOUT_S = 10.0

@@ -7,15 +7,15 @@ from typing import Any
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError
-from megarl.parallel.weights.bridge.boxes import num_elements
-from megarl.parallel.weights.bridge.casts import SCALED, scale_of
-from megarl.parallel.weights.bridge.meetings import give_up
-from megarl.parallel.weights.bridge.plan import Holding, Message, Plan, build_plan
-from megarl.parallel.weights.bridge.wires import Share
-from megarl.parallel.weights.collective import Meeting
 from megarl.rollout.engine import Received
-from megarl.rollout.weight_sync import WIRE_BYTES, compare_checksums
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.plan.build import Holding, Message, Plan, build_plan
+from megarl.sync.seam import WIRE_BYTES, compare_checksums
+from megarl.sync.wire.casts import SCALED, scale_of
+from megarl.sync.wire.collective import Meeting
+from megarl.sync.wire.meetings import give_up
+from megarl.sync.wire.wires import Share
+from megarl.weights.boxes import num_elements
+from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
 # A scale counts as float32.

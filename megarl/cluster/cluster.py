@@ -16,28 +16,28 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids
 from megarl.cluster.engines import EngineGroup
+from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.replication import weight_transport
 from megarl.cluster.role_workers import RoleWorkers
+from megarl.cluster.roles import actor_role, by_layout
 from megarl.cluster.roster import Roster
 from megarl.cluster.serving import check_serves
+from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.schema import Config
+from megarl.device.platform import apply_environment, platform
 from megarl.errors import RunStopped
-from megarl.janitor import open_caretaker
-from megarl.parallel.messages import RoleSpec
-from megarl.parallel.platform import apply_environment, platform
-from megarl.parallel.weights.bridge.casts import wire_specs
-from megarl.parallel.weights.bridge.needs import engine_needs
-from megarl.parallel.weights.families import read_model_spec
-from megarl.placement import PlacementPlan, Reservation, Seat, plan_placement
-from megarl.plan.sync import ends_of, engine_ranks
-from megarl.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
-from megarl.roles import actor_role, by_layout
-from megarl.rollout.transport import WeightTransport
-from megarl.rollout.weight_sync import PolicySync, WeightSync
-from megarl.safetensors_map import TensorSpec
+from megarl.host.janitor import open_caretaker
+from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
+from megarl.sync.plan.needs import engine_needs
+from megarl.sync.seam import PolicySync, WeightSync
+from megarl.sync.wire.casts import wire_specs
+from megarl.sync.wire.file import WeightTransport
+from megarl.types.messages import RoleSpec
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import TensorSpec
 
 CLOSE_TIMEOUT_S = 10.0
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
-from megarl.parallel.messages import StoreResult
-from megarl.parallel.weights.collective import Meeting
-from megarl.rollout.weight_sync import WIRE_BYTES, check_complete, compare_checksums
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.seam import WIRE_BYTES, check_complete, compare_checksums
+from megarl.sync.wire.collective import Meeting
+from megarl.types.messages import StoreResult
+from megarl.weights.safetensors_map import TensorSpec
 
 
 class CollectiveSync:

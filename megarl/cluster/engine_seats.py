@@ -7,10 +7,10 @@ from typing import Any
 import ray
 
 from megarl.cluster.actors import EngineActor, RunActor
+from megarl.cluster.placement import Reservation, Seat
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.config.schema import Config
-from megarl.placement import Reservation, Seat
 from megarl.rollout.engine import engine_spec
 
 

@@ -12,7 +12,7 @@ import ray
 
 from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
-from megarl.signals import keep_handlers
+from megarl.host.signals import keep_handlers
 
 # How often a host that is not there yet is looked for.
 POLL_S = 0.2

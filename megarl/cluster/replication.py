@@ -9,8 +9,8 @@ import ray
 
 from megarl.cluster.processes import wait_all, wait_living
 from megarl.cluster.roster import Process
-from megarl.rollout.transport import SharedFile, WeightTransport
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.wire.file import SharedFile, WeightTransport
+from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "moving weights between hosts"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.processes import wait_all
+from megarl.cluster.roles import by_layout
 from megarl.cluster.roster import Process
 from megarl.cluster.workers import Calls, WorkerGroup
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.messages import LoadRequest, Part, Role, StoreResult, UpdateRequest, UpdateResult
-from megarl.roles import by_layout
 from megarl.types import FloatArray, Row
+from megarl.types.messages import LoadRequest, Part, Role, StoreResult, UpdateRequest, UpdateResult
 
 
 class RoleWorkers:

@@ -8,7 +8,7 @@ import ray
 
 from megarl.cluster.location import NOWHERE, Location
 from megarl.errors import EngineDiedError, WorkerError
-from megarl.progress import write_line
+from megarl.record.progress import write_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 from megarl.config.schema import Config, LayoutConfig
 from megarl.errors import ConfigError
-from megarl.parallel.messages import Role, RoleSpec
 from megarl.rollout.engine import engine_spec
+from megarl.types.messages import Role, RoleSpec
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:

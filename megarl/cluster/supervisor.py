@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megarl import memory
+from megarl.cluster import residency
 from megarl.cluster.engines import EngineGroup, Submission
 from megarl.cluster.roster import Roster
 from megarl.errors import EngineDiedError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.vllm_source import OnCompletion
-from megarl.rollout.weight_sync import PolicySync
+from megarl.sync.seam import PolicySync
 
 
 class EngineHost(Protocol):
@@ -37,7 +37,7 @@ class EngineSupervisor:
     def __init__(
         self,
         host: EngineHost,
-        ledger: memory.MemoryLedger,
+        ledger: residency.MemoryLedger,
         open_sync: Callable[[], PolicySync],
         *,
         max_restarts: int,
@@ -57,7 +57,7 @@ class EngineSupervisor:
             try:
                 if self._host.roster.lost:
                     self._restart_lost()
-                self._ledger.enter(memory.SYNC)
+                self._ledger.enter(residency.SYNC)
                 if self._sync is None:
                     self._sync = self._open_sync()
                 return self._sync.push(version, verify=self._verify)
@@ -101,11 +101,11 @@ class EngineSupervisor:
     def _bring_back(self) -> None:
         """Generating can go on afterwards, by the same weights."""
         self.push(self._version)
-        self._ledger.enter(memory.GENERATE)
+        self._ledger.enter(residency.GENERATE)
 
     def _restart_lost(self) -> None:
         self.close()
-        self._ledger.enter(memory.LOAD)
+        self._ledger.enter(residency.LOAD)
         for index, process in enumerate(self._host.engines.processes):
             if process.name in self._host.roster.lost:
                 self._host.restart_engine(index)

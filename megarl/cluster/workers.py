@@ -9,8 +9,8 @@ from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.cluster.rows import RowShards, put_rows
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.messages import Part, Role, StoreResult, UpdateRequest, UpdateResult
 from megarl.types import FloatArray, Row
+from megarl.types.messages import Part, Role, StoreResult, UpdateRequest, UpdateResult
 
 # Remote calls under way.
 Calls: TypeAlias = list[tuple[Process, Any]]

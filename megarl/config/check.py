@@ -34,8 +34,8 @@ from megarl.config.check_rewards import check_group_scores, check_rewards, judge
 from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
 from megarl.config.schema import Config, RewardModelConfig
+from megarl.device.platform import platform
 from megarl.errors import ConfigError
-from megarl.parallel.platform import platform
 
 Rule: TypeAlias = Callable[[Config], None]
 

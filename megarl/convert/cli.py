@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.exit_codes import EXIT_FAILED, exit_on_errors
+from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 
 if TYPE_CHECKING:
     from megarl.convert.engine import Settings

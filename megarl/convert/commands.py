@@ -16,8 +16,8 @@ from megarl.convert.plan import Plan, plan_dist, plan_hf
 from megarl.convert.readers import DistReader, SafetensorsReader
 from megarl.convert.report import outcome_line, plan_table
 from megarl.errors import ConfigError, DataError
-from megarl.export import copy_companions, exported_config, write_config
-from megarl.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
+from megarl.train.export import copy_companions, exported_config, write_config
+from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
 
 # Rows of the vocabulary are padded to a multiple of this; Megatron loads it under every layout.
 VOCAB_MULTIPLE = 128

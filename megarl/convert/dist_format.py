@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.convert.files import FileReader, Window, WindowWriter
 from megarl.errors import DataError
-from megarl.safetensors_map import TensorSpec
+from megarl.weights.safetensors_map import TensorSpec
 
 METADATA = ".metadata"
 COMMON = "common.pt"

@@ -17,7 +17,7 @@ from megarl.convert.plan import OutputFile, Piece, Plan
 from megarl.convert.readers import TensorReader
 from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
-from megarl.progress import Progress, ProgressValues
+from megarl.record.progress import Progress, ProgressValues
 
 _MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.parallel.weights.families import ModelSpec, PlacedRule
-from megarl.parallel.weights.slices import ShardPosition, Slice, shard_slices
-from megarl.parallel.weights.tables import Partition
+from megarl.weights.families import ModelSpec, PlacedRule
+from megarl.weights.slices import ShardPosition, Slice, shard_slices
+from megarl.weights.tables import Partition
 
 _WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
 # What layers are called if each has keys of its own.

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint import STATE_FILE, read_checkpoint
 from megarl.convert.dist_format import StoredTensor, is_dist_checkpoint, read_index
 from megarl.convert.mapping import Parameter, has_stacked_layers, model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
-from megarl.parallel.messages import Role
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.parallel.weights.tables import Partition
-from megarl.safetensors_map import INDEX_NAME, TensorSpec, model_files
+from megarl.train.checkpoint import STATE_FILE, read_checkpoint
+from megarl.types.messages import Role
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, model_files
+from megarl.weights.tables import Partition
 
 # Only vocabulary padding depends on it, which a checkpoint brings with it.
 _NO_PADDING = 1

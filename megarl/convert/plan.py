@@ -9,7 +9,7 @@ import torch
 from megarl.convert.dist_format import Chunk, StoredTensor, empty_object, saved_size
 from megarl.convert.mapping import Parameter, extra_state_keys
 from megarl.errors import DataError
-from megarl.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
+from megarl.weights.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
 
 # What a worker holds of an output file at a time.
 PIECE_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from megarl.convert.dist_format import Chunk, StoredTensor, find_record
 from megarl.convert.files import FileReader
 from megarl.convert.mapping import Parameter, RowBlock
 from megarl.errors import DataError
-from megarl.safetensors_map import TensorSpec, locate_tensors, model_files
+from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_files
 
 # Headers of chunks are read when a chunk is first needed, and again if this many others came in between.
 _KNOWN_RECORDS = 1024

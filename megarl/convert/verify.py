@@ -11,7 +11,7 @@ import torch
 from megarl.convert.models import OpenModel, open_model
 from megarl.convert.plan import row_ranges
 from megarl.convert.workers import WorkerPool
-from megarl.progress import Progress, ProgressValues
+from megarl.record.progress import Progress, ProgressValues
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MIB = 1 << 20

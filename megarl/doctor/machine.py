@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megarl.device.accelerators import Device, torch_build
+from megarl.device.platform import Platform
 from megarl.doctor.finding import Finding, Status
-from megarl.janitor import SHM_DIR, RunScope
-from megarl.parallel.platform import Platform
-from megarl.parallel.platform_devices import Device, torch_build
+from megarl.host.janitor import SHM_DIR, RunScope
 
 GIB = 2**30
 # A run of the tiny model (two trainer ranks, one engine) holds 3.4 GiB.

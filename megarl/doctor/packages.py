@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
+from megarl.device.accelerators import torch_build
+from megarl.device.platform import TESTED_MEGATRON, check_megatron, platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError
-from megarl.parallel.platform import TESTED_MEGATRON, check_megatron, platform
-from megarl.parallel.platform_devices import torch_build
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from megarl.device.platform import platform
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import check_machine
 from megarl.doctor.packages import check_packages
 from megarl.doctor.sandbox import check_sandbox
-from megarl.parallel.platform import platform
 
 
 def print_diagnosis(*, as_json: bool) -> bool:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megarl.checkpoint import STATE_FILE, Checkpoint, read_checkpoint
 from megarl.config import load_config
 from megarl.config.check import check_eval, check_model
 from megarl.config.load import with_overrides
@@ -13,12 +12,13 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError
 from megarl.evaluation.output import TABLE
-from megarl.inputs import open_model
-from megarl.metrics import RunPaths
-from megarl.parallel.weights.families import read_hf_config
+from megarl.record.metrics import RunPaths
 from megarl.report.run import path_labels
 from megarl.rewards.build import check_ground_truths
-from megarl.safetensors_map import model_files, read_specs
+from megarl.train.checkpoint import STATE_FILE, Checkpoint, read_checkpoint
+from megarl.train.inputs import open_model
+from megarl.weights.families import read_hf_config
+from megarl.weights.safetensors_map import model_files, read_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from megarl import memory
-from megarl.checkpoint import Checkpoint
+from megarl.cluster import residency
+from megarl.cluster.roles import actor_role
 from megarl.config import dump
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 from megarl.evaluation.estimates import Answer, results_by_source
 from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.evaluation.output import results_text, write_results
-from megarl.export import weight_specs
-from megarl.observe import installed_versions
-from megarl.parallel.messages import LoadRequest
-from megarl.parallel.weights.families import read_model_spec
-from megarl.progress import Progress, ProgressValues
+from megarl.record.progress import Progress, ProgressValues
+from megarl.record.recorder import installed_versions
 from megarl.rewards.build import open_panel, reward_manager
 from megarl.rewards.manager import RewardManager
 from megarl.rewards.routes import without_training
-from megarl.roles import actor_role
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
-from megarl.runs import started_cluster
+from megarl.run.start import started_cluster
+from megarl.train.checkpoint import Checkpoint
+from megarl.train.export import weight_specs
 from megarl.types import Prompt, Reward, RolloutBatch
+from megarl.types.messages import LoadRequest
+from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -67,16 +67,16 @@ def evaluate(request: EvalRequest) -> None:
 def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> None:
     """Load the policy of a checkpoint, whatever layout wrote it, and send it to the engines."""
     role = actor_role(config)
-    ledger = memory.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
-    ledger.enter(memory.LOAD)
+    ledger = residency.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
+    ledger.enter(residency.LOAD)
     cluster.workers.load(LoadRequest(roles=(role,), seed=config.run.seed))
-    ledger.add(memory.built_parts([role]))
+    ledger.add(residency.built_parts([role]))
     cluster.workers.load_checkpoint(checkpoint.path, same_layout=())
     sync = cluster.weight_sync(weight_specs(read_model_spec(config.model.path), config.model.dtype))
-    ledger.enter(memory.SYNC)
+    ledger.enter(residency.SYNC)
     sync.push(checkpoint.state.step, verify=config.sync.verify)
     sync.close()
-    ledger.enter(memory.GENERATE)
+    ledger.enter(residency.GENERATE)
 
 
 def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megarl.janitor import Janitor, clean_up, end_processes, scopes_of
+from megarl.device.platform import apply_environment
+from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
+from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
-from megarl.parallel.platform import apply_environment
-from megarl.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
 
 # Slurm may kill what is left 3 s after its first signal.
 HURRY_S = 1.0

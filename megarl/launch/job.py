@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megarl.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
-from megarl.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
+from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
+from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.launch.allocation import Allocation, RayPorts, own_address
 from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog

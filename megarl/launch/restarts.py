@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.exit_codes import EXIT_STOPPED
+from megarl.host.exit_codes import EXIT_STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

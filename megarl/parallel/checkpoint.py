@@ -19,10 +19,10 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
+from megarl.device.platform import platform
 from megarl.errors import WorkerError
-from megarl.parallel.messages import Role
-from megarl.parallel.platform import platform
 from megarl.parallel.roles import LoadedRole
+from megarl.types.messages import Role
 
 # Megatron's default for the distributed optimizer cannot be saved in 0.16.1.
 _METADATA = {

@@ -9,8 +9,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.parallel.rope import YarnRope
-from megarl.parallel.weights.families import ModelSpec
+from megarl.weights.families import ModelSpec
+from megarl.weights.rope import YarnRope
 
 
 class ReplicatedLinear(torch.nn.Module):

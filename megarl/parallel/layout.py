@@ -7,8 +7,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.platform import platform
-from megarl.parallel.weights.slices import ShardPosition
+from megarl.device.platform import platform
+from megarl.weights.slices import ShardPosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

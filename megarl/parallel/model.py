@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.device.platform import platform
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -25,15 +26,14 @@ from megarl.parallel.head.policy import HeadRequest, PolicyHead
 from megarl.parallel.head.shard import vocab_shard
 from megarl.parallel.latent import latent_options, scale_rotary_embedding
 from megarl.parallel.layout import Layout
-from megarl.parallel.messages import Head
 from megarl.parallel.moe.setup import expert_options, rate_groups
 from megarl.parallel.packing import Pack
-from megarl.parallel.platform import platform
-from megarl.parallel.weights.families import ModelSpec
-from megarl.parallel.weights.rules import Activation
-from megarl.parallel.weights.slices import Slice, load_slices, shard_slices
-from megarl.parallel.weights.tables import VALUE_HEAD
-from megarl.safetensors_map import dtype_of, map_model, model_files
+from megarl.types.messages import Head
+from megarl.weights.families import ModelSpec
+from megarl.weights.rules import Activation
+from megarl.weights.safetensors_map import dtype_of, map_model, model_files
+from megarl.weights.slices import Slice, load_slices, shard_slices
+from megarl.weights.tables import VALUE_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megarl.parallel.messages import Part
-from megarl.parallel.platform import platform
+from megarl.device.platform import platform
 from megarl.parallel.roles import LoadedRole
+from megarl.types.messages import Part
 
 
 @dataclass(frozen=True, slots=True)

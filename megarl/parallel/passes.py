@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from megarl.device.platform import platform
 from megarl.errors import NonFiniteError
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest
-from megarl.parallel.messages import Role, RowScores, UpdateRequest, UpdateResult
 from megarl.parallel.model import PackedModel, TokenValues
 from megarl.parallel.moe.mini_batch import MiniBatchLoad
 from megarl.parallel.optimizer import set_learning_rate
 from megarl.parallel.packing import Pack, PackAlignment, pack_rows
-from megarl.parallel.platform import platform
 from megarl.parallel.roles import LoadedRole
 from megarl.types import (
     FloatArray,
@@ -32,6 +31,7 @@ from megarl.types import (
     ValueOutputs,
     row_batch,
 )
+from megarl.types.messages import Role, RowScores, UpdateRequest, UpdateResult
 
 TokenOutputs: TypeAlias = TokenLogprobs | TokenPairs | TokenValues
 MicroBatches: TypeAlias = Sequence[Sequence[int]]

@@ -7,11 +7,11 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
-from megarl.parallel.messages import Head, RoleSpec
 from megarl.parallel.model import PackedModel, build_model
 from megarl.parallel.moe.setup import prepare_experts
 from megarl.parallel.optimizer import build_optimizer, wrap_ddp
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
+from megarl.types.messages import Head, RoleSpec
+from megarl.weights.families import ModelSpec, read_model_spec
 
 
 @dataclass(slots=True, kw_only=True)

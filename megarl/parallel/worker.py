@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.messages import LoadRequest, Part, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.types import Rows
+from megarl.types.messages import LoadRequest, Part, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
-    from megarl.parallel.weights.bridge.boxes import Box
-    from megarl.parallel.weights.bridge.wires import Share
-    from megarl.parallel.weights.collective import Meeting
-    from megarl.safetensors_map import TensorSpec
+    from megarl.sync.wire.collective import Meeting
+    from megarl.sync.wire.wires import Share
+    from megarl.weights.boxes import Box
+    from megarl.weights.safetensors_map import TensorSpec
 
 
 class PolicyWorker:
@@ -30,7 +30,7 @@ class PolicyWorker:
 
     def prepare(self) -> str:
         """Import what takes long and offer an address for the process group (rank 0's is used)."""
-        from megarl.parallel.platform import platform
+        from megarl.device.platform import platform
 
         platform().prepare()
         import megarl.parallel.passes  # noqa: F401
@@ -49,9 +49,9 @@ class PolicyWorker:
 
     def load(self, request: LoadRequest) -> None:
         """Build the models and read their weights; a later call starts a new run on the same processes."""
+        from megarl.device.platform import platform
         from megarl.parallel.checkpoint import RankCheckpoints
         from megarl.parallel.offload import Offloader
-        from megarl.parallel.platform import platform
         from megarl.parallel.roles import load_role
 
         self._forget_models()
@@ -103,8 +103,8 @@ class PolicyWorker:
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
         """Write the slices this rank owns into preallocated safetensors files (sync and export alike)."""
         from megarl.parallel.model import model_slices
-        from megarl.parallel.weights.slices import store_slices
-        from megarl.safetensors_map import map_model
+        from megarl.weights.safetensors_map import map_model
+        from megarl.weights.slices import store_slices
 
         loaded = self._role(role, Part.PARAMS)
         store_slices(model_slices(loaded.chunks), map_model([Path(f) for f in files], writable=True))
@@ -112,7 +112,7 @@ class PolicyWorker:
 
     def offer_channel(self, address: str) -> int:
         """Open the store at which ranks and engine workers meet; returns its port."""
-        from megarl.parallel.weights.collective import open_store
+        from megarl.sync.wire.collective import open_store
 
         self.channel_store = open_store(address)
         port: int = self.channel_store.port
@@ -120,8 +120,8 @@ class PolicyWorker:
 
     def open_channel(self, meeting: "Meeting", specs: Mapping[str, "TensorSpec"]) -> StoreResult:
         """Join the channel to the engines; returns what of the actor this rank will send."""
-        from megarl.parallel.platform import platform
-        from megarl.parallel.weights.collective import WeightChannel
+        from megarl.device.platform import platform
+        from megarl.sync.wire.collective import WeightChannel
 
         self.channel = WeightChannel(meeting, specs, platform().device())
         return _owned(self._role(Role.ACTOR, Part.PARAMS), with_checksums=False)
@@ -137,15 +137,15 @@ class PolicyWorker:
     def held_weights(self) -> "dict[str, Box]":
         """Which box of each of the actor's Hugging Face tensors this rank has, owned or not."""
         from megarl.parallel.model import model_slices
-        from megarl.parallel.weights.bridge.ends import holding_of
+        from megarl.sync.wire.ends import holding_of
 
         loaded = self._role(Role.ACTOR, Part.PARAMS)
         return holding_of(model_slices(loaded.chunks), loaded.expected_tensors())
 
     def open_bridge(self, share: "Share") -> None:
         """Join the bridge to the engines as a source."""
-        from megarl.parallel.weights.bridge.ends import BridgeSender
-        from megarl.parallel.weights.bridge.routes import RoutedSender
+        from megarl.sync.wire.ends import BridgeSender
+        from megarl.sync.wire.routes import RoutedSender
 
         self.bridge_wire = RoutedSender(share)
         self.bridge = BridgeSender(share, self.bridge_wire)
@@ -222,7 +222,7 @@ class PolicyWorker:
 def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
     """What of a role's Hugging Face tensors this rank writes."""
     from megarl.parallel.model import model_slices
-    from megarl.parallel.weights.slices import count_elements, slice_checksums
+    from megarl.weights.slices import count_elements, slice_checksums
 
     return StoreResult(
         num_elements=count_elements(model_slices(loaded.chunks)),

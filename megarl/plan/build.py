@@ -6,23 +6,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megarl.algos.build import algorithm_of
+from megarl.cluster.placement import plan_placement
+from megarl.cluster.roles import by_layout, model_key, roles_of
+from megarl.cluster.sync_plan import bridge_plan
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.parallel.messages import Head, Role, RoleSpec
-from megarl.parallel.weights.bridge.statistics import plan_statistics
-from megarl.parallel.weights.bridge.wires import DEPTH
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.placement import plan_placement
 from megarl.plan import memory as bytes_of
 from megarl.plan.devices import plan_devices, plan_shards
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
-from megarl.plan.shards import groups_of
-from megarl.plan.sync import bridge_plan
-from megarl.roles import by_layout, model_key, roles_of
+from megarl.sync.plan.statistics import plan_statistics
+from megarl.sync.wire.wires import DEPTH
+from megarl.types.messages import Head, Role, RoleSpec
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.shards import groups_of
 
 
 def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from megarl.cluster.residency import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
 from megarl.config.schema import Config, LayoutConfig
-from megarl.memory import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
-from megarl.parallel.messages import Head, Part, Role, RoleSpec
-from megarl.parallel.weights.families import ModelSpec
 from megarl.plan import memory as bytes_of
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, PhasePlan, ShardPlan
-from megarl.plan.shards import num_local_experts, num_stage_layers, num_stage_parameters, place_of
+from megarl.types.messages import Head, Part, Role, RoleSpec
+from megarl.weights.families import ModelSpec
+from megarl.weights.shards import num_local_experts, num_stage_layers, num_stage_parameters, place_of
 
 
 def plan_shards(role: RoleSpec, spec: ModelSpec, *, num_micro_batches: int) -> list[ShardPlan]:

@@ -29,8 +29,8 @@ fragmentation, which take some GiB on a GPU. Megatron's unfused layers on the CP
 
 from megarl.config.schema import HeadConfig, LayoutConfig
 from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
-from megarl.parallel.weights.families import Dims
-from megarl.plan.shards import num_stage_layers, padded_vocab
+from megarl.weights.families import Dims
+from megarl.weights.shards import num_stage_layers, padded_vocab
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from megarl.config.schema import Config
+from megarl.device.platform import platform
 from megarl.errors import ConfigError
-from megarl.parallel.platform import platform
 from megarl.plan.build import plan_run
 from megarl.plan.run_plan import DevicePlan, LayoutPlan, RunPlan, ShardPlan
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.metrics import RunPaths
+from megarl.record.metrics import RunPaths
 from megarl.report.figures import write_png
 from megarl.report.page import render_page
 from megarl.report.run import load_runs

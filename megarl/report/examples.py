@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from megarl.metrics import RolloutRecord
+from megarl.record.metrics import RolloutRecord
 
 # A response counts as right from this reward on: splits 0/1, -1/1 and 0/0.1 (format only)/1 rewards alike.
 RIGHT_REWARD = 0.5

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from megarl.metrics import RolloutRecord, summarize
+from megarl.record.metrics import RolloutRecord, summarize
 from megarl.report.examples import is_right, pick_examples, visible_text
 from megarl.report.figures import available_panels, panel_svg
 from megarl.report.run import Run

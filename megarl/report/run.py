@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megarl.errors import DataError
-from megarl.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megarl.algos.registry import Registry
+from megarl.registry import Registry
 from megarl.rewards.registry import SCORERS, Scorer, reward_of
 from megarl.types import Reward
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.algos.registry import Registry
+from megarl.registry import Registry
 
 _EPS = 1e-6
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megarl.algos.registry import Registry
+from megarl.registry import Registry
 from megarl.types import Reward
 
 # The key of `Reward.details` that is 1 where no answer could be read, so that it counts apart from wrong ones.

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.algos.registry import unknown_name
 from megarl.errors import ConfigError
+from megarl.registry import unknown_name
 from megarl.rewards.answers import Mode
 from megarl.rewards.formats import FORMATS
 from megarl.rewards.registry import PARSE_FAILED, SCORERS

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from megarl.config.schema import Config, EngineConfig
+from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
-from megarl.parallel.platform import platform
-from megarl.parallel.weights.bridge.wires import Share
-from megarl.parallel.weights.collective import Meeting
 from megarl.rollout.stepping import Stepper
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.wire.collective import Meeting
+from megarl.sync.wire.wires import Share
 from megarl.types import FinishReason, FloatArray, IntArray
+from megarl.weights.safetensors_map import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megarl.errors import WeightSyncError
-from megarl.parallel.weights.bridge.ends import BridgeReceiver
-from megarl.parallel.weights.bridge.routes import RoutedReceiver
-from megarl.parallel.weights.bridge.wires import Share
-from megarl.parallel.weights.collective import Meeting, WeightChannel
-from megarl.parallel.weights.slices import checksum
-from megarl.safetensors_map import TensorSpec, iter_tensors
+from megarl.sync.wire.collective import Meeting, WeightChannel
+from megarl.sync.wire.ends import BridgeReceiver
+from megarl.sync.wire.routes import RoutedReceiver
+from megarl.sync.wire.wires import Share
+from megarl.weights.safetensors_map import TensorSpec, iter_tensors
+from megarl.weights.slices import checksum
 
 
 class WeightReceiver:

@@ -11,9 +11,9 @@ import torch
 
 from megarl.algos.build import build_algorithm
 from megarl.config.schema import HeadConfig, LayoutConfig, ModelConfig
-from megarl.parallel.messages import RowScores, UpdateRequest, UpdateResult
-from megarl.safetensors_map import dtype_of
 from megarl.types import Row
+from megarl.types.messages import RowScores, UpdateRequest, UpdateResult
+from megarl.weights.safetensors_map import dtype_of
 from tests.helpers import head_ranks
 from tests.helpers.checkpoints import load_hf
 from tests.helpers.compare import assert_within

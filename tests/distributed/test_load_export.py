@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from megarl import safetensors_map
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.export import export_model, weight_specs
-from megarl.parallel.messages import Role, RoleSpec, StoreResult
-from megarl.parallel.weights.families import read_model_spec
+from megarl.train.export import export_model, weight_specs
+from megarl.types.messages import Role, RoleSpec, StoreResult
+from megarl.weights import safetensors_map
+from megarl.weights.families import read_model_spec
 from tests.helpers import ranks
 from tests.helpers.hf_models import assert_same_bits, read_tensors
 from tests.helpers.rank_pool import RankPool

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.parallel.messages import Part
+from megarl.types.messages import Part
 from tests.helpers.offload_ranks import never_offloaded, offload_between, offload_reference, use_while_offloaded
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows

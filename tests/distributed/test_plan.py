@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.parallel.messages import Part
-from megarl.parallel.weights.families import read_model_spec
 from megarl.plan.memory import DTYPE_BYTES, gradient_bytes, optimizer_bytes, weight_bytes
-from megarl.plan.shards import num_stage_parameters
+from megarl.types.messages import Part
+from megarl.weights.families import read_model_spec
+from megarl.weights.shards import num_stage_parameters
 from tests.helpers.plan_ranks import measure_held
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows

@@ -14,12 +14,12 @@ from transformers import AutoModelForSequenceClassification
 from megarl.algos.preference import BradleyTerry
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.export import weight_specs
-from megarl.parallel.messages import Head, Role, RoleSpec, UpdateRequest, UpdateResult
-from megarl.parallel.weights.families import read_model_spec
-from megarl.safetensors_map import create_model_files
+from megarl.train.export import weight_specs
+from megarl.train.update import RoleUpdater
 from megarl.types import AlgoState, Row, row_read_at_end
-from megarl.updates import RoleUpdater
+from megarl.types.messages import Head, Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import create_model_files
 from tests.helpers.checkpoints import VOCAB_SIZE, add_value_head
 from tests.helpers.compare import assert_within
 from tests.helpers.critic_ranks import CriticCase, run_critic

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.parallel.messages import Head, Role, RoleSpec
+from megarl.types.messages import Head, Role, RoleSpec
 from tests.helpers.checkpoints import add_value_head
 from tests.helpers.critic_ranks import Continued, load_roles, save_roles
 from tests.helpers.rank_pool import RankPool

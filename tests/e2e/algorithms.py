@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from megarl.data.records import write_parquet
 from megarl.data.tasks.generate import TaskFiles
-from megarl.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e.support import SMALL
 
 TOTAL_STEPS = 3

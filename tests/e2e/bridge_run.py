@@ -15,13 +15,13 @@ import psutil
 from megarl.cluster import Cluster
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.processes import wait_all
-from megarl.export import export_model
-from megarl.parallel.weights.bridge.boxes import slices_of
-from megarl.parallel.weights.bridge.plan import Holding
-from megarl.parallel.weights.families import read_model_spec
-from megarl.plan.sync import ends_of, engine_ranks
-from megarl.roles import actor_role
+from megarl.cluster.roles import actor_role
+from megarl.cluster.sync_plan import ends_of, engine_ranks
+from megarl.sync.plan.build import Holding
+from megarl.train.export import export_model
 from megarl.types import FloatArray, row_from_sample
+from megarl.weights.boxes import slices_of
+from megarl.weights.families import read_model_spec
 from tests.e2e.support import open_policy, random_prompts, random_sequences, rows_of, small_config
 from tests.helpers.rank_pool import RankContext
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.parallel.platform import apply_environment
+from megarl.device.platform import apply_environment
 
 apply_environment()
 
-from megarl import cli, trainer  # noqa: E402
+from megarl import cli  # noqa: E402
+from megarl.train import loop as trainer  # noqa: E402
 from tests.e2e.checked_trainer import CheckedTrainer, Seen  # noqa: E402
 
 

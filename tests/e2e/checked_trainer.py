@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megarl.parallel.messages import Role
-from megarl.trainer import Trainer
+from megarl.train.loop import Trainer
 from megarl.types import Row
+from megarl.types.messages import Role
 
 
 @dataclass(kw_only=True)

@@ -38,7 +38,7 @@ class CliRun:
 
     def _janitors(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "megarl.janitor" in child.cmdline()]
+        return [child for child in children if "megarl.host.janitor" in child.cmdline()]
 
     def pid_of(self, name: str, run_id: str) -> int:
         """The driver, or the last process of the run whose command line starts with `name`."""
@@ -70,7 +70,7 @@ def processes(run_id: str, *, name: str = "") -> list[int]:
             if not entry.name.isdigit() or _is_zombie(entry):
                 continue
             command = entry.joinpath("cmdline").read_bytes().split(b"\0")
-            is_janitor = b"megarl.janitor" in command and run_id.encode() in command
+            is_janitor = b"megarl.host.janitor" in command and run_id.encode() in command
             if is_janitor or marker in entry.joinpath("environ").read_bytes().split(b"\0"):
                 found += [int(entry.name)] if command[0].decode().startswith(name) else []
         except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -10,12 +10,12 @@ from megarl.algos.build import algorithm_of
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import Cluster
+from megarl.cluster.roles import actor_role, roles_of
 from megarl.errors import ConfigError
-from megarl.export import export_model
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec
-from megarl.roles import actor_role, roles_of
+from megarl.train.export import export_model
+from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.types import AlgoState, FloatArray, Row
-from megarl.updates import CountedObjective, RoleScorer, RoleUpdater
+from megarl.types.messages import LoadRequest, Role, RoleSpec
 from tests.e2e.support import small_config
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.rows import random_rows

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.parallel.platform import apply_environment
+from megarl.device.platform import apply_environment
 
 apply_environment()
 
 from megarl.cluster import Cluster, wait_all  # noqa: E402
 from megarl.cluster.replication import FileKeeper, ReplicatedFiles  # noqa: E402
 from megarl.config import load_config  # noqa: E402
-from megarl.inputs import open_train_inputs  # noqa: E402
-from megarl.observe import RunRecorder  # noqa: E402
-from megarl.parallel.messages import Role, StoreResult  # noqa: E402
+from megarl.record.recorder import RunRecorder  # noqa: E402
+from megarl.train.inputs import open_train_inputs  # noqa: E402
+from megarl.types.messages import Role, StoreResult  # noqa: E402
 from tests.e2e.checked_trainer import CheckedTrainer, Seen  # noqa: E402
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "run" / "sums-rl.yaml"

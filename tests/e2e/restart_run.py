@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 
 from megarl.cluster import Cluster, Process
 from megarl.cluster.engines import Submission
-from megarl.collection import Collected
 from megarl.config import load_config
-from megarl.inputs import open_train_inputs
-from megarl.metrics import read_metrics
-from megarl.observe import RunRecorder
+from megarl.record.metrics import read_metrics
+from megarl.record.recorder import RunRecorder
 from megarl.rollout.source import OnSample, ignore_sample
-from megarl.trainer import Trainer
+from megarl.train.collect import Collected
+from megarl.train.inputs import open_train_inputs
+from megarl.train.loop import Trainer
 from megarl.types import Prompt, RolloutBatch, Row, Sample
 from tests.e2e.support import RUN_FILE
 from tests.helpers.rank_pool import RankContext

@@ -9,18 +9,18 @@ import pytest
 
 from megarl.algos.build import algorithm_of
 from megarl.cluster import Cluster
+from megarl.cluster.roles import actor_role
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.export import weight_specs
-from megarl.parallel.messages import LoadRequest
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.roles import actor_role
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
-from megarl.rollout.weight_sync import PolicySync, WeightSync
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.seam import PolicySync, WeightSync
+from megarl.train.export import weight_specs
+from megarl.train.update import RoleScorer, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row
-from megarl.updates import RoleScorer, RoleUpdater
+from megarl.types.messages import LoadRequest
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_map import TensorSpec
 from tests.helpers.checkpoints import VOCAB_SIZE
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from megarl.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.data.tasks.generate import TaskFiles
-from megarl.inputs import open_train_inputs
-from megarl.observe import RunRecorder
-from megarl.trainer import Trainer
+from megarl.record.recorder import RunRecorder
+from megarl.train.inputs import open_train_inputs
+from megarl.train.loop import Trainer
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 from tests.helpers.rank_pool import RankPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.tasks.generate import TaskFiles
-from megarl.metrics import RunPaths
+from megarl.record.metrics import RunPaths
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.data.tasks.generate import TaskFiles
-from megarl.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE
 from tests.helpers.expert_checkpoint import make_moe

@@ -17,8 +17,8 @@ import pytest
 
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.janitor import RunScope
-from megarl.metrics import read_metrics
+from megarl.host.janitor import RunScope
+from megarl.record.metrics import read_metrics
 from megarl.rollout.replay import read_record, record_path
 from tests.helpers.checkpoints import make_checkpoint
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.checkpoint import complete_steps, last_checkpoint
-from megarl.exit_codes import EXIT_STOPPED
-from megarl.janitor import RUN_ID_VARIABLE, RunScope
+from megarl.host.exit_codes import EXIT_STOPPED
+from megarl.host.janitor import RUN_ID_VARIABLE, RunScope
+from megarl.train.checkpoint import complete_steps, last_checkpoint
 from tools.bench.kill_resume import SmallRun, differences, make_inputs
 from tools.bench.killed import kill
 

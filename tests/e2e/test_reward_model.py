@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import TaskFiles
 from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
-from megarl.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import Sample
 from tests.e2e.cli_run import run_to_end

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tasks.generate import TaskFiles
-from megarl.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics
 from megarl.types import FloatArray
 from tests.e2e import cli_run
 from tests.e2e.checked_trainer import Seen, compared_rows

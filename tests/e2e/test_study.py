@@ -7,8 +7,8 @@ import yaml
 
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.metrics import RunPaths, read_metrics
-from megarl.study import load_study, plan_study, run_config, run_study
+from megarl.record.metrics import RunPaths, read_metrics
+from megarl.run.study import load_study, plan_study, run_config, run_study
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -35,7 +35,7 @@ def computed(root: Path) -> list[tuple[int, dict[str, float]]]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_runs_of_a_study_are_the_runs_of_their_own_clusters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megarl.runs import train
+    from megarl.run.start import train
 
     model = make_checkpoint(tmp_path / "model", tied=True)
     sizes = GenerateConfig(seed=0, num_sft=1, num_train=32, num_val=4)

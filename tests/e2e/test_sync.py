@@ -11,13 +11,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.cluster import Cluster, EngineGroup
+from megarl.cluster.roles import actor_role
 from megarl.errors import WeightSyncError
-from megarl.export import export_model
-from megarl.parallel.messages import LoadRequest
-from megarl.roles import actor_role
 from megarl.rollout.engine import engine_spec
-from megarl.rollout.weight_sync import WeightSync
+from megarl.sync.seam import WeightSync
+from megarl.train.export import export_model
 from megarl.types import FinishReason, row_from_sample
+from megarl.types.messages import LoadRequest
 from tests.e2e import engines
 from tests.e2e.support import (
     Policy,

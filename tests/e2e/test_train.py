@@ -22,7 +22,7 @@ from megarl.config import load_config
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
 from megarl.data.tasks.generate import TaskFiles
-from megarl.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import (
     RUN_FILE,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.config.schema import ActorConfig, EngineConfig, ModelConfig
-from megarl.parallel.messages import Role, RoleSpec
 from megarl.rollout.engine import EngineSpec
+from megarl.types.messages import Role, RoleSpec
 from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
 from tests.helpers.cuda import needs_devices
 from tests.helpers.gpu_ranks import sleep_and_wake

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.metrics import RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import RUN_FILE, SMALL
 from tests.helpers.cuda import needs_devices

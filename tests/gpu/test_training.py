@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from megarl.parallel.messages import Part
+from megarl.types.messages import Part
 from tests.helpers.cuda import needs_devices
 from tests.helpers.gpu_ranks import expected_attention, memory_around_offload, train
 from tests.helpers.offload_ranks import never_offloaded, offload_between

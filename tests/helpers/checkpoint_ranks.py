@@ -8,9 +8,9 @@ from pathlib import Path
 from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec, UpdateRequest
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
+from megarl.types.messages import LoadRequest, Role, RoleSpec, UpdateRequest
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.messages import Role
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import FloatArray, Row
+from megarl.types.messages import Role
 from tests.helpers.checkpoint_ranks import open_worker, train
 from tests.helpers.measure import dense_logits
 from tests.helpers.rank_pool import RankContext

@@ -10,9 +10,9 @@ from typing import Any
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
 from megarl.data.packing import plan_micro_batches
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec, RowScores, UpdateRequest, UpdateResult
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import AlgoState, Row
+from megarl.types.messages import LoadRequest, Role, RoleSpec, RowScores, UpdateRequest, UpdateResult
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from megarl import memory
+from megarl.cluster import residency
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.messages import Part, Role, RoleSpec
-from megarl.parallel.platform import CudaPlatform, platform
-from megarl.parallel.weights.bridge.boxes import full_box
-from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
-from megarl.parallel.weights.bridge.plan import build_plan
-from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from megarl.parallel.weights.bridge.wires import Share
-from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
-from megarl.parallel.weights.slices import Slice
+from megarl.device.platform import CudaPlatform, platform
 from megarl.rollout.engine import EngineSpec, VllmEngine
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.plan.build import build_plan
+from megarl.sync.wire.collective import Meeting, WeightChannel, open_store
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.sync.wire.wires import Share
 from megarl.types import FloatArray, Row
+from megarl.types.messages import Part, Role, RoleSpec
+from megarl.weights.boxes import full_box
+from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.slices import Slice
 from tests.helpers.offload_ranks import History, open_trained
 from tests.helpers.rank_pool import RankContext
 
@@ -156,15 +156,15 @@ def sleep_and_wake(
     """An engine through load, sync (with the weights of `files`) and generate, as a run's ledger leads it."""
     with _engine(spec) as engine:
         recorder, free = Recorder(engine), {"awake": _free_bytes()}
-        ledger = memory.MemoryLedger(recorder, recorder, enabled=True)
+        ledger = residency.MemoryLedger(recorder, recorder, enabled=True)
         before = engine.prompt_logprobs(sequences)
-        ledger.enter(memory.LOAD)
+        ledger.enter(residency.LOAD)
         free["load"] = _free_bytes()
-        ledger.add(memory.built_parts([role]))
-        ledger.enter(memory.SYNC)
+        ledger.add(residency.built_parts([role]))
+        ledger.enter(residency.SYNC)
         engine.load_weights(files, version=1, with_checksums=False)
         free["sync"] = _free_bytes()
-        ledger.enter(memory.GENERATE)
+        ledger.enter(residency.GENERATE)
         free["generate"] = _free_bytes()
         after = engine.prompt_logprobs(sequences)
     return SleepTrace(calls=recorder.calls, free=free, before=before, after=after)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig
-from megarl.parallel.messages import Role, RowScores, UpdateRequest, UpdateResult
 from megarl.types import Row
+from megarl.types.messages import Role, RowScores, UpdateRequest, UpdateResult
 from tests.helpers.head import HeadProblem, HeadResult, dense_head
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout, load_worker

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import FloatArray, Row
+from megarl.types.messages import LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 

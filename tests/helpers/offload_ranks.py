@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.messages import LoadRequest, Part, Role, RoleSpec
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
+from megarl.types.messages import LoadRequest, Part, Role, RoleSpec
 from tests.helpers.checkpoint_ranks import train
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.parallel.messages import Part, Role
 from megarl.types import Row
+from megarl.types.messages import Part, Role
 from tests.helpers.checkpoint_ranks import open_worker, train
 from tests.helpers.rank_pool import RankContext
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError
-from megarl.parallel.messages import LoadRequest, Role, RoleSpec, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
+from megarl.types.messages import LoadRequest, Role, RoleSpec, RowScores, StoreResult, UpdateRequest, UpdateResult
 from tests.helpers.rank_pool import RankContext
 
 # A rank that waits for a dead one gives up well before the pool does.

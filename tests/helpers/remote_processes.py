@@ -17,9 +17,9 @@ from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.errors import NonFiniteError
-from megarl.parallel.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import FinishReason, Row
+from megarl.types.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
 
 
 class Worker:

@@ -6,8 +6,8 @@ import numpy as np
 
 from megarl.algos.build import build_algorithm
 from megarl.config.algo import AlgoConfig
-from megarl.parallel.messages import UpdateRequest
 from megarl.types import Row
+from megarl.types.messages import UpdateRequest
 
 
 def with_advantages(rows: Sequence[Row], value: float = 1.0) -> list[Row]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import last_checkpoint
+from megarl.train.checkpoint import last_checkpoint
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import JOB_S, SlurmRun, left_behind, mid_run, noticed, wait_until
 from tools.bench.kill_resume import differences, differing_metrics

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.checkpoint import complete_steps
+from megarl.train.checkpoint import complete_steps
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, job_options, left_behind, mid_run, wait_until
 from tools.bench.kill_resume import differences

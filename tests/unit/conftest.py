@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.weights.families import ModelSpec, read_model_spec
+from tests.helpers.small_model import write_config
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "algos.json"
 
 GoldenCase = Callable[[str], dict[str, Any]]
@@ -36,3 +39,15 @@ def check_golden() -> GoldenCheck:
         assert float(error.max()) <= case["tol"], f"{case['id']}: got {got}, expected {expected}"
 
     return check
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> ModelSpec:
+    """A model small enough to count by hand."""
+    return read_model_spec(write_config(tmp_path / "small"))
+
+
+@pytest.fixture
+def small_tied(tmp_path: Path) -> ModelSpec:
+    """The same with tied embeddings."""
+    return read_model_spec(write_config(tmp_path / "small", tie_word_embeddings=True))

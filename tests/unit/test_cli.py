@@ -249,7 +249,7 @@ def test_exit_codes(
     def fail(*_: object, **__: object) -> None:
         raise error("gloo said:\n  connection closed")
 
-    monkeypatch.setattr("megarl.runs.train", fail)
+    monkeypatch.setattr("megarl.run.start.train", fail)
     with pytest.raises(SystemExit) as exit_info:
         main(["train", str(TRAIN_FILE)])
     assert exit_info.value.code == exit_code
@@ -260,7 +260,7 @@ def test_exit_codes(
 def test_a_reader_that_is_gone(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As with `| head`: no traceback, and the exit code of SIGPIPE."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    program = "from megarl.exit_codes import exit_on_errors\nwith exit_on_errors():\n    print('text')"
+    program = "from megarl.host.exit_codes import exit_on_errors\nwith exit_on_errors():\n    print('text')"
     command = [sys.executable, *options, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -280,7 +280,7 @@ def test_a_signal_decides_the_exit_code(signum: int, exit_code: int, monkeypatch
         except SystemExit:
             raise SystemExit(1) from None
 
-    monkeypatch.setattr("megarl.runs.train", interrupted)
+    monkeypatch.setattr("megarl.run.start.train", interrupted)
     with pytest.raises(SystemExit) as exit_info:
         main(["train", str(TRAIN_FILE)])
     assert exit_info.value.code == exit_code

@@ -23,9 +23,17 @@ from pathlib import Path
 import torch
 
 from megarl.convert.verify import verify
-from megarl.parallel.weights.families import read_model_spec
-from megarl.safetensors_map import INDEX_NAME, TensorSpec, create_file, map_tensors, model_index, plan_files, read_specs
 from megarl.text_table import align
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import (
+    INDEX_NAME,
+    TensorSpec,
+    create_file,
+    map_tensors,
+    model_index,
+    plan_files,
+    read_specs,
+)
 
 _SAMPLE_S = 0.02
 _SHARD_BYTES = 256 << 20

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint import complete_steps
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from megarl.metrics import MetricsRecord, RunPaths, read_metrics
+from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
+from megarl.train.checkpoint import complete_steps
 from tools.bench.killed import Killed, kill
 
 RUN_FILES = {

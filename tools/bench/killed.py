@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.janitor import RunScope
+from megarl.host.janitor import RunScope
 
 # Longer than the janitor gives processes to end.
 GONE_WITHIN_S = 30.0
@@ -35,7 +35,7 @@ def kill(driver: subprocess.Popen[bytes]) -> Killed:
     driver.send_signal(signal.SIGSTOP)
     family = psutil.Process(driver.pid).children(recursive=True)
     executing = _executing(family)
-    janitor = next((process for process in family if "megarl.janitor" in _command(process)), None)
+    janitor = next((process for process in family if "megarl.host.janitor" in _command(process)), None)
     scope = RunScope(run_id=_command(janitor)[-1]) if janitor else None
     mapped = scope.mapped_files() if scope else set()
     driver.kill()

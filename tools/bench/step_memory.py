@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.parallel.platform import apply_environment
+from megarl.device.platform import apply_environment
 from megarl.text_table import align
 
 WHOLE_LOGITS = "megatron_verl"
@@ -85,8 +85,8 @@ def _rank(head: str, step: Step, model: str, rank: int, meeting: str) -> Record:
     """A rank's life: load, one small step that makes the optimizer's state, the step that counts."""
     apply_environment()
     from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, OptimizerConfig
-    from megarl.parallel.messages import LoadRequest, Role, RoleSpec
     from megarl.parallel.worker import PolicyWorker
+    from megarl.types.messages import LoadRequest, Role, RoleSpec
 
     worker = PolicyWorker(rank)
     worker.prepare()
@@ -122,8 +122,8 @@ def _update(worker: Any, step: Step, num_tokens: int) -> Any:
     """A step on rows with so many response tokens in all: GRPO with an entropy bonus."""
     from megarl.algos.build import build_algorithm
     from megarl.config.algo import AlgoConfig
-    from megarl.parallel.messages import UpdateRequest
     from megarl.types import Row
+    from megarl.types.messages import UpdateRequest
 
     rng, length = np.random.default_rng(num_tokens), num_tokens // NUM_ROWS
     rows = [
@@ -153,7 +153,7 @@ def _use_whole_logits(worker: Any) -> None:
     import torch
 
     from megarl.parallel.head.logprobs import TokenLogprobs
-    from megarl.parallel.messages import Role
+    from megarl.types.messages import Role
     from tools.bench.logprobs.eager_peer import load
     from tools.bench.logprobs.problem import Problem
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.parallel.weights.collective import open_store
+from megarl.sync.wire.collective import open_store
 from megarl.text_table import align
 from tools.bench.sync_contenders import CONTENDERS, Job, RankResult
 from tools.bench.sync_model import CASES, NUM_RANKS, make_model, model_sizes

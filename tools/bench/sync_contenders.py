@@ -24,16 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.platform import gloo_group
-from megarl.parallel.weights.bridge.boxes import Box, slices_of
-from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender
-from megarl.parallel.weights.bridge.plan import Message, Plan, build_plan
-from megarl.parallel.weights.bridge.point_to_point import PointToPointReceiver, PointToPointSender
-from megarl.parallel.weights.bridge.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from megarl.parallel.weights.bridge.tcp import TcpReceiver, TcpSender
-from megarl.parallel.weights.bridge.wires import ReceivingEnd, SendingEnd, Share
-from megarl.parallel.weights.collective import Meeting
-from megarl.parallel.weights.slices import Index, Slice
+from megarl.device.platform import gloo_group
+from megarl.sync.plan.build import Message, Plan, build_plan
+from megarl.sync.wire.collective import Meeting
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
+from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from megarl.sync.wire.tcp import TcpReceiver, TcpSender
+from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
+from megarl.weights.boxes import Box, slices_of
+from megarl.weights.slices import Index, Slice
 from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
 
 TIMEOUT_S = 300.0

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.parallel.weights.bridge.boxes import Box, slices_of
-from megarl.parallel.weights.bridge.placement import best_neighbours, overlaps
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.plan.neighbours import best_neighbours, overlaps
+from megarl.weights.boxes import Box, slices_of
+from megarl.weights.safetensors_map import TensorSpec
 
 NUM_RANKS = 4
 # Name → shape in units of the width, and the axis that tensor parallelism splits.

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from megarl.cluster.sync_plan import rank_holdings
 from megarl.config.schema import LayoutConfig
-from megarl.export import weight_specs
-from megarl.parallel.weights.bridge.assign import Holding
-from megarl.parallel.weights.bridge.boxes import num_elements
-from megarl.parallel.weights.bridge.needs import engine_needs
-from megarl.parallel.weights.bridge.placement import best_neighbours, overlaps
-from megarl.parallel.weights.bridge.plan import Plan, build_plan
-from megarl.parallel.weights.families import read_model_spec
-from megarl.plan.sync import rank_holdings
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.plan.assign import Holding
+from megarl.sync.plan.build import Plan, build_plan
+from megarl.sync.plan.needs import engine_needs
+from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.text_table import align
+from megarl.train.export import weight_specs
+from megarl.weights.boxes import num_elements
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import TensorSpec
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "model" / "hf"
 _DEVICES_PER_HOST = 8

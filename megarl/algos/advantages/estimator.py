@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megarl.algos.masked import masked_sum
-from megarl.algos.registry import Registry
 from megarl.algos.token_rewards import KL_PENALTY
 from megarl.config.algo import AdvantageConfig
 from megarl.errors import DataError
+from megarl.registry import Registry
 from megarl.types import Score, ScoredBatch
 
 

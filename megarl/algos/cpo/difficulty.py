@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.algos.masked import group_stats
-from megarl.algos.registry import Registry
 from megarl.config.algo import CpoConfig
+from megarl.registry import Registry
 
 # (uids, correct [B] bool, rewards [B]) → [B] int64.
 Difficulty: TypeAlias = Callable[[Sequence[str], Tensor, Tensor], Tensor]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algos.registry import Registry
+from megarl.registry import Registry
 
 # |d| of bounded quantities: one token far from the hinted policy must not decide the whole row.
 MAX_DELTA = 10.0

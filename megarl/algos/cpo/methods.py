@@ -15,9 +15,9 @@ from megarl.algos.cpo import factors as f
 from megarl.algos.cpo import scopes as s
 from megarl.algos.cpo.formulas import Formula, Gain, Term
 from megarl.algos.cpo.verifier_sign import verifier_weights
-from megarl.algos.registry import Registry
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
+from megarl.registry import Registry
 
 FormulaSet: TypeAlias = Literal["doc", "ref", "fix"]
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.inputs import CpoInputs
-from megarl.algos.registry import Registry
 from megarl.config.algo import CpoConfig
 from megarl.errors import NonFiniteError
+from megarl.registry import Registry
 
 # Which rows count as negative, [B] bool.
 NEG_SCOPES: Registry[Callable[[CpoInputs], Tensor]] = Registry("negative scope", key="algo.cpo.neg_scope")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from megarl.algos.registry import Registry
 from megarl.errors import ConfigError
+from megarl.registry import Registry
 
 # Weight of each difficulty level.
 LevelMix: TypeAlias = Mapping[int, float]

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.messages import Role
+from megarl.device.platform import platform
 from megarl.parallel.moe.balance import load_metrics
 from megarl.parallel.moe.router import moe_layers
-from megarl.parallel.platform import platform
 from megarl.parallel.roles import LoadedRole
 from megarl.types import Rows
+from megarl.types.messages import Role
 
 
 class MiniBatchLoad:

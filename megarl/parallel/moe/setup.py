@@ -7,7 +7,7 @@ import torch
 
 from megarl.config.schema import LayoutConfig, MoeConfig
 from megarl.parallel.moe.router import moe_layers
-from megarl.parallel.weights.dims import Dims, Routing
+from megarl.weights.dims import Dims, Routing
 
 
 def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from megarl.algos.entropy import ENTROPY_CONTROLLERS
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
 from megarl.algos.policy_losses import POLICY_LOSSES
 from megarl.algos.prefixes import PREFIX_STRATEGIES
-from megarl.algos.registry import Registry
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
 from megarl.config import from_dict
 from megarl.config.schema import Config
+from megarl.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "algo"
@@ -218,11 +218,11 @@ METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")
 # Besides algos/, whose metrics are all on the page.
 LOGGED_IN = (
     "cluster/supervisor.py",
-    "collection.py",
+    "train/collect.py",
     "data/hints.py",
     "parallel/moe/balance.py",
-    "rollout/weight_sync.py",
-    "trainer.py",
+    "sync/seam.py",
+    "train/loop.py",
 )
 
 

@@ -7,9 +7,9 @@ import pytest
 import ray
 
 from megarl.cluster import Process
-from megarl.janitor import Janitor
-from megarl.parallel.platform import apply_environment
-from megarl.ray_environment import RAY_ENVIRONMENT
+from megarl.device.platform import apply_environment
+from megarl.host.janitor import Janitor
+from megarl.host.ray_environment import RAY_ENVIRONMENT
 from tests.helpers.remote_processes import start
 
 NUM_PROCESSES = 4

@@ -12,7 +12,7 @@ import pytest
 from megarl.cluster import actors
 from megarl.cluster.actors import EngineActor, end_run_processes
 from megarl.config.schema import EngineConfig
-from megarl.janitor import RUN_ID_VARIABLE
+from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.rollout.engine import EngineSpec
 
 SPEC = EngineSpec(model_path="", dtype="float32", seed=0, max_model_tokens=1, config=EngineConfig(tp=2))

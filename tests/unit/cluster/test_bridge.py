@@ -12,16 +12,16 @@ import torch
 from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
-from megarl.parallel.weights.bridge.boxes import Box
-from megarl.parallel.weights.bridge.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.parallel.weights.bridge.meetings import give_up
-from megarl.parallel.weights.bridge.plan import Message
-from megarl.parallel.weights.bridge.routes import RoutedReceiver, RoutedSender
-from megarl.parallel.weights.bridge.wires import Arrival, Share
-from megarl.parallel.weights.collective import open_store
-from megarl.parallel.weights.slices import Slice
 from megarl.rollout.engine import Received
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.plan.build import Message
+from megarl.sync.wire.collective import open_store
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.sync.wire.meetings import give_up
+from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
+from megarl.sync.wire.wires import Arrival, Share
+from megarl.weights.boxes import Box
+from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.slices import Slice
 from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
 SHAPE = (4, 3)

@@ -13,9 +13,9 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
 from megarl.config.schema import LayoutConfig
 from megarl.errors import NonFiniteError, WorkerError
-from megarl.parallel.messages import Role, UpdateRequest
 from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.types import AlgoState, Denominators, Row
+from megarl.types.messages import Role, UpdateRequest
 from tests.helpers.remote_processes import calls, collected, request
 from tests.helpers.verifier import details_of, job, wait_for_end
 

@@ -11,10 +11,10 @@ import torch
 from megarl.cluster import collective
 from megarl.cluster.collective import CollectiveSync
 from megarl.errors import WeightSyncError
-from megarl.parallel.messages import StoreResult
-from megarl.parallel.weights.collective import Meeting, WeightChannel, open_store
-from megarl.parallel.weights.slices import Slice, checksum, count_elements, slice_checksums
-from megarl.safetensors_map import TensorSpec
+from megarl.sync.wire.collective import Meeting, WeightChannel, open_store
+from megarl.types.messages import StoreResult
+from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.slices import Slice, checksum, count_elements, slice_checksums
 from tests.helpers.threaded_processes import MakeProcess, threaded_processes
 
 SPECS = {"a": TensorSpec(shape=(4, 3), dtype=torch.float32)}

@@ -13,7 +13,7 @@ from megarl.cluster import Cluster
 from megarl.cluster.ray_session import open_ray
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import WorkerError
-from megarl.janitor import RUN_ID_VARIABLE
+from megarl.host.janitor import RUN_ID_VARIABLE
 
 # What Ray itself raises where its processes do not come up in time, of every kind it has.
 FAILURES = [

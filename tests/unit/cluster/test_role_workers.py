@@ -10,8 +10,8 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import Process, RoleWorkers, WorkerGroup
 from megarl.cluster.workers import Calls
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.parallel.messages import Head, LoadRequest, Part, Role, RoleSpec, StoreResult, UpdateRequest, UpdateResult
 from megarl.types import AlgoState, Denominators
+from megarl.types.messages import Head, LoadRequest, Part, Role, RoleSpec, StoreResult, UpdateRequest, UpdateResult
 
 TP2, DP2, ONE = LayoutConfig(tp=2), LayoutConfig(dp=2), LayoutConfig()
 ANSWERS = {"finish_checkpoint": True}

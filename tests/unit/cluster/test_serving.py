@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from megarl.cluster.roles import actor_role
 from megarl.cluster.serving import check_serves
 from megarl.config import Config
 from megarl.config.load import with_overrides
 from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
-from megarl.parallel.messages import Role, RoleSpec
-from megarl.roles import actor_role
+from megarl.types.messages import Role, RoleSpec
 
 OURS = with_overrides(Config(), ["actor.layout.tp=2"])
 LAYOUTS = (OURS.actor.layout,)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from megarl.cluster.engines import OnCompletion, Submission, deal_again, deal_requests
+from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.roster import Process, Roster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
-from megarl.memory import GENERATE, MemoryLedger, Resident
-from megarl.parallel.messages import Part, Role
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import FinishReason
+from megarl.types.messages import Part, Role
 
 OPEN, PUSH = "open", "push {}".format
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint import RunState
 from megarl.config import Config
 from megarl.config.schema import ModelConfig
 from megarl.convert import commands, engine
@@ -19,6 +18,7 @@ from megarl.convert.commands import hf_to_mcore, mcore_to_hf
 from megarl.convert.dist_format import read_index, write_index
 from megarl.convert.engine import Settings
 from megarl.errors import ConfigError, DataError
+from megarl.train.checkpoint import RunState
 from megarl.types import AlgoState
 from tests.helpers.hf_models import DENSE, WITH_EXPERTS, assert_same_tensors, make_model, read_tensors
 

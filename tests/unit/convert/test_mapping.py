@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megarl.convert.mapping import Parameter, RowBlock, extra_state_keys, model_parameters, row_blocks
-from megarl.parallel.weights.families import read_model_spec
-from megarl.parallel.weights.slices import Slice
+from megarl.weights.families import read_model_spec
+from megarl.weights.slices import Slice
 from tests.helpers.small_model import write_config
 
 # Two key/value groups of two query heads; head_dim 2, hidden 8, ffn 12, vocabulary 10.

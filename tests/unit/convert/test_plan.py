@@ -14,8 +14,8 @@ from megarl.convert.dist_format import saved_size
 from megarl.convert.mapping import model_parameters
 from megarl.convert.plan import Plan, plan_dist, plan_hf, row_ranges
 from megarl.errors import DataError
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
-from megarl.safetensors_map import TensorSpec, plan_files
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_map import TensorSpec, plan_files
 from tests.helpers.small_model import write_config
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
+from megarl.device.accelerators import Device, parse_devices, peak_tflops
+from megarl.device.platform import CpuPlatform
 from megarl.doctor import render
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import (
@@ -22,9 +24,7 @@ from megarl.doctor.machine import (
     stale_files,
     stale_finding,
 )
-from megarl.janitor import RUN_ID_VARIABLE
-from megarl.parallel.platform import CpuPlatform
-from megarl.parallel.platform_devices import Device, parse_devices, peak_tflops
+from megarl.host.janitor import RUN_ID_VARIABLE
 
 GIB = 2**30
 H100 = Device(name="NVIDIA H100 80GB HBM3", memory_gib=79.6, driver="580.1")

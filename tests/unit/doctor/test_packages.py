@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.device.accelerators import TorchBuild
+from megarl.device.platform import CpuPlatform, CudaPlatform, Platform
 from megarl.doctor import packages
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError
-from megarl.parallel.platform import CpuPlatform, CudaPlatform, Platform
-from megarl.parallel.platform_devices import TorchBuild
 
 REQUIRES = [
     "megatron-core==0.16.1",

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import MARKER, STATE_FILE, RunState
 from megarl.cli import main
 from megarl.config import dump, load_config
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate
 from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
+from megarl.train.checkpoint import MARKER, STATE_FILE, RunState
 from megarl.types import AlgoState
 from tests.helpers.checkpoints import make_checkpoint
 

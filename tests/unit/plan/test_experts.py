@@ -7,9 +7,9 @@ import pytest
 
 from megarl.cli import main
 from megarl.config.schema import LayoutConfig
-from megarl.parallel.weights.families import ModelSpec, read_model_spec
 from megarl.plan.memory import layer_activation_bytes
-from megarl.plan.shards import num_local_experts, num_stage_parameters
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.shards import num_local_experts, num_stage_parameters
 from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]

@@ -3,7 +3,6 @@
 import pytest
 
 from megarl.config.schema import HeadConfig, LayoutConfig
-from megarl.parallel.weights.families import ModelSpec
 from megarl.plan.memory import (
     activation_bytes,
     gradient_bytes,
@@ -14,6 +13,7 @@ from megarl.plan.memory import (
     optimizer_bytes,
     weight_bytes,
 )
+from megarl.weights.families import ModelSpec
 
 
 def test_weights_gradients_and_optimizer() -> None:

@@ -13,7 +13,7 @@ import yaml
 from matplotlib.image import imread
 
 from megarl.errors import ConfigError, DataError
-from megarl.metrics import JsonlSink, MetricsLogger
+from megarl.record.metrics import JsonlSink, MetricsLogger
 from megarl.report.comparison import Comparison, GroupResult, compare, group_runs
 from megarl.report.comparison_figure import mean_curve
 from megarl.report.comparison_table import comparison_text

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.algos.registry import Registry
+from megarl.registry import Registry
 from tools.bench.logprobs.problem import Head, Outputs, Problem
 
 

@@ -1,0 +1,172 @@
+"""What lies on the devices in which phase of a step, where trainer and engines share them.
+
+A phase is data: the parts it needs. From what is resident now and what a phase needs follow the moves, releases
+first, so that at no time more is resident than the larger of two neighbouring phases. After an update the order is:
+wake the engines' weights → sync → offload the trainer → wake the KV caches.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.types.messages import Part, Role, RoleSpec
+
+ENGINE = "engine"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Resident:
+    """A part of the memory of a role or of the engines."""
+
+    owner: str
+    part: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.part}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A stretch of a step, and what must be on the devices in it."""
+
+    name: str
+    needs: frozenset[Resident]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Parts of one owner that leave the devices or come back."""
+
+    owner: str
+    parts: tuple[str, ...]
+    to_device: bool
+
+    def __str__(self) -> str:
+        return f"{'onload' if self.to_device else 'offload'} {self.owner}.{'+'.join(self.parts)}"
+
+
+def parts_of(owner: str, parts: Iterable[str]) -> frozenset[Resident]:
+    """Several parts of one owner."""
+    return frozenset(Resident(owner, str(part)) for part in parts)
+
+
+def built_parts(roles: Sequence[RoleSpec]) -> frozenset[Resident]:
+    """What loading the roles puts on the devices."""
+    return frozenset().union(*(parts_of(r.role, Part if r.trainable else [Part.PARAMS]) for r in roles))
+
+
+_ENGINE_PARTS = parts_of(ENGINE, [WEIGHTS, KV_CACHE])
+LOAD = Phase(name="load", needs=frozenset())
+GENERATE = Phase(name="generate", needs=_ENGINE_PARTS)
+SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(ENGINE, [WEIGHTS]))
+
+
+def scoring(role: Role) -> Phase:
+    """A forward pass."""
+    return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
+
+
+def updating(role: Role) -> Phase:
+    """Backward passes and the optimizer's step."""
+    return Phase(name=f"update {role}", needs=parts_of(role, Part))
+
+
+def exporting(role: Role) -> Phase:
+    """Writing a model directory."""
+    return Phase(name=f"export {role}", needs=parts_of(role, [Part.PARAMS]))
+
+
+def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
+    """Writing every trained role."""
+    trained = [parts_of(r.role, [Part.PARAMS, Part.OPTIMIZER]) for r in roles if r.trainable]
+    return Phase(name="checkpoint", needs=frozenset().union(*trained))
+
+
+def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
+    """The phases of a step in which every role scores and every trained one is updated, the actor last each time."""
+    others_first = (*roles[1:], roles[0])
+    trained = [updating(r.role) for r in others_first if r.trainable]
+    return [GENERATE, *(scoring(r.role) for r in others_first), *trained, SYNC]
+
+
+def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
+    """What must move before a phase: first away, then back; one move per owner and direction."""
+    leaving = resident - phase.needs
+    if leaving & _ENGINE_PARTS:
+        # Engines drop all they have when they sleep.
+        leaving |= resident & _ENGINE_PARTS
+    return [*_moves(leaving, to_device=False), *_moves(phase.needs - (resident - leaving), to_device=True)]
+
+
+def _moves(parts: frozenset[Resident], *, to_device: bool) -> list[Move]:
+    owners = sorted({part.owner for part in parts})
+    return [
+        Move(owner=owner, parts=tuple(sorted(p.part for p in parts if p.owner == owner)), to_device=to_device)
+        for owner in owners
+    ]
+
+
+def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> str:
+    """A line per phase: the moves before it, and what is on the devices in it."""
+    lines = []
+    for phase in phases:
+        moves = ", ".join(map(str, plan_moves(resident, phase))) or "-"
+        resident = phase.needs
+        lines.append(f"{phase.name:<16} | {moves:<64} | {', '.join(map(str, sorted(resident))) or '-'}")
+    return "\n".join([f"{'phase':<16} | {'moves before it':<64} | on the devices", *lines])
+
+
+class Workers(Protocol):
+    """The trainer's side of a move."""
+
+    def offload(self, role: Role, parts: Sequence[Part]) -> int: ...
+
+    def onload(self, role: Role, parts: Sequence[Part]) -> None: ...
+
+
+class Engines(Protocol):
+    """The engines' side of a move: they drop everything at once."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self, parts: Sequence[str]) -> None: ...
+
+
+class MemoryLedger:
+    """Knows what is resident and carries out the moves of each phase; does nothing unless `enabled`."""
+
+    def __init__(self, workers: Workers, engines: Engines, *, enabled: bool) -> None:
+        self._workers, self._engines, self._enabled = workers, engines, enabled
+        # Engines are awake when they have started.
+        self.resident = _ENGINE_PARTS
+        self._released: dict[str, int] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """Make a phase's parts resident, and nothing else."""
+        if not self._enabled:
+            return
+        for move in plan_moves(self.resident, phase):
+            self._carry_out(move)
+        self.resident = phase.needs
+
+    def add(self, parts: frozenset[Resident]) -> None:
+        """Note what was built on the devices."""
+        self.resident |= parts
+
+    def metrics(self) -> dict[str, float]:
+        """GiB that the trainer's devices gave back since the last call, by role."""
+        metrics = {f"memory/offloaded_gib/{owner}": num / 2**30 for owner, num in self._released.items()}
+        self._released = {}
+        return metrics
+
+    def _carry_out(self, move: Move) -> None:
+        if move.owner == ENGINE and move.to_device:
+            self._engines.wake(move.parts)
+        elif move.owner == ENGINE:
+            self._engines.sleep()
+        elif move.to_device:
+            self._workers.onload(Role(move.owner), [Part(part) for part in move.parts])
+        else:
+            released = self._workers.offload(Role(move.owner), [Part(part) for part in move.parts])
+            self._released[move.owner] = self._released.get(move.owner, 0) + released

@@ -1,0 +1,58 @@
+"""Which models a run needs, as its algorithm asks, and which of them share processes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.config.check_rewards import judges
+from megarl.config.roles import critic_settings, reference_settings, reward_model_settings
+from megarl.config.schema import Config, LayoutConfig, ModelConfig
+from megarl.types import Algorithm, Score
+from megarl.types.messages import Head, Role, RoleSpec
+
+
+def actor_role(config: Config) -> RoleSpec:
+    """The policy that every run trains."""
+    return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
+
+
+def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
+    """The actor; a frozen reference and a critic if the algorithm reads their scores; a reward model if it judges."""
+    required, roles = algorithm.requires(), [actor_role(config)]
+    if Score.REF_LOGPROBS in required:
+        model = _model(config, config.reference.model_path)
+        roles.append(RoleSpec(role=Role.REFERENCE, model=model, settings=reference_settings(config), trainable=False))
+    if Score.VALUES in required:
+        roles.append(
+            RoleSpec(
+                role=Role.CRITIC,
+                model=_model(config, config.critic.model_path),
+                settings=critic_settings(config),
+                head=Head.SCALAR,
+                trainable=not config.critic.freeze,
+            )
+        )
+    if judges(config.rewards, "model"):
+        model = _model(config, config.reward_model.model_path)
+        settings = reward_model_settings(config)
+        roles.append(RoleSpec(role=Role.REWARD, model=model, settings=settings, head=Head.SCALAR, trainable=False))
+    return tuple(roles)
+
+
+def reward_role(config: Config) -> RoleSpec:
+    """The reward model that `megarl train-reward` trains: model.path under the actor's settings."""
+    return RoleSpec(role=Role.REWARD, model=config.model, settings=config.actor, head=Head.SCALAR)
+
+
+def _model(config: Config, path: str | None) -> ModelConfig:
+    return config.model if path is None else replace(config.model, path=path, config_path=None)
+
+
+def model_key(config: Config, role: RoleSpec) -> str:
+    """The key that names a role's model."""
+    return "model.path" if role.model.path == config.model.path else f"{role.role}.model_path"
+
+
+def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, ...]]:
+    """The roles of each layout, the actor's layout first; roles of one layout share its processes."""
+    layouts = dict.fromkeys(role.layout for role in sorted(roles, key=lambda role: role.role is not Role.ACTOR))
+    return {layout: tuple(role for role in roles if role.layout == layout) for layout in layouts}

@@ -1,0 +1,1 @@
+"""The accelerator, or its absence: what differs between CPU and CUDA."""

@@ -1,0 +1,72 @@
+"""What the exit code of a megarl command says, and how errors become one.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the run failed; for doctor: a run cannot start here; for convert verify: the checkpoints differ |
+| 2 | bad input; nothing was started |
+| 85 | SIGTERM or SIGUSR1 stopped the run during training, after a checkpoint of its last step; `--resume` continues |
+| 128 + n | ended at once by signal n: by SIGINT; by SIGTERM or SIGUSR1 before or after training, or when sent twice |
+| 141 | whoever read the output has gone, as `head` does |
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from megarl.errors import (
+    ConfigError,
+    DataError,
+    MismatchError,
+    NonFiniteError,
+    RunError,
+    RunStopped,
+    WeightSyncError,
+    WorkerError,
+)
+from megarl.host.signals import leave_on_signals
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 85
+_STDOUT = 1
+
+
+@contextlib.contextmanager
+def exit_on_errors() -> Iterator[None]:
+    """Around a command: what ends it becomes one line and an exit code of the module's table."""
+    received = leave_on_signals()
+    try:
+        yield
+    except SystemExit as leaving:
+        # Where Ray waits, it replaces the handler's exit code by its own.
+        raise SystemExit(128 + received[0]) if received else leaving from None
+    except (ConfigError, DataError) as error:
+        _fail(error, EXIT_BAD_INPUT)
+    except (MismatchError, NonFiniteError, RunError, WeightSyncError, WorkerError) as error:
+        _fail(error, EXIT_FAILED)
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        raise SystemExit(EXIT_STOPPED) from None
+    finally:
+        _require_reader()
+
+
+def _require_reader() -> None:
+    """Leave without a word if whoever read the output has gone: whether a print failed of it, or is yet to."""
+    poll = select.poll()
+    poll.register(_STDOUT)
+    if any(event & select.POLLERR for _, event in poll.poll(0)):
+        # Python writes what it still has at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    # One line, whatever a library put into its message.
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,205 @@
+"""Leaves nothing behind: one janitor per host ends a run's processes and removes its files when its owner is gone.
+
+Every process of a run inherits MEGARL_RUN_ID. The janitor is started by its owner (the driver; where a run has several
+hosts, what keeps Ray on each), in a session of its own, and reads a pipe that only the owner can write to. When the
+pipe closes, for whatever reason (clean end, crash, SIGKILL), it ends every process that carries the run's id and
+unlinks the run's names. It touches nothing else.
+
+Libraries make shared memory under names of their own (vLLM's workers, multiprocessing). The janitor notes what the
+run's processes have mapped while it waits, and unlinks that too once no process maps it any more.
+"""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+RUN_ID_VARIABLE = "MEGARL_RUN_ID"
+# Set for a driver whose hosts have janitors already: the id of the run that they look after.
+HOSTED_RUN_VARIABLE = "MEGARL_HOSTED_RUN"
+SHM_DIR = Path("/dev/shm")
+GRACE_S = 3.0
+# Ray's own processes end within seconds of the driver after a clean shutdown; let them.
+SETTLE_S = 1.0
+WATCH_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunScope:
+    """The names a run may create outside its run directory. All carry its id."""
+
+    run_id: str
+
+    @property
+    def temp_dir(self) -> Path:
+        """Ray's session files; short, because socket paths are limited to 107 bytes."""
+        return Path(tempfile.gettempdir()) / f"mr-{self.run_id}"
+
+    def shm_file(self, name: str) -> Path:
+        """A file in shared memory."""
+        return SHM_DIR / f"megarl-{self.run_id}-{name}"
+
+    def leftovers(self) -> list[Path]:
+        """Files and directories of this run that exist now."""
+        shm = list(SHM_DIR.glob(f"megarl-{self.run_id}-*")) if SHM_DIR.is_dir() else []
+        return shm + ([self.temp_dir] if self.temp_dir.exists() else [])
+
+    def processes(self) -> list[int]:
+        """Live processes that inherited this run's id, this one excluded."""
+        marker = f"{RUN_ID_VARIABLE}={self.run_id}".encode()
+        found = []
+        for pid in _all_processes():
+            entry = Path(f"/proc/{pid}")
+            try:
+                if (
+                    pid != os.getpid()
+                    and marker in (entry / "environ").read_bytes().split(b"\0")
+                    and not _is_zombie(entry)
+                ):
+                    found.append(pid)
+            except (FileNotFoundError, PermissionError, ProcessLookupError):
+                continue
+        return found
+
+    def mapped_files(self) -> set[Path]:
+        """Shared-memory files that the run's processes have mapped, whatever their names."""
+        return {file for pid in self.processes() for file in mapped_files(pid)}
+
+
+def mapped_files(pid: int) -> set[Path]:
+    """Existing files in shared memory that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return set()
+    start = f" {SHM_DIR}/"
+    return {Path(line[line.index(start) + 1 :]) for line in lines if start in line and not line.endswith(" (deleted)")}
+
+
+def _is_zombie(entry: Path) -> bool:
+    return entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+class Caretaker(Protocol):
+    """Who looks after a run's names on the driver's host."""
+
+    scope: RunScope
+
+    def close(self) -> None:
+        """The driver is done."""
+
+
+class HostedRun:
+    """The caretaker of a driver whose hosts have janitors already, which outlive it."""
+
+    def __init__(self, run_id: str) -> None:
+        self.scope = RunScope(run_id=run_id)
+        os.environ[RUN_ID_VARIABLE] = run_id
+
+    def close(self) -> None:
+        """Nothing is the driver's to clean up."""
+        os.environ.pop(RUN_ID_VARIABLE, None)
+
+
+def open_caretaker() -> Caretaker:
+    """The one that the environment names, or a janitor of this process."""
+    run_id = os.environ.get(HOSTED_RUN_VARIABLE)
+    return Janitor() if run_id is None else HostedRun(run_id)
+
+
+class Janitor:
+    """The owner's end of the pipe. Closing it, or dying, lets the janitor clean up."""
+
+    def __init__(self, run_id: str | None = None) -> None:
+        self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])
+        # Set before any child exists, so that all of them inherit it.
+        os.environ[RUN_ID_VARIABLE] = self.scope.run_id
+        read_end, self._write_end = os.pipe()
+        environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.host.janitor", str(read_end), self.scope.run_id],
+            pass_fds=[read_end],
+            start_new_session=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+        os.close(read_end)
+
+    def close(self) -> None:
+        """Let the janitor clean up and wait until it is done."""
+        os.close(self._write_end)
+        self._process.wait()
+        os.environ.pop(RUN_ID_VARIABLE, None)
+
+
+def scopes_of(prefix: str) -> list[RunScope]:
+    """The runs whose ids begin with `prefix` and whose temporary directories are on this host."""
+    start = RunScope(run_id="").temp_dir
+    return [RunScope(run_id=d.name.removeprefix(start.name)) for d in start.parent.glob(f"{start.name}{prefix}*")]
+
+
+def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
+    """End the run's processes, then unlink its names and the `noted` files of its libraries.
+
+    The owner does not carry the id in the environment that it was started with.
+    """
+    libraries = {*noted, *scope.mapped_files()}
+    end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)
+    for path in scope.leftovers():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    in_use = {file for pid in _all_processes() for file in mapped_files(pid)} if libraries else set()
+    for path in libraries - in_use:
+        path.unlink(missing_ok=True)
+
+
+def end_processes(scope: RunScope, *, settle_s: float, grace_s: float) -> None:
+    """Wait up to `settle_s` for the run's processes to end, then up to `grace_s` after SIGTERM; SIGKILL the rest."""
+    deadline = time.monotonic() + settle_s
+    while time.monotonic() < deadline and scope.processes():
+        time.sleep(0.1)
+    for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, GRACE_S)):
+        deadline = time.monotonic() + wait_s
+        # Again and again: a process may have forked another one before its own end.
+        while (alive := scope.processes()) and time.monotonic() < deadline:
+            for pid in alive:
+                _signal(pid, signum)
+            time.sleep(0.1)
+
+
+def _all_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _signal(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return
+
+
+def main(argv: list[str]) -> None:
+    """`python -m megarl.host.janitor READ_FD RUN_ID`, started by `Janitor`."""
+    read_end, run_id = int(argv[0]), argv[1]
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    scope, noted = RunScope(run_id=run_id), set[Path]()
+    # Nothing is ever written: the pipe becomes readable when the owner's end closes.
+    while not select.select([read_end], [], [], WATCH_S)[0]:
+        noted |= scope.mapped_files()
+    clean_up(scope, noted)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

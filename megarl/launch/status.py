@@ -1,0 +1,156 @@
+"""What a run is doing, for who looks from elsewhere: the driver keeps RUN/status.json, `megarl status` reads it."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+from tqdm import tqdm
+
+from megarl.errors import DataError
+from megarl.launch.restarts import AttemptLog
+from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
+
+BEAT_S = 2.0
+# A driver that has not written for so long is gone, or cannot reach the run's storage.
+LOST_S = 30.0
+# Steps whose mean duration predicts the rest.
+ETA_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What the driver wrote last. state: running, finished, stopped (by a signal), failed; times in seconds since 1970.
+
+    phase: what the driver waits for, since when.
+    """
+
+    command: str
+    state: str
+    host: str
+    pid: int
+    job_id: str | None
+    started: float
+    written: float
+    phase: str | None = None
+    phase_since: float | None = None
+    error: str | None = None
+
+
+class Heartbeat:
+    """Writes RUN/status.json every `BEAT_S` while a command runs, and at its end."""
+
+    def __init__(self, path: Path, command: str, phase: Callable[[], tuple[str, float] | None]) -> None:
+        """`phase`: what the driver waits for now, and since when (seconds since 1970); None: for nothing."""
+        self._path, self._phase, now = path, phase, time.time()
+        self._status = Status(
+            command=command,
+            state="running",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job_id=os.environ.get("SLURM_JOB_ID"),
+            started=now,
+            written=now,
+        )
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write(self._status)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        state = "finished" if kind is None else _STATES.get(kind.__name__, "failed")
+        text = str(error) if state == "failed" else None
+        self._write(replace(self._status, state=state, written=time.time(), error=text))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            phase, since = self._phase() or (None, None)
+            self._write(replace(self._status, written=time.time(), phase=phase, phase_since=since))
+
+    def _write(self, status: Status) -> None:
+        """Replaced as a whole: a reader never sees half of it."""
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(status)))
+        temporary.replace(self._path)
+
+
+_STATES = {"RunStopped": "stopped", "SystemExit": "stopped", "KeyboardInterrupt": "stopped"}
+
+
+def read_status(root: Path) -> Status:
+    """The status of a run. Raises DataError where there is none."""
+    path = RunPaths(root).status
+    if not path.exists():
+        raise DataError(f"{root} holds no run (there is no {path.name}); give the directory run.dir/run.name")
+    return Status(**json.loads(path.read_text()))
+
+
+def describe_status(root: Path, *, now: float) -> dict[str, Any]:
+    """What `megarl status` prints, by name; values that are unknown are left out."""
+    status, paths = read_status(root), RunPaths(root)
+    lost = status.state == "running" and now - status.written > LOST_S
+    seen: dict[str, Any] = {
+        "state": f"lost: no sign of life for {tqdm.format_interval(now - status.written)}" if lost else status.state,
+        "command": status.command,
+        "driver": f"{status.host}, process {status.pid}" + (f", job {status.job_id}" if status.job_id else ""),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.started)),
+    }
+    if status.state == "running" and status.phase is not None and status.phase_since is not None:
+        seen["phase"] = f"{status.phase}, for {tqdm.format_interval(status.written - status.phase_since)}"
+    if status.error is not None:
+        seen["error"] = status.error
+    records = [r for r in read_metrics(paths.metrics) if "actor/lr" in r.metrics] if paths.metrics.exists() else []
+    if records:
+        seen |= _progress(records, _total_steps(paths, status.command), running=status.state == "running")
+    for directory in sorted(paths.logs.glob("slurm-*")):
+        attempts = AttemptLog(directory).read()
+        ends = ", ".join(f"{a.reason} ({a.exit_code})" for a in attempts)
+        seen[f"job {directory.name.removeprefix('slurm-')}"] = f"{len(attempts)} attempt(s) ended: {ends}"
+    return seen
+
+
+def _total_steps(paths: RunPaths, command: str) -> int:
+    config = yaml.safe_load(paths.config.read_text())
+    return int(config["sft" if command == "sft" else "trainer"]["total_steps"])
+
+
+def _progress(records: list[MetricsRecord], total: int, *, running: bool) -> dict[str, Any]:
+    last, recent = records[-1], records[-ETA_STEPS - 1 :]
+    seen: dict[str, Any] = {"step": f"{last.step} of {total}"}
+    if running and len(recent) > 1 and last.step < total:
+        step_s = (recent[-1].time_s - recent[0].time_s) / (recent[-1].step - recent[0].step)
+        seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
+    for name, key in (
+        ("reward", "critic/rule_score/mean"),
+        ("loss", "actor/loss"),
+        ("gradient norm", "actor/grad_norm"),
+        ("tokens/s", "perf/tokens_per_s"),
+    ):
+        if key in last.metrics:
+            seen[name] = float(f"{last.metrics[key]:.4g}")
+    return seen
+
+
+def print_status(root: Path, *, as_json: bool) -> None:
+    """A line per name, or JSON."""
+    seen = describe_status(root, now=time.time())
+    if as_json:
+        print(json.dumps(seen, indent=1))
+        return
+    width = max(map(len, seen))
+    for name, value in seen.items():
+        print(f"{name:{width}}  {value}")

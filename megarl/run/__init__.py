@@ -1,0 +1,1 @@
+"""Whole runs and queues of runs, from a configuration to a report."""

@@ -1,0 +1,117 @@
+"""Which checkpoint `--resume` continues from, and whether the configuration still fits it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+from megarl.record.metrics import RunPaths
+from megarl.train.checkpoint import Checkpoint, Command, last_checkpoint
+from megarl.types.messages import Role
+
+_SCHEDULE = ("lr", "clip_grad_norm", "warmup_steps", "schedule", "decay_frac", "min_lr_frac")
+# What a run may be continued with: where and how it computes, how long, and what it writes. The rest decides what it
+# optimises, on which data, in which order.
+CONTINUABLE = (
+    "run.name",
+    "run.dir",
+    "actor.layout",
+    "actor.recompute",
+    "actor.micro_batch_tokens",
+    "actor.head",
+    "reference.layout",
+    "reference.micro_batch_tokens",
+    "reward_model.layout",
+    "reward_model.micro_batch_tokens",
+    "critic.layout",
+    "critic.recompute",
+    "critic.micro_batch_tokens",
+    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _SCHEDULE),
+    "rollout.timeout_s",
+    "rollout.record",
+    "rollout.engine",
+    *(f"rewards.remote.{key}" for key in ("urls", "rows_per_request", "timeout_s", "retries", "backoff_s")),
+    "rewards.verifier",
+    "rewards.code.workers",
+    "placement",
+    "sync",
+    "trainer.total_steps",
+    "trainer.mismatch_gate_nats",
+    "validation",
+    "sft.total_steps",
+    "train_reward.total_steps",
+    "train_reward.val_every_steps",
+    "logging",
+    "checkpoint",
+    "cluster",
+)
+
+
+# The section that says how long a command's runs are, and how long.
+_TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
+    "train": lambda config: ("trainer", config.trainer.total_steps),
+    "sft": lambda config: ("sft", config.sft.total_steps),
+    "train-reward": lambda config: ("train_reward", config.train_reward.total_steps),
+}
+
+
+def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """`dotted.key: old → new` of every setting in which two configurations differ."""
+    for field in fields(old):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        key = f"{path}{field.name}"
+        if is_dataclass(before) and type(before) is type(after):
+            yield from changed_keys(before, after, f"{key}.")
+        elif before != after:
+            yield f"{key}: {before} → {after}"
+
+
+def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
+    """The run directory's last complete checkpoint; None if the run has to start from scratch.
+
+    Raises:
+        ConfigError: the checkpoint cannot be continued with this configuration, or the run ended without one.
+    """
+    paths = RunPaths(Path(config.run.dir) / config.run.name)
+    checkpoint = last_checkpoint(paths.checkpoints)
+    if checkpoint is None:
+        if paths.export.exists():
+            raise ConfigError(
+                f"{paths.root} holds a finished run without a checkpoint, which --resume would replace; "
+                f"choose another run.name, or pass --overwrite"
+            )
+        return None
+    if checkpoint.state.command != command:
+        raise ConfigError(
+            f"{checkpoint.path}: was written by megarl {checkpoint.state.command}, which continues it; "
+            f"choose another run.name for megarl {command}"
+        )
+    section, total = _TOTAL_STEPS[command](config)
+    if checkpoint.state.step > total:
+        raise ConfigError(
+            f"{section}.total_steps: got {total}, expected >= {checkpoint.state.step}, the steps that "
+            f"{checkpoint.path} has done"
+        )
+    refused = [change for change in changed_keys(checkpoint.state.config, config) if not _is_continuable(change)]
+    if refused:
+        raise ConfigError(
+            f"{checkpoint.path}: cannot be continued with other settings: {'; '.join(refused)}; "
+            f"restore them, or choose another run.name"
+        )
+    return checkpoint
+
+
+def _is_continuable(change: str) -> bool:
+    key = change.partition(":")[0]
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in CONTINUABLE)
+
+
+def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
+    """What a user should know of a continued run: where it starts, and what is not as it was."""
+    notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
+    notes += [f"changed since the checkpoint: {change}" for change in changed_keys(checkpoint.state.config, config)]
+    if len(checkpoint.same_layout(config)) < len(Role):
+        notes.append("another layout: random number generators are seeded anew")
+    return notes

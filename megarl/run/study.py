@@ -1,0 +1,269 @@
+"""A study: a queue of reinforcement-learning runs, one after the other on one live cluster.
+
+    base: configs/run/sums-rl.yaml
+    dir: runs/study
+    overrides: [trainer.total_steps=25]
+    runs:
+      - {algo: grpo, seed: 0}
+      - {algo: ppo, seed: 0, overrides: [trainer.num_epochs=2]}
+
+A run is called ALGO-seedN. Everything is checked before the cluster starts. A finished run is skipped, an unfinished
+one is started anew. After a failure the others go on with new processes: what a failure left of the old ones is
+unknown.
+"""
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megarl.cluster.roles import by_layout
+from megarl.config import from_dict, load_config
+from megarl.config.load import read_yaml
+from megarl.config.schema import Config
+from megarl.errors import ConfigError, DataError, RunError, RunStopped
+from megarl.host.signals import last_stop_signal
+from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.recorder import RunRecorder
+from megarl.report import write_report
+from megarl.report.run import load_runs
+from megarl.report.summary import SAMPLED, validation_curve
+from megarl.rollout.engine import engine_spec
+from megarl.run.resume import changed_keys
+from megarl.train.inputs import open_train_inputs
+from megarl.types.messages import RoleSpec
+
+if TYPE_CHECKING:
+    from megarl.cluster import Cluster
+
+# What the study itself sets in every run.
+OWN_KEYS = ("run.dir", "run.name", "run.seed", "use.algo")
+# Keys of a config.json that say nothing about the model's shape.
+_INCIDENTAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedRun:
+    """A run of the study: a file of configs/algo, a seed, and settings of its own."""
+
+    algo: str
+    seed: int = 0
+    name: str | None = None  # It is called NAME-seedN; null: the algorithm file's name.
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name or Path(self.algo).stem}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A study file. `overrides` hold for all runs; those of a run come after them."""
+
+    base: str
+    dir: str
+    runs: tuple[QueuedRun, ...]
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A checked run that is still to do; `place` counts all runs of the study from 1."""
+
+    place: int
+    config: Config
+    roles: tuple[RoleSpec, ...]
+    architecture: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyPlan:
+    """The names of finished runs by place, and the runs that wait."""
+
+    num_runs: int
+    finished: Mapping[int, str]
+    waiting: tuple[PlannedRun, ...]
+
+    @property
+    def cluster_config(self) -> Config:
+        """What engines and ranks are started with: of the waiting runs, the one with the longest context."""
+        return max((run.config for run in self.waiting), key=lambda config: engine_spec(config).max_model_tokens)
+
+    @property
+    def roles(self) -> tuple[RoleSpec, ...]:
+        """What the ranks must have room for: every role in every layout that a waiting run asks for."""
+        return tuple({(role.role, role.layout): role for run in self.waiting for role in run.roles}.values())
+
+
+def load_study(path: Path) -> Study:
+    """A study file, strictly: an unknown key or a wrong type is a ConfigError that names the file."""
+    try:
+        study = from_dict(Study, read_yaml(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not study.runs:
+        raise ConfigError(f"{path}: runs: is empty, expected a list such as [{{algo: grpo, seed: 0}}]")
+    names = [run.full_name for run in study.runs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{path}: runs: {twice} is there twice; give one of them another seed or a name")
+    return study
+
+
+def run_config(study: Study, run: QueuedRun) -> Config:
+    """The configuration of one run."""
+    for override in (*study.overrides, *run.overrides):
+        if (key := override.partition("=")[0].strip()) in OWN_KEYS:
+            raise ConfigError(f"{run.full_name}: overrides set {key}, which the study decides; remove it")
+    own = [f"run.dir={study.dir}", f"run.name={run.full_name}", f"run.seed={run.seed}", f"use.algo={run.algo}"]
+    return load_config(Path(study.base), [*own, *study.overrides, *run.overrides])
+
+
+def is_finished(config: Config) -> bool:
+    """Whether the run's directory holds its export and the metrics of its last step.
+
+    Raises:
+        ConfigError: it does, but the run had other settings.
+    """
+    paths = RunPaths(Path(config.run.dir) / config.run.name)
+    if not paths.export.is_dir() or not paths.metrics.is_file():
+        return False
+    saved = from_dict(Config, yaml.safe_load(paths.config.read_text(encoding="utf-8")))
+    # A study may be moved.
+    saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
+    if changes := list(changed_keys(saved, config)):
+        raise ConfigError(
+            f"{paths.root}: was finished with other settings: {'; '.join(changes)}; restore them, remove the run, or "
+            f"choose another dir"
+        )
+    return max((record.step for record in read_metrics(paths.metrics)), default=0) == config.trainer.total_steps
+
+
+def plan_study(study: Study) -> StudyPlan:
+    """Check every run that is still to do: its settings, model and data, and that one cluster serves all."""
+    finished, waiting = {}, []
+    for place, queued in enumerate(study.runs, start=1):
+        try:
+            config = run_config(study, queued)
+            if is_finished(config):
+                finished[place] = config.run.name
+                continue
+            inputs = open_train_inputs(config)
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"{queued.full_name}: {error}") from error
+        architecture = {k: v for k, v in inputs.spec.hf_config.items() if k not in _INCIDENTAL}
+        waiting.append(PlannedRun(place=place, config=config, roles=inputs.roles, architecture=architecture))
+    plan = StudyPlan(num_runs=len(study.runs), finished=finished, waiting=tuple(waiting))
+    if waiting:
+        _check_cluster_serves(plan)
+    return plan
+
+
+def plan_text(plan: StudyPlan) -> str:
+    """A line per run, in the order of the study."""
+    lines = {place: f"{name}: finished" for place, name in plan.finished.items()}
+    lines |= {run.place: f"{run.name}: to do" for run in plan.waiting}
+    return "\n".join(f"[{place}/{plan.num_runs}] {lines[place]}" for place in sorted(lines))
+
+
+def _check_cluster_serves(plan: StudyPlan) -> None:
+    from megarl.cluster.serving import check_serves
+
+    config, first = plan.cluster_config, plan.waiting[0]
+    for run in plan.waiting:
+        try:
+            check_serves(config, by_layout(plan.roles), run.config, run.roles)
+        except ConfigError as error:
+            raise ConfigError(f"{run.name}: {error}") from error
+        if run.architecture != first.architecture:
+            raise ConfigError(
+                f"{run.name}: the model in {run.config.model.path} is not of the shape of that in "
+                f"{first.config.model.path}, so one cluster cannot serve both; make another study for it"
+            )
+
+
+def run_study(study: Study) -> list[str]:
+    """Run what is still to do; a line per run. Returns the names of the runs that failed.
+
+    Raises:
+        RunStopped: a signal ended the study early.
+    """
+    plan = plan_study(study)
+    for place, name in plan.finished.items():
+        _report(plan, place, f"{name}: finished before, skipped")
+    waiting, failed, began = deque(plan.waiting), list[str](), time.monotonic()
+    while waiting:
+        failed += _run_until_failure(study, plan, waiting)
+    counts = f"{len(plan.waiting) - len(failed)} done, {len(plan.finished)} skipped, {len(failed)} failed"
+    names = f": {', '.join(failed)}" if failed else ""
+    print(f"{plan.num_runs} runs in {time.monotonic() - began:.0f} s: {counts}{names}", flush=True)
+    return failed
+
+
+def _report(plan: StudyPlan, place: int, text: str) -> None:
+    print(f"[{place}/{plan.num_runs}] {text}", flush=True)
+
+
+def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]) -> list[str]:
+    """Take runs from the queue on one cluster until none is left or one has failed; the name of that one."""
+    from megarl.cluster import Cluster
+
+    logs = Path(study.dir) / "logs"
+    try:
+        cluster = Cluster(plan.cluster_config, roles=plan.roles, log_dir=logs)
+    except (ConfigError, DataError) as error:
+        raise RunError(str(error)) from error
+    with cluster:
+        while waiting:
+            run, began = waiting.popleft(), time.monotonic()
+            try:
+                result = _train(run, cluster)
+            except RunStopped as stopped:
+                raise RunStopped(f"{study.dir}: {run.name} was stopped; the same command starts it anew") from stopped
+            # Whatever it is, the other runs may be sound.
+            except Exception as error:
+                cluster.close(failed=True)
+                cause = _cause(error).replace("RUN/logs", str(logs))
+                _report(plan, run.place, f"{run.name}: FAILED after {time.monotonic() - began:.0f} s, {cause}")
+                return [run.name]
+            _report(plan, run.place, f"{run.name}: {result} in {time.monotonic() - began:.0f} s")
+            if (signum := last_stop_signal()) is not None:
+                raise RunStopped(f"{study.dir}: stopped by {signum.name} after {run.name}; the same command goes on")
+    return []
+
+
+def _train(run: PlannedRun, cluster: "Cluster") -> str:
+    """One run, from fresh weights to its report; its result in words."""
+    from megarl.train.loop import Trainer
+
+    inputs = open_train_inputs(run.config)
+    for warning in inputs.warnings:
+        print(f"{run.name}: warning: {warning}")
+    recorder = RunRecorder(run.config, overwrite=True)
+    Trainer(inputs, cluster, recorder).fit()
+    write_report(recorder.paths.root)
+    return _result(recorder.paths.root)
+
+
+def _result(root: Path) -> str:
+    """`validation 0.441 ± 0.031 → 0.965 ± 0.012`, or the reward of the last step of a run without validation."""
+    (run,) = load_runs([root])
+    if curve := validation_curve(run, SAMPLED):
+        return f"validation {' → '.join(str(point) for point in dict.fromkeys((curve[0], curve[-1])))}"
+    rewards = run.get("critic/score/mean").values
+    return f"reward {rewards[-1]:.3f} at the last step" if rewards else "no step had rows to train on"
+
+
+def _cause(error: Exception) -> str:
+    """One line; an error that is not megarl's own leaves its traceback above it."""
+    if not type(error).__module__.startswith("megarl"):
+        traceback.print_exception(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

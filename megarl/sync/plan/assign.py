@@ -1,0 +1,137 @@
+"""Which source sends what: every piece that a sink needs comes from a neighbour, or from who has least to send."""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+from megarl.errors import WeightSyncError
+from megarl.weights.boxes import Box, num_elements, pieces
+from megarl.weights.safetensors_map import TensorSpec
+
+# What a process holds or needs: of each tensor one box.
+Holding: TypeAlias = Mapping[str, Box]
+# Sink → sources that share its memory.
+Neighbours: TypeAlias = Mapping[int, Collection[int]]
+# Box of a tensor → who has it.
+_Places: TypeAlias = Mapping[Box, tuple[int, ...]]
+_NOWHERE: _Places = {}
+
+
+class Run(NamedTuple):
+    """The same box of several tensors, end to end; `num_bytes` is that of one, `item_bytes` of an element."""
+
+    tensors: tuple[str, ...]
+    box: Box
+    num_bytes: int
+    item_bytes: int
+
+
+class Transfer(NamedTuple):
+    """A run, from a source to a sink. Sinks that need the same share the run: plans of large models have millions."""
+
+    source: int
+    sink: int
+    local: bool
+    run: Run
+
+
+class Alike(NamedTuple):
+    """Tensors that follow each other in the model with the same shape and type, held and needed in the same places.
+
+    Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
+    """
+
+    tensors: tuple[str, ...]
+    spec: TensorSpec
+    held: _Places
+    needed: _Places
+
+
+def alike_tensors(
+    specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
+) -> Iterator[Alike]:
+    """All tensors, in the order of `specs`."""
+    holders, takers = _by_tensor(held), _by_tensor(needed)
+
+    def places(name: str) -> tuple[str, TensorSpec, _Places, _Places]:
+        return layer_of(name), specs[name], holders.get(name, _NOWHERE), takers.get(name, _NOWHERE)
+
+    for (_, spec, has, wants), names in itertools.groupby(specs, places):
+        yield Alike(tuple(names), spec, has, wants)
+
+
+def layer_of(name: str) -> str:
+    """A tensor's layer, such as model.layers.3; "" of what is in none."""
+    head, layers, rest = name.partition(".layers.")
+    return f"{head}{layers}{rest.partition('.')[0]}" if layers else ""
+
+
+def assign(
+    specs: Mapping[str, TensorSpec],
+    held: Mapping[int, Holding],
+    needed: Mapping[int, Holding],
+    neighbours: Neighbours,
+) -> Iterator[Transfer]:
+    """Every piece that a sink needs, with the source that it comes from.
+
+    Raises:
+        WeightSyncError: a sink needs what no source holds.
+    """
+    near = {sink: sorted(neighbours.get(sink, ())) for sink in needed}
+    load = dict.fromkeys(held, 0)
+    for alike in alike_tensors(specs, held, needed):
+        boxes, groups = tuple(alike.held), list(alike.held.values())
+        item_bytes = alike.spec.dtype.itemsize
+        for wanted, sinks in alike.needed.items():
+            for piece in pieces(wanted, boxes):
+                candidates = frozenset(source for holder in piece.holders for source in groups[holder])
+                if not candidates:
+                    name = alike.tensors[0]
+                    raise WeightSyncError(f"no rank holds {name}{piece.box}, which engine worker {sinks[0]} needs")
+                run = Run(alike.tensors, piece.box, num_elements(piece.box) * item_bytes, item_bytes)
+                for sink in sinks:
+                    for own in near[sink]:
+                        if own in candidates:
+                            yield Transfer(own, sink, True, run)
+                            break
+                    else:
+                        for source, part in _spread(run, candidates, load):
+                            yield Transfer(source, sink, False, part)
+
+
+def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
+    """Source → what it sends: each tensor by whoever has least to send then. Adds it to `load`."""
+    tensors, _, num_bytes, _ = run
+    if len(candidates) == 1:
+        (source,) = candidates
+        load[source] += len(tensors) * num_bytes
+        return ((source, run),)
+    heap = [(load[source], source) for source in candidates]
+    heapq.heapify(heap)
+    counts = Counter[int]()
+    for _ in tensors:
+        least, source = heap[0]
+        counts[source] += 1
+        heapq.heapreplace(heap, (least + num_bytes, source))
+    shares, start = [], 0
+    for source, count in counts.items():
+        load[source] += count * num_bytes
+        shares.append((source, run._replace(tensors=tensors[start : start + count])))
+        start += count
+    return shares
+
+
+def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, tuple[int, ...]]]:
+    """Tensor → box → who has it. Replicas that share one object are looked at once."""
+    replicas: dict[int, tuple[Holding, list[int]]] = {}
+    for process, holding in sorted(holdings.items()):
+        replicas.setdefault(id(holding), (holding, []))[1].append(process)
+    found: dict[str, dict[Box, tuple[int, ...]]] = {}
+    for holding, processes in replicas.values():
+        those = tuple(processes)
+        for name, box in holding.items():
+            places = found.setdefault(name, {})
+            places[box] = places.get(box, ()) + those
+    return found

@@ -1,0 +1,207 @@
+"""The plan of a transfer: which source sends which box of which tensor to which sink, and in which bucket.
+
+A pure function of what sources hold and sinks need, computed once. Sink i receives
+
+    R_i = |D_i| − |D_i ∩ S_i|
+
+bytes over the wire and no more: D_i is what it needs, S_i what the sources hold that share its memory. The rest of
+D_i it copies from these. Where several sources hold a piece, the one that has least to send so far sends it.
+"""
+
+import contextlib
+import functools
+import gc
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl.sync.plan.assign import Holding, Neighbours, Run, Transfer, assign
+from megarl.sync.plan.stagger import staggered
+from megarl.weights.boxes import Box, num_elements, split_rows
+from megarl.weights.safetensors_map import TensorSpec
+
+_ITEM_BYTES = operator.attrgetter("item_bytes")
+_LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor on its way; `offset` is where its bytes start in the message."""
+
+    tensor: str
+    box: Box
+    offset: int
+
+
+class Message(NamedTuple):
+    """What a source sends to a sink in one bucket, end to end; the `turn`-th message of the pair.
+
+    local: between neighbours, not over the wire.
+    """
+
+    bucket: int
+    turn: int
+    source: int
+    sink: int
+    local: bool
+    runs: tuple[Run, ...]
+    num_bytes: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Every box of every tensor, made when asked for: plans of large models have millions."""
+        return tuple(_parts(self.runs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All messages, by bucket; `specs` are the full tensors."""
+
+    specs: Mapping[str, TensorSpec]
+    needs: Mapping[int, Holding]
+    messages: tuple[Message, ...]
+
+    @functools.cached_property
+    def _by_source(self) -> Mapping[int, list[Message]]:
+        return _grouped(self.messages, "source")
+
+    @functools.cached_property
+    def _by_sink(self) -> Mapping[int, list[Message]]:
+        return _grouped(self.messages, "sink")
+
+    def of_source(self, source: int) -> list[Message]:
+        return self._by_source.get(source, [])
+
+    def of_sink(self, sink: int) -> list[Message]:
+        return self._by_sink.get(sink, [])
+
+    def received_bytes(self, sink: int, *, local: bool = False) -> int:
+        """R_i, or with `local` what a sink copies from its neighbours."""
+        return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Σ R_i."""
+        return sum(message.num_bytes for message in self.messages if not message.local)
+
+
+def build_plan(
+    specs: Mapping[str, TensorSpec],
+    held: Mapping[int, Holding],
+    needed: Mapping[int, Holding],
+    *,
+    neighbours: Neighbours | None = None,
+    bucket_bytes: int | None = None,
+) -> Plan:
+    """The plan for tensors in the order of `specs`, each sink beginning elsewhere: they complete tensors in that order.
+
+    In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
+    unless one row of a tensor is more; by default a sixteenth of all tensors, but 1 to 128 MiB. Larger buckets are
+    fewer messages; each process stages `wires.DEPTH` of them.
+
+    Raises:
+        WeightSyncError: a sink needs what no source holds.
+    """
+    if bucket_bytes is None:
+        bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
+    with _no_garbage():
+        transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
+        return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Millions of small objects in no cycle: to look for cycles among them again and again is half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        # To the oldest generation, as if they had been looked at.
+        gc.freeze()
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
+    """A run in parts that are small enough: some of its tensors each, or blocks of rows of one."""
+    tensors, box, num_bytes, item_bytes = run
+    if len(tensors) * num_bytes <= max_bytes:
+        return (run,)
+    if num_bytes <= max_bytes:
+        most = max_bytes // num_bytes
+        return [run._replace(tensors=tensors[i : i + most]) for i in range(0, len(tensors), most)]
+    return [
+        Run((tensor,), rows, num_elements(rows) * item_bytes, item_bytes)
+        for tensor in tensors
+        for rows in split_rows(box, max_bytes // item_bytes)
+    ]
+
+
+class _Open:
+    """A message that grows: the last one of its pair."""
+
+    __slots__ = ("bucket", "num_bytes", "runs", "turn")
+
+    def __init__(self) -> None:
+        self.bucket, self.turn, self.runs, self.num_bytes = 0, 0, list[Run](), 0
+
+    def begin(self, bucket: int) -> None:
+        self.bucket, self.turn, self.runs, self.num_bytes = bucket, self.turn + 1, [], 0
+
+
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
+    """Transfers in messages: one per pair and bucket.
+
+    Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
+    of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
+    """
+    # Of every source and every sink, over the wire or locally: the bucket that it is at, and the bytes in it.
+    at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
+    growing = defaultdict[tuple[int, int, bool], _Open](_Open)
+    buckets = defaultdict[int, list[Message]](list)
+    for source, sink, local, whole in transfers:
+        sources, sinks = at[local]
+        out, into, message = sources[source], sinks[sink], growing[source, sink, local]
+        for run in _blocks(whole, bucket_bytes):
+            size = len(run.tensors) * run.num_bytes
+            # The later bucket; of the same one, who has more in it.
+            bucket, filled = max(out, into)
+            if filled and filled + size > bucket_bytes:
+                bucket += 1
+            out[:] = bucket, size + (out[1] if out[0] == bucket else 0)
+            into[:] = bucket, size + (into[1] if into[0] == bucket else 0)
+            if message.bucket != bucket and message.runs:
+                buckets[message.bucket].append(_message(source, sink, message, local=local))
+                message.begin(bucket)
+            message.bucket = bucket
+            message.runs.append(run)
+            message.num_bytes += size
+    for (source, sink, local), message in growing.items():
+        buckets[message.bucket].append(_message(source, sink, message, local=local))
+    return [message for bucket in sorted(buckets) for message in buckets[bucket]]
+
+
+def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Message:
+    if len(grown.runs) > 1:
+        # Widest items first: all are aligned without gaps.
+        grown.runs.sort(key=_ITEM_BYTES, reverse=True)
+    return Message(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
+
+
+def _parts(runs: Iterable[Run]) -> Iterator[Part]:
+    offset = 0
+    for run in runs:
+        for tensor in run.tensors:
+            yield Part(tensor, run.box, offset)
+            offset += run.num_bytes
+
+
+def _grouped(messages: Iterable[Message], end: str) -> Mapping[int, list[Message]]:
+    found = dict[int, list[Message]]()
+    for message in messages:
+        found.setdefault(getattr(message, end), []).append(message)
+    return found

@@ -1,0 +1,68 @@
+"""Which sink shares memory with which source, so that as little as possible goes over the wire."""
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+
+from megarl.sync.plan.assign import Holding, alike_tensors
+from megarl.weights.boxes import intersection, num_elements
+from megarl.weights.safetensors_map import TensorSpec
+
+
+def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
+    """[sinks, sources] int64: |D_i ∩ S_j| in bytes, in the order of the keys."""
+    sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
+    shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
+    for alike in alike_tensors(specs, held, needed):
+        for (wanted, takers), (has, holders) in itertools.product(alike.needed.items(), alike.held.items()):
+            if (common := intersection(wanted, has)) is not None:
+                num_bytes = len(alike.tensors) * num_elements(common) * alike.spec.dtype.itemsize
+                shared[np.ix_([sinks[i] for i in takers], [sources[j] for j in holders])] += num_bytes
+    return shared
+
+
+def best_neighbours(shared: np.ndarray) -> list[int]:
+    """Of each sink the source to put it with: no two with one source, Σ_i |D_i ∩ S_σ(i)| as large as can be.
+
+    shared: [sinks, sources], of `overlaps` or a part of it, such as an engine's workers and the devices it may use.
+
+    Raises:
+        ValueError: there are more sinks than sources.
+    """
+    if shared.shape[0] > shared.shape[1]:
+        raise ValueError(f"got {shared.shape[0]} sinks and {shared.shape[1]} sources, expected at most as many sinks")
+    return assignment(-shared)
+
+
+def assignment(costs: np.ndarray) -> list[int]:
+    """The columns, one for each row, that cost least together: the Hungarian method by shortest augmenting paths.
+
+    costs: [n, m] int64, n ≤ m. Exact; O(n² m).
+    """
+    num_rows, num_columns = costs.shape
+    # Column 0 and row 0 are outside the matrix: where a path begins.
+    row_price, column_price = np.zeros(num_rows + 1, dtype=np.int64), np.zeros(num_columns + 1, dtype=np.int64)
+    row_of = np.zeros(num_columns + 1, dtype=np.int64)
+    for row in range(1, num_rows + 1):
+        row_of[0], column = row, 0
+        least = np.full(num_columns + 1, np.iinfo(np.int64).max)
+        before, seen = np.zeros(num_columns + 1, dtype=np.int64), np.zeros(num_columns + 1, dtype=bool)
+        while row_of[column]:
+            seen[column], at = True, row_of[column]
+            reduced = costs[at - 1] - row_price[at] - column_price[1:]
+            nearer = ~seen[1:] & (reduced < least[1:])
+            least[1:][nearer], before[1:][nearer] = reduced[nearer], column
+            open_columns = np.flatnonzero(~seen)
+            column = open_columns[np.argmin(least[open_columns])]
+            step = least[column]
+            row_price[row_of[seen]] += step
+            column_price[seen] -= step
+            least[~seen] -= step
+        while column:
+            row_of[column] = row_of[before[column]]
+            column = before[column]
+    chosen = np.zeros(num_rows, dtype=np.int64)
+    taken = np.flatnonzero(row_of[1:])
+    chosen[row_of[1:][taken] - 1] = taken
+    return [int(column) for column in chosen]

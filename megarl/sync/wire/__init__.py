@@ -1,0 +1,1 @@
+"""How planned parts travel: shared memory within a host, process groups between hosts."""

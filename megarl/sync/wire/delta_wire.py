@@ -1,0 +1,145 @@
+"""Messages as differences from their last versions, over any wire: ends that wrap the ends of one.
+
+Both sides keep the last version of each of their messages in host memory. How long a message is now, its sender says in
+the plan's store; one of full length is the message itself. Messages between neighbours do not travel, and pass as
+they are.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import WeightSyncError
+from megarl.sync.plan.build import Message
+from megarl.sync.wire.delta import Span, apply, encode
+from megarl.sync.wire.meetings import is_said
+from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, Staged, pack
+from megarl.weights.boxes import num_elements
+
+_Key = tuple[int, int, int]
+
+
+class _Versions:
+    """The last version of each message, and how the two sides agree on lengths."""
+
+    def __init__(self, share: Share) -> None:
+        self._specs, meeting = share.specs, share.meeting
+        self._timeout_s = meeting.timeout_s
+        timeout = timedelta(seconds=meeting.timeout_s)
+        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
+        self.kept = dict[_Key, torch.Tensor]()
+        self.transfer = 0
+
+    def spans(self, message: Message) -> list[Span]:
+        widths = {part.tensor: self._specs[part.tensor].dtype.itemsize for part in message.parts}
+        return [
+            (part.tensor, part.offset, part.offset + num_elements(part.box) * widths[part.tensor], widths[part.tensor])
+            for part in message.parts
+        ]
+
+    def keep(self, message: Message, data: torch.Tensor) -> None:
+        if (kept := self.kept.get(key_of(message))) is None:
+            self.kept[key_of(message)] = data.clone()
+        else:
+            kept.copy_(data)
+
+    def say_length(self, message: Message) -> None:
+        self._store.set(self._name(message), str(message.num_bytes))
+
+    def with_length(self, message: Message) -> Message:
+        """The message as its sender says that it is."""
+        name = self._name(message)
+        if not is_said(self._store, name, self.transfer, self._timeout_s):
+            raise WeightSyncError(
+                f"trainer rank {message.source} did not send message {message.turn} to engine worker {message.sink} "
+                f"within {self._timeout_s:.0f} s; see what it says in RUN/logs"
+            )
+        num_bytes = int(self._store.get(name))
+        self._store.delete_key(name)
+        return message._replace(num_bytes=num_bytes)
+
+    def _name(self, message: Message) -> str:
+        return f"length/{self.transfer}/{message.source}/{message.sink}/{message.turn}"
+
+
+class DeltaSender:
+    """`SendingEnd` that sends what changed, where that is less."""
+
+    def __init__(self, share: Share, wire: SendingEnd) -> None:
+        self._wire, self._versions = wire, _Versions(share)
+        largest = max((message.num_bytes for message in share.messages if not message.local), default=0)
+        self._packed = torch.empty(largest, dtype=torch.uint8)
+
+    def forget(self) -> None:
+        """Send everything in full next."""
+        self._versions.kept.clear()
+
+    def start(self, transfer: int) -> None:
+        self._versions.transfer = transfer
+        self._wire.start(transfer)
+
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+        if message.local:
+            self._wire.send(message, parts)
+            return
+        current, last = self._packed[: message.num_bytes], self._versions.kept.get(key_of(message))
+        pack(parts, current)
+        delta = None if last is None else encode(last.numpy(), current.numpy(), self._versions.spans(message))
+        self._versions.keep(message, current)
+        # What is kept does not change before the next transfer; what is packed does with the next message.
+        payload = self._versions.kept[key_of(message)] if delta is None else torch.from_numpy(delta)
+        sent = message._replace(num_bytes=payload.nbytes)
+        self._versions.say_length(sent)
+        self._wire.send(sent, [payload])
+
+    def flush(self) -> None:
+        self._wire.flush()
+
+
+class DeltaReceiver:
+    """`ReceivingEnd` of a `DeltaSender`."""
+
+    def __init__(self, share: Share, wire: ReceivingEnd) -> None:
+        self._wire, self._versions = wire, _Versions(share)
+        # Messages of this transfer by those of the plan.
+        self._sent = dict[_Key, Message]()
+
+    def start(self, transfer: int) -> None:
+        self._versions.transfer = transfer
+        self._sent.clear()
+        self._wire.start(transfer)
+
+    def expect(self, messages: Iterable[Message]) -> None:
+        self._wire.expect([self.sent(message) for message in messages])
+
+    def sent(self, message: Message) -> Message:
+        """A message with the length that it has in this transfer."""
+        if message.local:
+            return message
+        if key_of(message) not in self._sent:
+            self._sent[key_of(message)] = self._versions.with_length(message)
+        return self._sent[key_of(message)]
+
+    def receive(self, message: Message) -> Arrival:
+        sent = self.sent(message)
+        arrival = self._wire.receive(sent)
+        if message.local:
+            return arrival
+        (payload,) = arrival.read([torch.empty(sent.num_bytes, dtype=torch.uint8)])
+        if sent.num_bytes == message.num_bytes:
+            self._versions.keep(message, payload)
+        else:
+            assert key_of(message) in self._versions.kept, "changes of a message that was never sent in full"
+            kept = self._versions.kept[key_of(message)]
+            apply(payload.numpy(), kept.numpy(), self._versions.spans(message))
+        return Staged(self._versions.kept[key_of(message)])
+
+    def release(self, message: Message) -> None:
+        self._wire.release(self.sent(message))
+
+
+def key_of(message: Message) -> _Key:
+    """What tells a message apart from the plan's others."""
+    return message.source, message.sink, message.turn

@@ -1,0 +1,188 @@
+"""Both ends of a transfer: slices of local shards go out as messages, messages come into full-shape tensors."""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megarl.sync.plan.build import Message, Part
+from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
+from megarl.sync.wire.delta_wire import DeltaReceiver, DeltaSender, key_of
+from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
+from megarl.weights.boxes import Box, box_of, intersection, num_elements, slices_of
+from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.slices import Index, Slice, checksum
+
+# Tensor → a box of it and the view that holds it, in the shape of the box.
+_Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
+
+
+def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
+    """What a rank holds, replicas of others included. A tensor held twice (tied, on one rank) counts once."""
+    return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
+
+
+class BridgeSender:
+    """A trainer rank's end."""
+
+    def __init__(self, share: Share, wire: SendingEnd) -> None:
+        self._share, self._scales = share, dict[str, float]()
+        self._parts = [message.parts for message in share.messages]
+        self._delta = DeltaSender(share, wire) if share.delta else None
+        self._wire = self._delta or wire
+
+    @torch.no_grad()
+    def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
+        """The largest magnitude here of each tensor that travels with a scale."""
+        found = dict[str, float]()
+        for part in slices:
+            if part.tensor in self._share.specs and self._share.specs[part.tensor].dtype == SCALED:
+                found[part.tensor] = max(found.get(part.tensor, 0.0), largest_magnitude(part.tensor, part.view))
+        return found
+
+    @torch.no_grad()
+    def send(
+        self,
+        slices: Iterable[Slice],
+        transfer: int,
+        *,
+        with_checksums: bool,
+        scales: Mapping[str, float] | None = None,
+        full: bool = False,
+    ) -> dict[int, dict[str, int]]:
+        """Send this rank's messages; returns sink → tensor → checksum of what was sent, empty unless asked for.
+
+        scales: of tensors that travel with one, the same on all ranks; full: send no differences this time.
+        """
+        views, self._scales = _views_of(slices, self._share.specs), dict(scales or {})
+        sums = defaultdict[int, dict[str, int]](dict)
+        if full and self._delta is not None:
+            self._delta.forget()
+        self._wire.start(transfer)
+        for message, parts in zip(self._share.messages, self._parts, strict=True):
+            self._wire.send(message, (self._cast(part, view) for part, _, view in _overlaps(parts, views)))
+            if with_checksums:
+                for part, box, view in _overlaps(parts, views):
+                    _add(sums[message.sink], part, self._checksum(part, box, view))
+        self._wire.flush()
+        return dict(sums)
+
+    def _checksum(self, part: Part, box: Box, view: torch.Tensor) -> int:
+        return checksum(self._cast(part, view), slices_of(box), self._share.specs[part.tensor].shape)
+
+    def _cast(self, part: Part, view: torch.Tensor) -> torch.Tensor:
+        return to_wire(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
+
+
+class _Coming(NamedTuple):
+    """A part of a message, where in its tensor it belongs, and how many elements that is."""
+
+    tensor: str
+    place: Index
+    size: int
+
+
+def _coming(part: Part) -> _Coming:
+    return _Coming(part.tensor, slices_of(part.box), num_elements(part.box))
+
+
+class BridgeReceiver:
+    """An engine worker's end."""
+
+    def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
+        self._share, self._device = share, device
+        self._delta = DeltaReceiver(share, wire) if share.delta else None
+        self._wire = self._delta or wire
+        self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
+        # What each message brings, and how many elements of each tensor come in all.
+        self._coming = {key_of(message): [_coming(part) for part in message.parts] for message in share.messages}
+        self._num_coming = Counter[str]()
+        for part in itertools.chain.from_iterable(self._coming.values()):
+            self._num_coming[part.tensor] += part.size
+        self.wire_bytes = 0
+
+    def receive(self, transfer: int, *, fill: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of full shape in which only what this worker needs is filled, each once it is complete.
+
+        fill: what the rest holds; by default anything. Counts what came over the wire in `wire_bytes`.
+        """
+        self.wire_bytes = 0
+        missing, tensors = self._num_coming.copy(), dict[str, torch.Tensor]()
+
+        def place_of(part: _Coming) -> torch.Tensor:
+            if part.tensor not in tensors:
+                tensors[part.tensor] = self._allocate(part.tensor, fill)
+            return tensors[part.tensor][part.place]
+
+        self._wire.start(transfer)
+        yield from ((name, self._allocate(name, fill)) for name in self._share.needs if name not in missing)
+        for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:], fillvalue=()):
+            self._wire.expect([*bucket, *following])
+            for message in bucket:
+                arrival, parts = self._wire.receive(message), self._coming[key_of(message)]
+                self.wire_bytes += 0 if message.local else self._num_bytes(message)
+                for part, _ in zip(parts, arrival.read(map(place_of, parts)), strict=True):
+                    missing[part.tensor] -= part.size
+                    if missing[part.tensor] == 0:
+                        yield part.tensor, tensors.pop(part.tensor)
+                self._wire.release(message)
+        assert not tensors, f"the plan left {sorted(tensors)[:3]} incomplete"
+
+    def restore(
+        self, name: str, tensor: torch.Tensor, scale: float | None, *, fill: float | None = None
+    ) -> torch.Tensor:
+        """A received tensor: in float32 if it travelled with a scale, else itself; `fill` as for `receive`."""
+        if scale is None:
+            return tensor
+        index = slices_of(self._share.needs[name])
+        restored = torch.empty(tensor.shape, dtype=torch.float32, device=self._device)
+        if fill is not None:
+            restored.fill_(fill)
+        restored[index] = from_wire(tensor[index], scale)
+        return restored
+
+    def checksum(self, name: str, tensor: torch.Tensor) -> int:
+        """Of the part of a received tensor that this worker needs, comparable with the sums of those who sent it."""
+        index = slices_of(self._share.needs[name])
+        return checksum(tensor[index], index, self._share.specs[name].shape)
+
+    def _num_bytes(self, message: Message) -> int:
+        return message.num_bytes if self._delta is None else self._delta.sent(message).num_bytes
+
+    def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
+        spec = self._share.specs[name]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        return tensor if fill is None else tensor.fill_(fill)
+
+
+def _views_of(slices: Iterable[Slice], specs: Mapping[str, TensorSpec]) -> _Views:
+    views = defaultdict[str, list[tuple[Box, torch.Tensor]]](list)
+    for part in slices:
+        if part.tensor in specs:
+            views[part.tensor] = list(_flat_views(box_of(part.index, specs[part.tensor].shape), part.view))
+    return views
+
+
+def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A slice as views in the shape of boxes: one, or where its rows are interleaved with others' one per group."""
+    try:
+        yield box, view.view([end - start for start, end in box])
+    except RuntimeError:
+        (start, end), *others = box
+        rows = (end - start) // len(view)
+        for i, group in enumerate(view):
+            yield from _flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
+
+
+def _overlaps(parts: Iterable[Part], views: _Views) -> Iterator[tuple[Part, Box, torch.Tensor]]:
+    """What of each part each view holds: blocks of rows, end to end as they travel."""
+    for part in parts:
+        for box, view in views[part.tensor]:
+            if (common := intersection(part.box, box)) is not None:
+                yield part, common, view if common == box else view[slices_of(common, box)]
+
+
+def _add(sums: dict[str, int], part: Part, value: int) -> None:
+    sums[part.tensor] = (sums.get(part.tensor, 0) + value) % (1 << 64)

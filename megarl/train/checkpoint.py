@@ -1,0 +1,194 @@
+"""Checkpoints of a run: RUN/checkpoints/step_000010, complete once the file COMPLETE is there.
+
+The ranks write models, optimizers and RNG states (`parallel.checkpoint`); the driver adds the state of the loop, makes
+all of it durable, and writes the marker last. A directory without the marker is never read, and removed later. RUN
+must lie on storage that all hosts of the run share.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, TypeAlias
+
+from megarl.config import from_dict
+from megarl.config.roles import role_settings
+from megarl.config.schema import CheckpointConfig, Config
+from megarl.errors import DataError, RunStopped
+from megarl.host.signals import StopRequest
+from megarl.types import AlgoState
+from megarl.types.messages import Role
+
+MARKER = "COMPLETE"
+STATE_FILE = "state.json"
+
+# The commands that write checkpoints.
+Command: TypeAlias = Literal["train", "sft", "train-reward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What the driver needs to continue after `step`. `score` is the validation score of this step, if it has one.
+
+    num_optimizer_steps: the actor's; num_critic_steps: the critic's. gate_passed: whether engine and trainer were
+    compared before the first update.
+    """
+
+    command: Command
+    step: int
+    num_optimizer_steps: int
+    num_critic_steps: int = 0
+    gate_passed: bool = True
+    sampler: Mapping[str, Any]
+    algo: AlgoState
+    source: Mapping[str, Any]
+    score: float | None
+    config: Config
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        raw = json.loads(text)
+        return cls(**raw | {"algo": AlgoState.from_dict(raw["algo"]), "config": from_dict(Config, raw["config"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    state: RunState
+
+    def same_layout(self, config: Config) -> frozenset[Role]:
+        """The roles whose ranks under `config` hold the same shards as those that wrote it."""
+        before, now = role_settings(self.state.config), role_settings(config)
+        return frozenset(role for role in Role if before[role].layout == now[role].layout)
+
+
+class CheckpointWriters(Protocol):
+    """The ranks' side."""
+
+    def start_checkpoint(self, directory: Path) -> None: ...
+
+    def finish_checkpoint(self, *, wait: bool) -> bool: ...
+
+
+def checkpoint_dir(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies under RUN/checkpoints."""
+    return root / f"step_{step:06d}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in root.glob(f"step_*/{MARKER}"))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A complete checkpoint. Raises DataError if it is not one, or another version of megarl wrote it."""
+    if not (path / MARKER).is_file():
+        raise DataError(f"{path}: has no {MARKER} file, so its writing was interrupted; use another checkpoint")
+    try:
+        return Checkpoint(path=path, state=RunState.from_json((path / STATE_FILE).read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path / STATE_FILE}: cannot be read ({error}); continue with the version of megarl that wrote it"
+        ) from error
+
+
+def last_checkpoint(root: Path) -> Checkpoint | None:
+    """The last complete checkpoint under RUN/checkpoints, if there is one."""
+    steps = complete_steps(root)
+    return read_checkpoint(checkpoint_dir(root, steps[-1])) if steps else None
+
+
+def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
+    """The last `keep_last` steps and the `keep_best` of highest score; of equal scores the earlier step is better."""
+    last = sorted(scores)[-keep_last:]
+    scored = {step: score for step, score in scores.items() if score is not None}
+    best = sorted(scored, key=lambda step: (-scored[step], step))[:keep_best]
+    return {*last, *best}
+
+
+class CheckpointManager:
+    """Writes a run's checkpoints, one at a time, and removes those that the configuration does not keep."""
+
+    def __init__(self, root: Path, config: CheckpointConfig, writers: CheckpointWriters) -> None:
+        self._root, self._config, self._writers = root, config, writers
+        self._writing: Path | None = None
+
+    def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[], RunState]) -> None:
+        """Complete the checkpoint under way if it is written, and start one if it is due.
+
+        Raises:
+            RunStopped: a signal asked for it, and the checkpoint of this step is complete.
+        """
+        self._finish(wait=False)
+        # Read once: a signal that arrives from here on is for the next step.
+        signum, every = stop.signum, self._config.every_steps
+        last = step == total or signum is not None
+        if last or (every and step % every == 0):
+            self._start(state())
+            self._finish(wait=last or not self._config.async_save)
+        if signum is not None and step < total:
+            run = self._root.parent
+            raise RunStopped(
+                f"{run}: stopped by {signum.name} after step {step} of {total}; "
+                f"pass --resume to continue (its settings are in {run / 'config.yaml'})"
+            )
+
+    def _start(self, state: RunState) -> None:
+        self._finish(wait=True)
+        path = checkpoint_dir(self._root, state.step)
+        remove_checkpoint(path)
+        path.mkdir(parents=True)
+        (path / STATE_FILE).write_text(state.to_json())
+        self._writers.start_checkpoint(path)
+        self._writing = path
+
+    def _finish(self, *, wait: bool) -> None:
+        if self._writing is None or not self._writers.finish_checkpoint(wait=wait):
+            return
+        mark_complete(self._writing)
+        self._writing = None
+        self._remove_superfluous()
+
+    def _remove_superfluous(self) -> None:
+        """Nothing is under way: directories without a marker are left from a run that was killed."""
+        paths = [checkpoint_dir(self._root, step) for step in complete_steps(self._root)]
+        scores = {state.step: state.score for state in (read_checkpoint(path).state for path in paths)}
+        kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+        names = {checkpoint_dir(self._root, step).name for step in kept}
+        for path in self._root.glob("step_*"):
+            if path.name not in names:
+                remove_checkpoint(path)
+
+
+def mark_complete(path: Path) -> None:
+    """Make everything under `path` durable, then write the marker."""
+    for file in [*path.rglob("*"), path]:
+        _fsync(file)
+    partial = path / f"{MARKER}.partial"
+    partial.touch()
+    _fsync(partial)
+    partial.replace(path / MARKER)
+    _fsync(path)
+    _fsync(path.parent)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, the marker first: what a kill leaves of it is not complete."""
+    (path / MARKER).unlink(missing_ok=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

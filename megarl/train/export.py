@@ -1,0 +1,80 @@
+"""Write a role's model as a Hugging Face model directory, each rank its own slices."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.sync.seam import check_complete
+from megarl.types.messages import Head, Role, RoleSpec, StoreResult
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_map import TensorSpec, create_model_files, dtype_of
+from megarl.weights.tables import Family
+
+# Everything a model directory holds besides weights: configuration, tokenizer, templates.
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHT_FILES = ("*.index.json",)
+
+
+def weight_specs(spec: ModelSpec, dtype: str, head: Head = Head.LM) -> dict[str, TensorSpec]:
+    """Names, shapes and types of a model's Hugging Face tensors."""
+    shapes, wide = spec.expected_tensors(scalar_head=head is Head.SCALAR), spec.float32_tensors()
+    return {
+        name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
+        for name, shape in shapes.items()
+    }
+
+
+class RoleWriters(Protocol):
+    """The trainer's side."""
+
+    def store_weights(self, files: Sequence[Path], *, role: Role) -> StoreResult: ...
+
+
+def export_model(workers: RoleWriters, role: RoleSpec, directory: Path) -> None:
+    """Export a role. The directory appears under its name only when it is complete.
+
+    A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` takes.
+    """
+    spec = read_model_spec(role.model.path)
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    specs = weight_specs(spec, role.model.dtype, role.head)
+    written = workers.store_weights(create_model_files(partial, specs), role=role.role)
+    check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
+    copy_companions(spec.path, partial)
+    config = json.loads((partial / "config.json").read_text())
+    scalar = role.head is Head.SCALAR
+    write_config(
+        partial / "config.json", exported_config(config, spec.family, dtype=role.model.dtype, scalar_head=scalar)
+    )
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:
+    """Copy everything a model directory holds besides weights, but for files that match `skipped`."""
+    unwanted = {file for pattern in skipped for file in source.glob(pattern)}
+    for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
+        shutil.copy(file, target / file.name)
+
+
+def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, scalar_head: bool) -> dict[str, Any]:
+    """A config.json with what differs in an export: the type of the weights, and a critic's kind of model."""
+    changed = {**config, "dtype": dtype}
+    changed.pop("torch_dtype", None)
+    if scalar_head:
+        changed |= {
+            "architectures": list(family.value_architectures),
+            # One label: transformers counts them.
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
+    return changed
+
+
+def write_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Write a config.json."""
+    file.write_text(json.dumps(config, indent=2) + "\n")

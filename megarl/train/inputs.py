@@ -1,0 +1,247 @@
+"""Everything a run reads, opened and checked before any process starts, so that mistakes cost nothing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.algos.build import algorithm_of
+from megarl.algos.validate_rewards import reward_warnings
+from megarl.cluster.roles import model_key, reward_role, roles_of
+from megarl.config.algo import DemonstrationConfig
+from megarl.config.check import check_model, check_sft, check_train, check_train_reward
+from megarl.config.check_batches import max_row_terms, max_row_tokens
+from megarl.config.roles import reward_model_settings
+from megarl.config.schema import Config
+from megarl.data.chat import check_vocabulary, load_tokenizer
+from megarl.data.hints import require_hints
+from megarl.data.mixture import Sampler, prompt_sampler, train_files
+from megarl.data.preferences import PreferenceDataset
+from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.sampler import require_batch
+from megarl.errors import ConfigError, DataError
+from megarl.rewards.build import check_ground_truths
+from megarl.rollout.replay import require_records
+from megarl.train.model_judge import ConversationEncoder
+from megarl.train.score import HINT_SCORES, HintWriter
+from megarl.types import Algorithm
+from megarl.types.messages import Head, Role, RoleSpec
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.safetensors_map import check_tensors, model_files, read_specs
+from megarl.weights.tables import OUTPUT_HEAD, VALUE_HEAD
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainInputs:
+    """What `megarl train` needs besides a cluster."""
+
+    config: Config
+    spec: ModelSpec
+    tokenizer: "PreTrainedTokenizerBase"
+    algorithm: Algorithm
+    roles: tuple[RoleSpec, ...]
+    hints: HintWriter | None
+    # The reward model's view of samples, if one judges them.
+    conversations: ConversationEncoder | None
+    train: PromptDataset
+    val: PromptDataset | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed in this run and most likely not what was meant."""
+        critic = self.config.critic
+        return reward_warnings(self.config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftInputs:
+    """What `megarl sft` needs besides a cluster."""
+
+    config: Config
+    spec: ModelSpec
+    train: SftDataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRewardInputs:
+    """What `megarl train-reward` needs besides a cluster."""
+
+    config: Config
+    spec: ModelSpec
+    train: PreferenceDataset
+    val: PreferenceDataset | None
+
+
+def open_sampler(config: Config, train: PromptDataset) -> Sampler:
+    """The order of training prompts. Raises ConfigError if a batch asks for more than there are."""
+    return prompt_sampler(
+        config.data.train,
+        train.num_prompts_by_file,
+        batch_size=config.trainer.prompts_per_step,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def open_model(config: Config) -> ModelSpec:
+    """Read config.json and the checkpoint's headers; refuse what does not fit the family or the layout."""
+    spec = read_model_spec(config.model.path)
+    check_model(config, spec.hf_config)
+    check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
+    return spec
+
+
+def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """What `open_model` and the tokenizer ensure of the actor, of all other roles."""
+    for role in roles:
+        if role.role is Role.ACTOR:
+            continue
+        key = model_key(config, role)
+        spec = read_model_spec(role.model.path, key)
+        check_model(config, spec.hf_config, role.role)
+        ignored = spec.ignored_tensors()
+        if role.head is Head.SCALAR:
+            expected = spec.expected_tensors(scalar_head=True)
+            check_tensors(spec.path, expected, ignored=(*ignored, OUTPUT_HEAD), optional=(VALUE_HEAD,))
+            _require_trained_head(spec, role, key)
+        else:
+            check_tensors(spec.path, spec.expected_tensors(), ignored=ignored)
+        # A reward model may have another tokenizer: it reads conversations.
+        if key != "model.path" and role.role is not Role.REWARD:
+            check_vocabulary(tokenizer, role.model.path, key)
+
+
+def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
+    """A scalar head that a model does not bring starts at 0, and stays there unless it is trained."""
+    if role.trainable or any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
+        return
+    lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
+    if role.role is Role.REWARD:
+        raise ConfigError(f"{key}: {lacking}; set it to the export of a megarl train-reward run")
+    raise ConfigError(
+        f"critic.freeze: got true, but {lacking}; set critic.model_path to a critic that a run exported, or "
+        "critic.freeze=false"
+    )
+
+
+def open_train_inputs(config: Config) -> TrainInputs:
+    """Check the configuration, the model and the data of a reinforcement-learning run."""
+    check_train(config)
+    spec = open_model(config)
+    algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
+    tokenizer = load_tokenizer(config.model.path)
+    roles = roles_of(config, algorithm)
+    check_role_models(config, roles, tokenizer)
+    demonstrations = config.algo.demonstrations if config.algo.demonstrations.strategy != "none" else None
+    train = _open_prompts(config, train_files(config.data.train), tokenizer, demonstrations)
+    val = _open_prompts(config, config.data.val, tokenizer) if config.data.val else None
+    if config.algo.off_policy.target_probs and not train.num_target_probs:
+        raise DataError(
+            "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "
+            "it to false"
+        )
+    open_sampler(config, train)
+    hints = None
+    if algorithm.requires() & HINT_SCORES:
+        hints = _open_hints(config, spec, tokenizer, train)
+    if config.rollout.source == "replay":
+        assert config.rollout.replay_dir is not None
+        require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
+    conversations = None
+    if any(role.role is Role.REWARD for role in roles):
+        conversations = _open_conversations(config, tokenizer)
+    for data in (train, val):
+        if data is not None:
+            check_ground_truths(config.rewards, data)
+    return TrainInputs(
+        config=config,
+        spec=spec,
+        tokenizer=tokenizer,
+        algorithm=algorithm,
+        roles=roles,
+        train=train,
+        val=val,
+        hints=hints,
+        conversations=conversations,
+    )
+
+
+def _open_prompts(
+    config: Config,
+    files: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    demonstrations: DemonstrationConfig | None = None,
+) -> PromptDataset:
+    return PromptDataset(
+        files,
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_long_prompt=config.data.on_long_prompt,
+        demonstrations=demonstrations,
+    )
+
+
+def _open_hints(
+    config: Config, spec: ModelSpec, tokenizer: "PreTrainedTokenizerBase", train: PromptDataset
+) -> HintWriter:
+    """Refuse data without hints, and a chat template that has no place for them."""
+    cfg = config.algo.cpo
+    require_hints((train[i] for i in range(len(train))), cfg.hint)
+    longest = min(config.actor.micro_batch_tokens, spec.max_positions)
+    if cfg.mi_estimator == "full_kl":
+        # A row and its hinted twin share a micro-batch.
+        longest = min(longest, config.actor.micro_batch_tokens // 2)
+    return HintWriter(tokenizer, cfg, max_row_tokens=longest)
+
+
+def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:
+    """Refuse a reward model that cannot take the longest sample; with other tokens that shows at the sample."""
+    path, key = config.reward_model.model_path, "reward_model.model_path"
+    assert path is not None, "the configuration was not checked"
+    encoder, limit = ConversationEncoder(tokenizer, load_tokenizer(path, key)), max_reward_tokens(config)
+    if encoder.num_extra_tokens is not None and max_row_tokens(config) + encoder.num_extra_tokens > limit:
+        raise ConfigError(
+            f"reward_model.micro_batch_tokens: got room for {limit} tokens and a score, but with its chat template the "
+            f"longest conversation has {max_row_terms(config)} + {encoder.num_extra_tokens}; raise it (null: "
+            f"actor.micro_batch_tokens), or shorten the two"
+        )
+    return encoder
+
+
+def max_reward_tokens(config: Config) -> int:
+    """Tokens of the longest conversation that the reward model takes: a micro-batch, less the place of a score."""
+    assert config.reward_model.model_path is not None, "the configuration was not checked"
+    positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
+    return min(reward_model_settings(config).micro_batch_tokens - 1, positions)
+
+
+def open_sft_inputs(config: Config) -> SftInputs:
+    """Check the configuration, the model and the data of a supervised run."""
+    check_sft(config)
+    spec = open_model(config)
+    train = SftDataset(
+        config.sft.train,
+        load_tokenizer(config.model.path),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    require_batch(len(train), config.sft.batch_size)
+    return SftInputs(config=config, spec=spec, train=train)
+
+
+def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
+    """Check the configuration, the model and the pairs of a reward model's training."""
+    check_train_reward(config)
+    role = reward_role(config)
+    tokenizer = load_tokenizer(config.model.path)
+    check_role_models(config, [role], tokenizer)
+    train, val = (
+        PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config)) if files else None
+        for files in (config.train_reward.train, config.train_reward.val)
+    )
+    assert train is not None, "the configuration was checked"
+    require_batch(len(train), config.train_reward.batch_size)
+    return TrainRewardInputs(config=config, spec=read_model_spec(config.model.path), train=train, val=val)

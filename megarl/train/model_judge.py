@@ -1,0 +1,115 @@
+"""Rewards by a Megatron reward model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.cluster import residency
+from megarl.cluster.residency import Phase
+from megarl.data.chat import encode_conversations, response_decoder, turn_ending
+from megarl.errors import DataError
+from megarl.rewards.judge import Item, Judged
+from megarl.train.update import RoleScorer
+from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
+from megarl.types.messages import Role
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ConversationEncoder:
+    """Samples as a reward model reads them: prompt, response, and what its template writes after an answer.
+
+    A reward model with the policy's tokenizer and template reads the very tokens that were sampled; a cut response is
+    not ended. Any other one gets the chat, the response decoded by the policy's tokenizer, in a template of its own.
+    """
+
+    def __init__(self, policy: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase") -> None:
+        self._own, self._decode, self._eos = own, response_decoder(policy), policy.eos_token_id
+        alike = own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template
+        ending = turn_ending(own) if alike and own.eos_token_id == policy.eos_token_id else None
+        self._ending = None if ending is None else np.asarray(ending, dtype=np.int64)
+
+    @property
+    def num_extra_tokens(self) -> int | None:
+        """How much longer than its sample a conversation can be; None: it has other tokens."""
+        return None if self._ending is None else len(self._ending)
+
+    def encode(self, prompt: Prompt, sample: Sample) -> IntArray:
+        """Token ids of a conversation."""
+        response = sample.response_token_ids
+        if self._ending is None:
+            answer = Message(role="assistant", content=self._decode(response.tolist()))
+            return np.asarray(encode_conversations(self._own, [[*prompt.messages, answer]])[0], dtype=np.int64)
+        is_ended = len(response) and response[-1] == self._eos
+        return np.concatenate([sample.prompt_token_ids, response, self._ending if is_ended else self._ending[:0]])
+
+
+class ModelRewards:
+    """Scores of whole samples by the reward model that the trainer's ranks host.
+
+    enter: called with the phase of the pass before it, so that the model is on its devices.
+    """
+
+    def __init__(
+        self,
+        scorer: RoleScorer,
+        encoder: ConversationEncoder,
+        *,
+        max_tokens: int,
+        enter: Callable[[Phase], None] = lambda phase: None,
+    ) -> None:
+        self._scorer, self._encoder, self._max_tokens, self._enter = scorer, encoder, max_tokens, enter
+
+    def score(self, batch: RolloutBatch, *, step: int = 0) -> list[float]:
+        """One score per sample, in the order of `batch.samples`. `step` is for messages.
+
+        Raises:
+            DataError: a conversation is longer than the model takes.
+            NonFiniteError: a score is NaN or infinite.
+        """
+        rows = []
+        for sample in batch.samples:
+            ids = self._encoder.encode(batch.prompts[sample.uid], sample)
+            if len(ids) > self._max_tokens:
+                raise DataError(
+                    f"sample {sample.uid}/{sample.sample_index}: has {len(ids)} tokens for the reward model, expected "
+                    f"<= {self._max_tokens}; raise reward_model.micro_batch_tokens, or lower "
+                    f"rollout.max_response_tokens"
+                )
+            rows.append(row_read_at_end(sample.uid, sample.sample_index, ids))
+        self._enter(residency.scoring(Role.REWARD))
+        return np.concatenate(self._scorer.score(rows, step=step)["values"]).tolist() if rows else []
+
+
+class ModelJudge:
+    """The reward model as a judge. It shares its devices with the engines, so it scores when all samples are there."""
+
+    def __init__(self, model: ModelRewards) -> None:
+        self._model = model
+
+    def begin(self) -> "ModelJudging":
+        return ModelJudging(self._model)
+
+    def close(self) -> None:
+        """The ranks that hold the model are the run's."""
+
+
+@dataclass(slots=True)
+class ModelJudging:
+    """Waits for the whole batch. A score above 0 counts as correct where no rule says what is."""
+
+    model: ModelRewards
+    _items: list[Item] = field(default_factory=list)
+
+    def add(self, item: Item) -> None:
+        self._items.append(item)
+
+    def finish(self) -> Judged:
+        batch = RolloutBatch(
+            prompts={item.prompt.uid: item.prompt for item in self._items},
+            samples=tuple(item.sample for item in self._items),
+        )
+        return Judged(rewards=[Reward(score=score, correct=score > 0) for score in self.model.score(batch)])

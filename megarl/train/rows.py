@@ -1,0 +1,65 @@
+"""From collected samples to the rows that train."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.algos.mixed_groups import unneeded_demonstrations
+from megarl.config.algo import AlgoConfig
+from megarl.errors import DataError
+from megarl.rollout.prefixes import demonstration_scores
+from megarl.train.collect import Collected
+from megarl.types import FinishReason, Reward, Row, row_from_sample, scored_batch
+from megarl.weights.families import Dims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRows:
+    """Rows with their rewards, and why each sample ended."""
+
+    rows: list[Row]
+    rewards: Sequence[Reward]
+    finish_reasons: Sequence[FinishReason]
+
+
+def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
+    """DataError unless every row recorded experts of this model (`actor.moe.replay_routing`)."""
+    assert dims.experts is not None, "only a model with experts can replay routing"
+    num_experts, expected = dims.experts.num, (dims.num_layers, dims.experts.per_token)
+    for row in rows:
+        experts = row.routed_experts
+        if experts is None:
+            raise DataError(
+                f"row {row.label}: its rollout recorded no experts to replay; replay a record that has them, or set "
+                f"actor.moe.replay_routing=false"
+            )
+        if experts.shape[1:] != expected or experts.max(initial=-1) >= num_experts:
+            raise DataError(
+                f"row {row.label}: its rollout recorded experts of another model: got (layers, experts per token) = "
+                f"{experts.shape[1:]} and expert {experts.max(initial=-1)}, expected {expected} and at most "
+                f"{num_experts - 1}; replay a record of this model"
+            )
+
+
+def training_rows(collected: Collected, cfg: AlgoConfig) -> TrainingRows:
+    """A row of every sample; with demonstrations rows say which tokens these are.
+
+    Without the samples whose group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
+    """
+    samples, rewards = collected.rollout.samples, collected.rewards
+    rows = [row_from_sample(sample) for sample in samples]
+    kept = list(range(len(rows)))
+    if cfg.demonstrations.strategy != "none":
+        prompts = collected.rollout.prompts
+        rows = [
+            row.with_scores(**demonstration_scores(sample, prompts[sample.uid]))
+            for row, sample in zip(rows, samples, strict=True)
+        ]
+        bound = cfg.demonstrations.max_group_accuracy
+        if bound is not None and rows:
+            unneeded = unneeded_demonstrations(scored_batch(rows, rewards), bound).tolist()
+            kept = [i for i, out in enumerate(unneeded) if not out]
+    return TrainingRows(
+        rows=[rows[i] for i in kept],
+        rewards=[rewards[i] for i in kept],
+        finish_reasons=[samples[i].finish_reason for i in kept],
+    )

@@ -1,0 +1,219 @@
+"""Parts of decoders as rules, from which `tables.py` puts families together."""
+
+from megarl.weights.rules import HFTensor, Layers, Partition, WeightRule
+
+
+def _rule(
+    partition: Partition,
+    names: str,
+    *tensors: tuple[str, str],
+    layers: Layers = Layers.ALL,
+    is_float32: bool = False,
+    tied_to: str | None = None,
+) -> WeightRule:
+    return WeightRule(
+        names=tuple(names.split(" | ")),
+        partition=partition,
+        tensors=tuple(HFTensor(name, tuple(shape.split())) for name, shape in tensors),
+        layers=layers,
+        is_float32=is_float32,
+        tied_to=tied_to,
+    )
+
+
+_L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+# What early Llama checkpoints carry though nothing reads it.
+ROTARY_FREQUENCIES = f"{_HF}self_attn.rotary_emb.inv_freq"
+
+# The scalar head of a critic or reward model; a language model's checkpoint has none.
+VALUE_HEAD = "score.weight"
+# What a scalar head takes the place of.
+OUTPUT_HEAD = "lm_head.weight"
+
+_ENDS = (
+    _rule(Partition.VOCAB, "embedding.word_embeddings.weight", ("model.embed_tokens.weight", "vocab hidden")),
+    _rule(Partition.REPLICATED, "decoder.final_layernorm.weight", ("model.norm.weight", "hidden")),
+    _rule(Partition.VOCAB, "output_layer.weight", (OUTPUT_HEAD, "vocab hidden"), tied_to="model.embed_tokens.weight"),
+    _rule(Partition.REPLICATED, "value_head.weight", (VALUE_HEAD, "one hidden")),
+)
+
+_INPUT_NORM = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}input_layernorm.weight | {_L}self_attention.linear_qkv.layer_norm_weight",
+        (f"{_HF}input_layernorm.weight", "hidden"),
+    ),
+)
+
+_MLP_NORM = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}pre_mlp_layernorm.weight | {_L}mlp.linear_fc1.layer_norm_weight",
+        (f"{_HF}post_attention_layernorm.weight", "hidden"),
+    ),
+)
+
+_ATTENTION = (
+    _rule(
+        Partition.QKV,
+        f"{_L}self_attention.linear_qkv.weight",
+        (f"{_HF}self_attn.q_proj.weight", "q hidden"),
+        (f"{_HF}self_attn.k_proj.weight", "kv hidden"),
+        (f"{_HF}self_attn.v_proj.weight", "kv hidden"),
+    ),
+    _rule(
+        Partition.COLUMNS,
+        f"{_L}self_attention.linear_proj.weight",
+        (f"{_HF}self_attn.o_proj.weight", "hidden q"),
+    ),
+)
+DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _MLP_NORM
+
+# Through latents (DeepSeek-V2, arXiv:2405.04434). Projections into them are small, and whole on every rank. Small
+# models project queries without.
+_LATENT_ATTENTION = (
+    _rule(
+        Partition.ROWS,
+        f"{_L}self_attention.linear_q_proj.weight",
+        (f"{_HF}self_attn.q_proj.weight", "q_without_latent hidden"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.linear_q_down_proj.weight",
+        (f"{_HF}self_attn.q_a_proj.weight", "q_latent hidden"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.q_layernorm.weight | {_L}self_attention.linear_q_up_proj.layer_norm_weight",
+        (f"{_HF}self_attn.q_a_layernorm.weight", "q_latent"),
+    ),
+    _rule(
+        Partition.ROWS,
+        f"{_L}self_attention.linear_q_up_proj.weight",
+        (f"{_HF}self_attn.q_b_proj.weight", "q q_latent"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.linear_kv_down_proj.weight",
+        (f"{_HF}self_attn.kv_a_proj_with_mqa.weight", "kv_latent_and_rope hidden"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.kv_layernorm.weight | {_L}self_attention.linear_kv_up_proj.layer_norm_weight",
+        (f"{_HF}self_attn.kv_a_layernorm.weight", "kv_latent"),
+    ),
+    _rule(
+        Partition.ROWS,
+        f"{_L}self_attention.linear_kv_up_proj.weight",
+        (f"{_HF}self_attn.kv_b_proj.weight", "keys_and_values kv_latent"),
+    ),
+    _rule(
+        Partition.COLUMNS,
+        f"{_L}self_attention.linear_proj.weight",
+        (f"{_HF}self_attn.o_proj.weight", "hidden values"),
+    ),
+)
+
+DENSE_MLP = (
+    _rule(
+        Partition.GATE_UP,
+        f"{_L}mlp.linear_fc1.weight",
+        (f"{_HF}mlp.gate_proj.weight", "ffn hidden"),
+        (f"{_HF}mlp.up_proj.weight", "ffn hidden"),
+        layers=Layers.DENSE,
+    ),
+    _rule(
+        Partition.COLUMNS,
+        f"{_L}mlp.linear_fc2.weight",
+        (f"{_HF}mlp.down_proj.weight", "hidden ffn"),
+        layers=Layers.DENSE,
+    ),
+)
+
+
+def expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    """Router and experts; `block`, `gate`, `up` and `down` are what a checkpoint calls them."""
+    local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
+    return (
+        _rule(
+            Partition.REPLICATED,
+            f"{_L}mlp.router.weight",
+            (f"{_HF}{block}.gate.weight", "experts hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.GATE_UP,
+            f"{local}linear_fc1.weight | {grouped}linear_fc1.weight{{expert}}",
+            (f"{_HF}{block}.experts.{{expert}}.{gate}.weight", "expert_ffn hidden"),
+            (f"{_HF}{block}.experts.{{expert}}.{up}.weight", "expert_ffn hidden"),
+            layers=Layers.EXPERTS,
+        ),
+        _rule(
+            Partition.COLUMNS,
+            f"{local}linear_fc2.weight | {grouped}linear_fc2.weight{{expert}}",
+            (f"{_HF}{block}.experts.{{expert}}.{down}.weight", "hidden expert_ffn"),
+            layers=Layers.EXPERTS,
+        ),
+    )
+
+
+_SHARED_EXPERTS = (
+    _rule(
+        Partition.GATE_UP,
+        f"{_L}mlp.shared_experts.linear_fc1.weight",
+        (f"{_HF}mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
+        (f"{_HF}mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
+        layers=Layers.EXPERTS,
+    ),
+    _rule(
+        Partition.COLUMNS,
+        f"{_L}mlp.shared_experts.linear_fc2.weight",
+        (f"{_HF}mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),
+        layers=Layers.EXPERTS,
+    ),
+)
+
+LATENT_DECODER = (
+    _ENDS
+    + _INPUT_NORM
+    + _LATENT_ATTENTION
+    + _MLP_NORM
+    + DENSE_MLP
+    + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj")
+    + _SHARED_EXPERTS
+)
+
+# Added to scores where experts are chosen; a buffer of Megatron's router, in float32 whatever the model's type.
+ROUTER_BIAS = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}mlp.router.expert_bias",
+        (f"{_HF}mlp.gate.e_score_correction_bias", "experts"),
+        layers=Layers.EXPERTS,
+        is_float32=True,
+    ),
+)
+
+QK_NORM = (
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.q_layernorm.weight",
+        (f"{_HF}self_attn.q_norm.weight", "head_dim"),
+    ),
+    _rule(
+        Partition.REPLICATED,
+        f"{_L}self_attention.k_layernorm.weight",
+        (f"{_HF}self_attn.k_norm.weight", "head_dim"),
+    ),
+)
+
+QKV_BIAS = (
+    _rule(
+        Partition.QKV,
+        f"{_L}self_attention.linear_qkv.bias",
+        (f"{_HF}self_attn.q_proj.bias", "q"),
+        (f"{_HF}self_attn.k_proj.bias", "kv"),
+        (f"{_HF}self_attn.v_proj.bias", "kv"),
+    ),
+)

@@ -1,0 +1,184 @@
+"""Sizes of a model, from its Hugging Face config; the weight tables name them by symbols."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.weights.tables import Family, Layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts that `layers` have in place of one MLP: how many, how many see a token, and their width.
+
+    normalized: the weights of a token's experts add up to 1 (else they are probabilities among all experts).
+    """
+
+    num: int
+    per_token: int
+    ffn: int
+    normalized: bool
+    layers: tuple[int, ...]
+    shared_ffn: int = 0
+    routing: "Routing | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Routing among `num_groups` groups of experts, of which a token sees those of the best `groups_per_token`.
+
+    A group counts as much as its `group_rating` best experts together. Weights are multiplied by `scale`. biased:
+    scores are sigmoids, with a bias that counts only for the choice (DeepSeek-V3); else softmax (DeepSeek-V2).
+    """
+
+    num_groups: int
+    groups_per_token: int
+    group_rating: int
+    scale: float
+    biased: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Sizes of attention through latents: these, and a head's parts without and with position, and its values.
+
+    q_latent: 0 where only keys and values have latents.
+    """
+
+    q_latent: int
+    kv_latent: int
+    nope: int
+    rope: int
+    values: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the tables."""
+
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    def dim(self, symbol: str) -> int:
+        return self._sizes[symbol]
+
+    # Plans of large models ask a million times.
+    @functools.cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        experts = self.experts
+        return {
+            **self._latent_dims(),
+            "one": 1,
+            "hidden": self.hidden,
+            "ffn": self.ffn,
+            "vocab": self.vocab,
+            "head_dim": self.head_dim,
+            "q": self.num_heads * self.head_dim,
+            "kv": self.num_kv_heads * self.head_dim,
+            "experts": experts.num if experts else 0,
+            "expert_ffn": experts.ffn if experts else 0,
+            "shared_ffn": experts.shared_ffn if experts else 0,
+        }
+
+    def _latent_dims(self) -> dict[str, int]:
+        if (latent := self.latent) is None:
+            return {}
+        return {
+            "q_latent": latent.q_latent,
+            "q_without_latent": 0 if latent.q_latent else self.num_heads * self.head_dim,
+            "kv_latent": latent.kv_latent,
+            "kv_latent_and_rope": latent.kv_latent + latent.rope,
+            "keys_and_values": self.num_heads * (latent.nope + latent.values),
+            "values": self.num_heads * latent.values,
+        }
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers are of one kind; Megatron then stacks them in checkpoints."""
+        return len({self.kind_of(layer) for layer in range(self.num_layers)}) == 1
+
+    def kind_of(self, layer: int) -> Layers:
+        """Whether a layer has one MLP or experts."""
+        return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
+
+
+def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
+    """Sizes from the config.json of a model of the family."""
+    heads, latent = config["num_attention_heads"], _read_latent(config)
+    head_dim = latent.nope + latent.rope if latent else config.get("head_dim") or config["hidden_size"] // heads
+    return Dims(
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        ffn=config["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=_read_experts(family, config),
+        latent=latent,
+    )
+
+
+def _read_latent(config: Mapping[str, Any]) -> LatentAttention | None:
+    if "kv_lora_rank" not in config:
+        return None
+    return LatentAttention(
+        q_latent=int(config["q_lora_rank"] or 0),
+        kv_latent=config["kv_lora_rank"],
+        nope=config["qk_nope_head_dim"],
+        rope=config["qk_rope_head_dim"],
+        values=config["v_head_dim"],
+    )
+
+
+def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
+    if family.expert_ffn_key is None:
+        return None
+    # Transformers 5 writes the second name for the first; the third is DeepSeek's.
+    key = next((key for key in ("num_experts", "num_local_experts") if key in config), "n_routed_experts")
+    normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
+    return Experts(
+        num=config[key],
+        per_token=config["num_experts_per_tok"],
+        ffn=config[family.expert_ffn_key],
+        normalized=normalized,
+        layers=tuple(layer for layer in range(config["num_hidden_layers"]) if _has_experts(layer, config)),
+        shared_ffn=(config.get("n_shared_experts") or 0) * config[family.expert_ffn_key],
+        routing=None if family.group_rating is None else _read_routing(family, family.group_rating, config),
+    )
+
+
+def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any]) -> Routing:
+    grouped = config.get("topk_method") != "greedy"
+    num_groups, groups_per_token = (config[key] if grouped else 1 for key in ("n_group", "topk_group"))
+    seen = groups_per_token * config["n_routed_experts"] // num_groups
+    if config["num_experts_per_tok"] > seen:
+        raise ConfigError(
+            f"num_experts_per_tok: got {config['num_experts_per_tok']}, expected at most {seen}, the experts in "
+            f"topk_group={groups_per_token} of n_group={num_groups} groups; copy the model's config.json again"
+        )
+    return Routing(
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        group_rating=group_rating,
+        scale=float(config["routed_scaling_factor"]),
+        biased=family.biased_routers,
+    )
+
+
+def _has_experts(layer: int, config: Mapping[str, Any]) -> bool:
+    """Qwen3-MoE may have every n-th layer with experts, and exceptions; DeepSeek all but the first ones."""
+    without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    first = config.get("first_k_dense_replace", 0)
+    return layer >= first and layer not in without and (layer + 1) % every == 0

@@ -1,0 +1,181 @@
+"""A model directory, read: the family it belongs to (`tables.py`), its sizes, and what Megatron needs besides."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.weights.dims import Dims, Experts, read_dims
+from megarl.weights.rope import LATENT_ROPE_TYPES, ROPE_TYPES, RopeScaling, YarnRope, read_rope_scaling
+from megarl.weights.tables import FAMILIES, OUTPUT_HEAD, VALUE_HEAD, Family, Layers, WeightRule
+
+__all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf_config", "read_model_spec"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRule:
+    """A rule of the table for one layer and one expert of it; None where the rule has neither."""
+
+    rule: WeightRule
+    layer: int | None = None
+    expert: int | None = None
+
+    def name(self, pattern: str) -> str:
+        """A name of the rule with its numbers in it."""
+        return pattern.format(layer=self.layer, expert=self.expert)
+
+
+_EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model directory, read: its family, sizes and the settings Megatron needs besides."""
+
+    path: Path
+    family: Family
+    dims: Dims
+    rope_theta: float
+    rope_scaling: RopeScaling | YarnRope
+    norm_eps: float
+    max_positions: int
+    hf_config: Mapping[str, Any]
+
+    def expected_tensors(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
+        """Every Hugging Face tensor of this model with its full shape, in the table's order by layer.
+
+        With a scalar head the model has that instead of an output embedding.
+        """
+        absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
+        # Layers and experts by the ten thousand have the same few shapes.
+        shapes = {t.name: tuple(map(dim, t.shape)) for rule in self.family.weights for t in rule.tensors}
+        return {
+            placed.name(tensor.name): shapes[tensor.name]
+            for placed in self.rules()
+            if not self.is_copy(placed.rule)
+            for tensor in placed.rule.tensors
+            if tensor.name != absent
+        }
+
+    def float32_tensors(self) -> frozenset[str]:
+        """Tensors that are in float32 whatever the model's type."""
+        rules = (placed for placed in self.rules() if placed.rule.is_float32)
+        return frozenset(placed.name(tensor.name) for placed in rules for tensor in placed.rule.tensors)
+
+    def ignored_tensors(self) -> tuple[str, ...]:
+        """Tensors that a checkpoint of this model may carry though nothing reads them."""
+        copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
+        names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
+        return (*copies, *names, *self._extra_prediction_tensors())
+
+    def _extra_prediction_tensors(self) -> Iterator[str]:
+        """Tensors of layers after the last one, which predict further tokens (`num_nextn_predict_layers`)."""
+        count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
+        for layer in range(num_layers, num_layers + count):
+            last = (placed for placed in self.rules() if placed.layer == num_layers - 1)
+            yield from (
+                replace(placed, layer=layer).name(tensor.name) for placed in last for tensor in placed.rule.tensors
+            )
+            yield from (f"model.layers.{layer}.{name}.weight" for name in _EXTRA_PREDICTION)
+
+    def _has(self, rule: WeightRule) -> bool:
+        return all(self.dims.dim(symbol) for tensor in rule.tensors for symbol in tensor.shape)
+
+    def is_copy(self, rule: WeightRule) -> bool:
+        """Whether a rule's parameter is a copy of another tensor in this model."""
+        return self.dims.tied and rule.tied_to is not None
+
+    def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
+        """The rule of every parameter of the model, or of a part of it with these experts of each layer."""
+        table = [rule for rule in self.family.weights if self._has(rule)]
+        yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
+        experts = range(self.dims.dim("experts")) if experts is None else experts
+        for layer in range(self.dims.num_layers):
+            kinds = (Layers.ALL, self.dims.kind_of(layer))
+            for rule in (rule for rule in table if "{layer}" in rule.names[0] and rule.layers in kinds):
+                numbers = experts if "{expert}" in rule.names[0] else (None,)
+                yield from (PlacedRule(rule=rule, layer=layer, expert=expert) for expert in numbers)
+
+    def parameter_rules(self, experts: range | None = None) -> dict[str, PlacedRule]:
+        """Megatron parameter name → its rule. Layers have their numbers in the whole model.
+
+        experts: those that a rank holds of each layer; in its parameters' names they count from 0. None: all.
+        """
+        first = experts.start if experts else 0
+        return {
+            name.format(layer=placed.layer, expert=None if placed.expert is None else placed.expert - first): placed
+            for placed in self.rules(experts)
+            for name in placed.rule.names
+        }
+
+
+def find_family(architectures: object) -> Family:
+    """The family of a config's `architectures`; an unknown one is refused by name."""
+    names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
+    for family in FAMILIES:
+        if any(name in (*family.architectures, *family.value_architectures) for name in names):
+            return family
+    known = sorted(a for family in FAMILIES for a in family.architectures)
+    raise ConfigError(
+        f"model architecture {list(names)} is not supported; known: {known} "
+        f"(a family is a table in megarl/weights/tables.py)"
+    )
+
+
+def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
+    """The config.json of a model directory that `key` names, whatever the model."""
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error}); copy the model again") from error
+    return config
+
+
+def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
+    """Read `config.json` of a model directory that `key` names, with the file or key at fault in every message."""
+    directory = Path(path)
+    file, config = directory / "config.json", read_hf_config(directory, key)
+    family = find_family(config.get("architectures"))
+    config = {**family.defaults, **config}
+    try:
+        _require_described(file, family, config)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        dims = read_dims(family, config)
+        return ModelSpec(
+            path=directory,
+            family=family,
+            dims=dims,
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            rope_scaling=read_rope_scaling(rope, str(file), LATENT_ROPE_TYPES if dims.latent else ROPE_TYPES),
+            norm_eps=float(config["rms_norm_eps"]),
+            max_positions=config["max_position_embeddings"],
+            hf_config=config,
+        )
+    except KeyError as error:
+        raise ConfigError(f"{file}: key {error} is missing; it is needed for a {family.name} model") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file}: a number is of the wrong type ({error}); copy the model again") from error
+
+
+def _require_described(file: Path, family: Family, config: Mapping[str, Any]) -> None:
+    """Refuse variants of a family that its table does not describe."""
+    for key, values in family.required.items():
+        if config.get(key, values[0]) not in values:
+            raise ConfigError(
+                f"{file}: {key}: got {config[key]!r}, expected {' or '.join(map(repr, values))}; other variants of "
+                f"{family.name} are not supported"
+            )
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    positions = config["max_position_embeddings"]
+    if window is not None and window < positions:
+        raise ConfigError(
+            f"{file}: sliding_window: got {window}, expected null or >= max_position_embeddings={positions}, since "
+            f"attention here is full; set max_position_embeddings to {window} to train within the window"
+        )

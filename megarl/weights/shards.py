@@ -1,0 +1,122 @@
+"""Where a layout puts ranks, layers and parameters: arithmetic over a family's weight table, no process needed."""
+
+import math
+from dataclasses import dataclass
+
+from megarl.config.schema import LayoutConfig
+from megarl.weights.families import ModelSpec
+from megarl.weights.tables import VALUE_HEAD, Layers, Partition, WeightRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank's coordinates. Ranks count tp fastest, then cp, dp, pp."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+def place_of(layout: LayoutConfig, rank: int) -> Place:
+    """Coordinates of a global rank."""
+    rest, tp = divmod(rank, layout.tp)
+    rest, cp = divmod(rest, layout.cp)
+    pp, dp = divmod(rest, layout.dp)
+    return Place(tp=tp, cp=cp, dp=dp, pp=pp)
+
+
+def groups_of(layout: LayoutConfig, axis: str) -> list[list[int]]:
+    """The ranks of every group along an axis (`tp`, `cp`, `dp` or `pp`), in rank order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        place = place_of(layout, rank)
+        others = tuple(getattr(place, name) for name in ("tp", "cp", "dp", "pp") if name != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
+
+
+def num_stage_layers(layout: LayoutConfig, num_layers: int) -> list[int]:
+    """Layers of every pipeline stage, all its model chunks together."""
+    named = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
+    fixed = {stage: count for stage, count in named.items() if count is not None}
+    others = layout.pp - len(fixed)
+    share = (num_layers - sum(fixed.values())) // others if others else 0
+    return [fixed.get(stage, share) for stage in range(layout.pp)]
+
+
+def padded_vocab(vocab: int, layout: LayoutConfig, vocab_multiple: int) -> int:
+    """Vocabulary rows with the padding that lets them split evenly over tensor-parallel ranks."""
+    multiple = vocab_multiple * layout.tp
+    return -(-vocab // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumParameters:
+    """Parameters of a rank: those of experts, and the others."""
+
+    others: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.others + self.experts
+
+
+def num_stage_parameters(
+    spec: ModelSpec, layout: LayoutConfig, stage: int, *, vocab_multiple: int, scalar_head: bool = False
+) -> NumParameters:
+    """Parameters on each rank of a pipeline stage.
+
+    The embedding is on the first stage; the final norm and the head are on the last. Tied embeddings need a copy on
+    the last stage if that is another one. Replicated parameters count in full on every tensor-parallel rank. Of a
+    layer's experts a rank has its share by expert parallelism, each split by expert tensor parallelism.
+    """
+    counts = [0, 0]
+    kinds = [spec.dims.kind_of(layer) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
+    for rule in spec.family.weights:
+        names, of_expert = rule.names[0], "{expert}" in rule.names[0]
+        size = _num_local(rule, spec, layout, vocab_multiple)
+        if "{layer}" in names:
+            num_layers = len(kinds) if rule.layers is Layers.ALL else kinds.count(rule.layers)
+            counts[of_expert] += size * num_layers
+        elif is_on_stage(rule, spec, layout, stage, scalar_head):
+            counts[of_expert] += size
+    return NumParameters(others=counts[0], experts=counts[1])
+
+
+def num_local_experts(spec: ModelSpec, layout: LayoutConfig) -> int:
+    """Experts of a layer on each rank; 0 for a dense model."""
+    return spec.dims.dim("experts") // layout.ep
+
+
+def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]:
+    """A stage's layers. Model chunks take turns: chunk c of stage s is block c·pp + s of layers."""
+    counts = num_stage_layers(layout, num_layers)
+    if layout.virtual_pp == 1:
+        first = sum(counts[:stage])
+        return list(range(first, first + counts[stage]))
+    size = counts[stage] // layout.virtual_pp
+    starts = [(chunk * layout.pp + stage) * size for chunk in range(layout.virtual_pp)]
+    return [start + i for start in starts for i in range(size)]
+
+
+def _num_local(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, vocab_multiple: int) -> int:
+    sizes = {"vocab": padded_vocab(spec.dims.vocab, layout, vocab_multiple)}
+    full = sum(math.prod(sizes.get(s) or spec.dims.dim(s) for s in tensor.shape) for tensor in rule.tensors)
+    if "{expert}" in rule.names[0]:
+        return num_local_experts(spec, layout) * full // layout.etp
+    return full if rule.partition is Partition.REPLICATED else full // layout.tp
+
+
+def is_on_stage(rule: WeightRule, spec: ModelSpec, layout: LayoutConfig, stage: int, scalar_head: bool) -> bool:
+    name = rule.names[0]
+    if name.startswith("embedding."):
+        return stage == 0
+    if stage != layout.pp - 1:
+        return False
+    if rule.tensors[0].name == VALUE_HEAD:
+        return scalar_head
+    if name.startswith("output_layer."):
+        return not scalar_head and not (spec.is_copy(rule) and layout.pp == 1)
+    return True

@@ -1,0 +1,147 @@
+"""Model families as data: which Hugging Face tensor lies where in which Megatron parameter.
+
+Adding a family is adding a `Family` below: no code elsewhere knows a model's name. Loading, export, sync, validation
+and the plan's sizes all derive from the same rows. Nothing here imports torch or megatron.
+"""
+
+from megarl.weights.blocks import (
+    DECODER,
+    DENSE_MLP,
+    LATENT_DECODER,
+    OUTPUT_HEAD,
+    QK_NORM,
+    QKV_BIAS,
+    ROTARY_FREQUENCIES,
+    ROUTER_BIAS,
+    VALUE_HEAD,
+    expert_mlps,
+)
+from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition, WeightRule
+
+__all__ = ["FAMILIES", "OUTPUT_HEAD", "VALUE_HEAD", "Family", "HFTensor", "Layers", "Partition", "WeightRule"]
+
+# transformers takes this for the norms of latents, whatever config.json names for the others.
+_LATENT_NORM_EPS = 1e-6
+
+FAMILIES = (
+    Family(
+        name="llama",
+        architectures=("LlamaForCausalLM",),
+        weights=DECODER + DENSE_MLP,
+        required={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        ignored=(ROTARY_FREQUENCIES,),
+    ),
+    Family(
+        name="mistral",
+        architectures=("MistralForCausalLM",),
+        weights=DECODER + DENSE_MLP,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        required={"hidden_act": ("silu",)},
+    ),
+    Family(
+        name="qwen2",
+        architectures=("Qwen2ForCausalLM",),
+        weights=DECODER + DENSE_MLP + QKV_BIAS,
+        qkv_bias=True,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False},
+        required={"hidden_act": ("silu",)},
+    ),
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        weights=DECODER + DENSE_MLP + QK_NORM,
+        qk_layernorm=True,
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+    ),
+    Family(
+        name="gemma",
+        architectures=("GemmaForCausalLM",),
+        weights=DECODER + DENSE_MLP,
+        activation=Activation.GELU_TANH,
+        norms_add_one=True,
+        scales_embedding=True,
+        defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+        required={
+            # Published files say gelu, and mean this.
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "attention_bias": (False,),
+            "use_bidirectional_attention": (None, False),
+        },
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        weights=DECODER + DENSE_MLP + expert_mlps("mlp", "gate_proj", "up_proj", "down_proj") + QK_NORM,
+        qk_layernorm=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": False,
+        },
+        required={"hidden_act": ("silu",), "attention_bias": (False,)},
+        expert_ffn_key="moe_intermediate_size",
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        weights=DECODER + expert_mlps("block_sparse_moe", "w1", "w3", "w2"),
+        defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
+        required={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
+        expert_ffn_key="intermediate_size",
+        normalizes_experts=True,
+    ),
+    Family(
+        name="deepseek_v2",
+        architectures=("DeepseekV2ForCausalLM",),
+        weights=LATENT_DECODER,
+        qk_layernorm=True,
+        defaults={"n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy"},
+        required={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            # DeepSeek's code, transformers and vLLM disagree on what True means.
+            "norm_topk_prob": (False,),
+            "quantization_config": (None,),
+            "rms_norm_eps": (_LATENT_NORM_EPS,),
+        },
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=False,
+        group_rating=1,
+    ),
+    Family(
+        name="deepseek_v3",
+        architectures=("DeepseekV3ForCausalLM",),
+        weights=LATENT_DECODER + ROUTER_BIAS,
+        qk_layernorm=True,
+        defaults={
+            "num_key_value_heads": 128,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        required={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "norm_topk_prob": (True,),
+            "rope_interleave": (True,),
+            "quantization_config": (None,),
+            "rms_norm_eps": (_LATENT_NORM_EPS,),
+        },
+        expert_ffn_key="moe_intermediate_size",
+        normalizes_experts=True,
+        group_rating=2,
+        biased_routers=True,
+    ),
+)

@@ -1,0 +1,98 @@
+"""Which roles a run has, and under which settings and layouts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.cluster.roles import actor_role, by_layout, reward_role, roles_of
+from megarl.config import Config, from_dict
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
+from megarl.types import Algorithm, Score
+from megarl.types.messages import Head, Role, RoleSpec
+
+
+class Requires:
+    """An algorithm that asks for scores; nothing else of it is used."""
+
+    def __init__(self, *scores: Score) -> None:
+        self._scores = frozenset(scores)
+
+    def requires(self) -> frozenset[Score]:
+        return self._scores
+
+
+def roles(tree: Mapping[str, Any], *scores: Score) -> dict[Role, RoleSpec]:
+    algorithm: Algorithm = Requires(*scores)  # type: ignore[assignment]
+    return {role.role: role for role in roles_of(from_dict(Config, {"model": {"path": "m"}, **tree}), algorithm)}
+
+
+def test_an_algorithm_gets_the_roles_whose_scores_it_reads() -> None:
+    assert list(roles({})) == list(roles({}, Score.OLD_LOGPROBS)) == [Role.ACTOR]
+    assert list(roles({}, Score.REF_LOGPROBS)) == [Role.ACTOR, Role.REFERENCE]
+    assert list(roles({}, Score.VALUES)) == [Role.ACTOR, Role.CRITIC]
+    assert list(roles({}, Score.VALUES, Score.REF_LOGPROBS)) == [Role.ACTOR, Role.REFERENCE, Role.CRITIC]
+
+
+def test_what_is_left_open_is_the_actors() -> None:
+    tree = {"actor": {"layout": {"tp": 2}, "micro_batch_tokens": 500, "head": {"chunk_tokens": 7}, "recompute": "full"}}
+    found = roles(tree, Score.VALUES, Score.REF_LOGPROBS)
+    actor, reference, critic = (found[role] for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC))
+    assert reference == RoleSpec(role=Role.REFERENCE, model=actor.model, settings=actor.settings, trainable=False)
+    assert critic.layout == LayoutConfig(tp=2)
+    assert (critic.settings.micro_batch_tokens, critic.settings.recompute) == (500, "none")
+    assert (critic.head, critic.trainable, critic.model) == (Head.SCALAR, True, actor.model)
+    # Its optimizer is its own.
+    assert (critic.settings.optimizer.lr, actor.settings.optimizer.lr) == (1e-5, 1e-6)
+
+
+def test_settings_of_their_own() -> None:
+    tree = {
+        "model": {"path": "m", "config_path": "sizes", "dtype": "float32"},
+        "actor": {"layout": {"tp": 2}},
+        "reference": {"layout": {"dp": 2}, "model_path": "teacher", "micro_batch_tokens": 9},
+        "critic": {
+            "layout": {"pp": 2},
+            "model_path": "values",
+            "micro_batch_tokens": 8,
+            "recompute": "selective",
+            "freeze": True,
+            # A single key leaves the critic's other defaults alone.
+            "optimizer": {"warmup_steps": 3},
+        },
+    }
+    found = roles(tree, Score.VALUES, Score.REF_LOGPROBS)
+    reference, critic = found[Role.REFERENCE], found[Role.CRITIC]
+    assert (reference.layout, reference.settings.micro_batch_tokens) == (LayoutConfig(dp=2), 9)
+    # The published sizes are those of model.path, not of another model.
+    assert reference.model == ModelConfig(path="teacher", dtype="float32")
+    assert (critic.layout, critic.settings.micro_batch_tokens) == (LayoutConfig(pp=2), 8)
+    assert (critic.model.path, critic.settings.recompute, critic.trainable) == ("values", "selective", False)
+    assert (critic.settings.optimizer.lr, critic.settings.optimizer.warmup_steps) == (1e-5, 3)
+
+
+def test_a_reward_model_is_frozen_and_hosted_where_one_judges() -> None:
+    own = {"model_path": "judge", "layout": {"dp": 2}, "micro_batch_tokens": 7}
+    judged = {"actor": {"recompute": "full"}, "rewards": {"manager": "model"}, "reward_model": own}
+    found = roles(judged)
+    assert list(found) == [Role.ACTOR, Role.REWARD]
+    model = found[Role.REWARD]
+    assert (model.model.path, model.head, model.trainable) == ("judge", Head.SCALAR, False)
+    assert (model.layout, model.settings.micro_batch_tokens) == (LayoutConfig(dp=2), 7)
+    mixed = {"manager": "hybrid", "hybrid": {"parts": {"judge": {"manager": "model"}}}}
+    assert list(roles(judged | {"rewards": mixed})) == [Role.ACTOR, Role.REWARD]
+    assert list(roles({"reward_model": own})) == [Role.ACTOR]
+
+
+def test_a_reward_model_in_training_is_the_model_under_the_actors_settings() -> None:
+    config = from_dict(Config, {"model": {"path": "m"}, "actor": {"layout": {"tp": 2}}})
+    role = reward_role(config)
+    assert (role.role, role.model.path, role.settings) == (Role.REWARD, "m", config.actor)
+    assert (role.head, role.trainable) == (Head.SCALAR, True)
+
+
+def test_roles_of_one_layout_go_together_and_the_actors_layout_first() -> None:
+    tp2, dp2 = ActorConfig(layout=LayoutConfig(tp=2)), ActorConfig(layout=LayoutConfig(dp=2))
+    actor = actor_role(Config(actor=tp2))
+    reference = RoleSpec(role=Role.REFERENCE, model=ModelConfig(), settings=dp2, trainable=False)
+    critic = RoleSpec(role=Role.CRITIC, model=ModelConfig(), settings=tp2, head=Head.SCALAR)
+    grouped = by_layout([reference, actor, critic])
+    assert list(grouped.items()) == [(tp2.layout, (actor, critic)), (dp2.layout, (reference,))]

@@ -1,0 +1,110 @@
+"""What ranks hold by arithmetic: as their parameters say, and as many elements as are counted elsewhere."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.sync_plan import ends_of, engine_ranks, rank_holdings
+from megarl.config.load import from_dict
+from megarl.config.schema import Config, LayoutConfig
+from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.sync.plan.needs import engine_needs
+from megarl.sync.wire.ends import holding_of
+from megarl.weights.boxes import num_elements
+from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.shards import num_stage_parameters, padded_vocab
+from tests.helpers.small_model import write_config
+from tests.unit.plan.test_experts import EXPERTS
+from tests.unit.weights.test_slices import make_spec, rank_slices
+
+LAYOUTS = [
+    LayoutConfig(),
+    LayoutConfig(tp=2, dp=2),
+    LayoutConfig(pp=2),
+    LayoutConfig(pp=2, virtual_pp=2),
+    LayoutConfig(tp=2, pp=2, dp=2),
+    LayoutConfig(pp=2, first_stage_layers=1),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_hold_what_their_parameters_say(tp: int, dp: int, tied: bool) -> None:
+    """These parameters have 16 rows of vocabulary."""
+    spec = make_spec(tied=tied)
+    held = rank_holdings(spec, LayoutConfig(tp=tp, dp=dp), vocab_multiple=16 // tp)
+    shapes = spec.expected_tensors()
+    seen = [holding_of(slices, shapes) for slices in rank_slices(tp, dp, tied=tied)]
+    # A rank without a word of the vocabulary has no slice of it.
+    assert [{n: b for n, b in rank.items() if num_elements(b)} for rank in held] == seen
+
+
+def experts_of(path: Path) -> ModelSpec:
+    return read_model_spec(write_config(path, **EXPERTS))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, LayoutConfig(dp=2, ep=2), LayoutConfig(tp=2, dp=2, ep=2, etp=2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_as_many_elements_as_are_counted(layout: LayoutConfig, tied: bool, tmp_path: Path) -> None:
+    """A vocabulary of 10 divides without padding."""
+    spec = read_model_spec(write_config(tmp_path, **EXPERTS, tie_word_embeddings=tied))
+    held = rank_holdings(spec, layout, vocab_multiple=1)
+    missing = padded_vocab(spec.dims.vocab, layout, 1) - spec.dims.vocab
+    assert missing == 0
+    for rank, holding in enumerate(held):
+        stage = rank // layout.stage_size
+        counted = num_stage_parameters(spec, layout, stage, vocab_multiple=1).total
+        assert sum(num_elements(box) for box in holding.values()) == counted
+
+
+def test_experts_lie_in_blocks_of_ranks(tmp_path: Path) -> None:
+    """Ranks count etp fastest, then ep: of six experts ranks 0 and 1 share 0 to 2, ranks 2 and 3 share 3 to 5."""
+    held = rank_holdings(experts_of(tmp_path), LayoutConfig(tp=2, dp=2, ep=2, etp=2), vocab_multiple=1)
+    gate = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    blocks, widths = [(0, 1, 2), (3, 4, 5)], [(0, 5), (5, 10)]
+    for rank, (experts, rows) in enumerate(itertools.product(blocks, widths)):
+        for expert in range(6):
+            assert held[rank].get(gate.format(expert)) == ((rows, (0, 8)) if expert in experts else None)
+
+
+MIXED, TIED = {**EXPERTS, "mlp_only_layers": [0, 2]}, {**EXPERTS, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize(("size", "model"), [(1, {}), (2, {}), (3, EXPERTS), (2, MIXED), (2, TIED)])
+def test_needs_by_one_layer_of_each_kind_are_those_of_all_layers(
+    size: int, model: dict[str, Any], expert_parallel: bool, tmp_path: Path
+) -> None:
+    spec = read_model_spec(write_config(tmp_path, **model))
+    direct = [
+        engine_shards(spec, EnginePosition(rank=rank, size=size, expert_parallel=expert_parallel))
+        for rank in range(size)
+    ]
+    assert engine_needs(spec, size, expert_parallel=expert_parallel) == direct
+
+
+def seats_of(path: Path, layout: dict[str, int], *, num_nodes: int = 1, **engine: int) -> list[tuple[int, ...]]:
+    spec = read_model_spec(write_config(path, num_key_value_heads=4))
+    tree = {
+        "actor": {"layout": layout},
+        "rollout": {"engine": engine},
+        "placement": {"trainer": {"num_nodes": num_nodes}},
+    }
+    config = from_dict(Config, tree)
+    return engine_ranks(config, ends_of(config, spec))
+
+
+@pytest.mark.parametrize(("dp", "num_nodes", "nodes"), [(1, 1, [{0, 1, 2, 3}]), (2, 2, [{0, 1, 2, 3}, {4, 5, 6, 7}])])
+def test_workers_sit_where_their_halves_are(dp: int, num_nodes: int, nodes: list[set[int]], tmp_path: Path) -> None:
+    """Quarters 0 and 1 are the first half. In order the second engine's first worker would hold nothing it needs."""
+    seats = seats_of(tmp_path, {"tp": 4, "dp": dp}, num_nodes=num_nodes, num_engines=2 * dp, tp=2)
+    assert [{rank for engine in seats[2 * i : 2 * i + 2] for rank in engine} for i in range(num_nodes)] == nodes
+    assert all((first % 4 in (0, 1), second % 4 in (2, 3)) == (True, True) for first, second in seats)
+
+
+@pytest.mark.parametrize(("layout", "num_engines"), [({"tp": 2, "dp": 2}, 2), ({"tp": 2, "pp": 2}, 2), ({"pp": 2}, 1)])
+def test_workers_sit_in_order_where_nothing_is_better(layout: dict[str, int], num_engines: int, tmp_path: Path) -> None:
+    seats = seats_of(tmp_path, layout, num_engines=num_engines, tp=2)
+    assert seats == [(0, 1), (2, 3)][:num_engines]

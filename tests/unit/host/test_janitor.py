@@ -1,0 +1,175 @@
+"""The janitor ends what carries its run's id, unlinks the run's names, and touches nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.host.janitor import RUN_ID_VARIABLE, SHM_DIR, Janitor, RunScope, clean_up, scopes_of
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
+# Prints once its handler is set, so that no signal comes too early.
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)",
+]
+# A driver that starts a child, makes the run's names and says their id.
+DRIVER = """
+import subprocess, sys, time
+from megarl.host.janitor import Janitor
+janitor = Janitor()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+janitor.scope.shm_file("weights").write_bytes(b"w")
+janitor.scope.temp_dir.mkdir()
+(janitor.scope.temp_dir / "socket").touch()
+print(janitor.scope.run_id, child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def scope() -> Iterator[RunScope]:
+    """A run whose names exist."""
+    scope = RunScope(run_id=uuid.uuid4().hex[:8])
+    scope.shm_file("weights").write_bytes(b"w")
+    scope.temp_dir.mkdir()
+    (scope.temp_dir / "session").mkdir()
+    yield scope
+    clean_up(scope)
+
+
+def start(command: list[str], run_id: str | None) -> subprocess.Popen[bytes]:
+    environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
+    if run_id is not None:
+        environment[RUN_ID_VARIABLE] = run_id
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+
+
+def test_names_carry_the_id_and_sockets_fit() -> None:
+    scope = RunScope(run_id="0123abcd")
+    assert scope.shm_file("weights") == Path("/dev/shm/megarl-0123abcd-weights")
+    assert "0123abcd" in scope.temp_dir.name
+    # Ray's longest socket path below its session directory, against the limit of the system.
+    session = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.sock.1"
+    assert len(str(scope.temp_dir / session)) <= 107
+
+
+def test_runs_are_found_by_how_their_ids_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts of one job, not those of a job whose number only begins alike."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for run_id in ("7-0-0", "7-1-3", "71-0-0"):
+        RunScope(run_id=run_id).temp_dir.mkdir()
+    assert sorted(scope.run_id for scope in scopes_of("7-")) == ["7-0-0", "7-1-3"]
+
+
+def test_clean_up_ends_the_run_and_nothing_else(scope: RunScope) -> None:
+    ours = [start(SLEEP, scope.run_id), start(STUBBORN, scope.run_id)]
+    # An id that begins like ours is another run's.
+    foreign = [start(SLEEP, None), start(SLEEP, scope.run_id + "0")]
+    foreign_file = SHM_DIR / f"megarl-{scope.run_id}0-weights"
+    foreign_file.write_bytes(b"w")
+    try:
+        assert ours[1].stdout is not None
+        ours[1].stdout.readline()
+        assert sorted(scope.processes()) == sorted(p.pid for p in ours)
+        clean_up(scope)
+        assert [p.wait(5) for p in ours] == [-signal.SIGTERM, -signal.SIGKILL]
+        assert [p.poll() for p in foreign] == [None, None]
+        assert scope.leftovers() == []
+        assert not scope.temp_dir.exists()
+        assert foreign_file.exists()
+    finally:
+        foreign_file.unlink()
+        for process in (*ours, *foreign):
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_is_only_unreaped_is_not_alive(scope: RunScope) -> None:
+    process = start(SLEEP, scope.run_id)
+    process.kill()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert scope.processes() == []
+    process.wait()
+
+
+def test_close_returns_when_everything_is_gone() -> None:
+    janitor = Janitor()
+    child = subprocess.Popen(SLEEP)
+    janitor.scope.shm_file("weights").write_bytes(b"w")
+    assert os.environ[RUN_ID_VARIABLE] == janitor.scope.run_id
+    assert janitor.scope.processes() == [child.pid]
+    janitor.close()
+    assert child.wait(5) == -signal.SIGTERM
+    assert janitor.scope.leftovers() == []
+    assert RUN_ID_VARIABLE not in os.environ
+
+
+def test_a_killed_driver_leaves_nothing() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE)
+    assert driver.stdout is not None
+    run_id, child = driver.stdout.readline().decode().split()
+    scope = RunScope(run_id=run_id)
+    assert psutil.pid_exists(int(child))
+    assert len(scope.leftovers()) == 2
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 20
+    while (scope.leftovers() or scope.processes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert scope.leftovers() == []
+    assert scope.processes() == []
+
+
+def test_a_signal_to_the_drivers_group_does_not_end_the_janitor() -> None:
+    """As Ctrl-C in a terminal is: the janitor must survive it to clean up."""
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, start_new_session=True)
+    assert driver.stdout is not None
+    run_id, _ = driver.stdout.readline().decode().split()
+    scope = RunScope(run_id=run_id)
+    os.killpg(driver.pid, signal.SIGTERM)
+    driver.wait()
+    deadline = time.monotonic() + 20
+    while scope.leftovers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert scope.leftovers() == []
+
+
+MAPPER = """
+import mmap, sys, time
+with open(sys.argv[1], "wb+") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+print(flush=True)
+time.sleep(300)
+"""
+
+
+def test_shared_memory_of_libraries_goes_too_unless_another_process_uses_it(scope: RunScope) -> None:
+    files = [SHM_DIR / f"psm_{scope.run_id}_{name}" for name in ("mapped", "noted", "shared", "foreign")]
+    files[1].write_bytes(b"left by a process that has ended")
+    ours = [start([sys.executable, "-c", MAPPER, str(f)], scope.run_id) for f in (files[0], files[2])]
+    foreign = [start([sys.executable, "-c", MAPPER, str(f)], None) for f in (files[2], files[3])]
+    try:
+        for process in (*ours, *foreign):
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert scope.mapped_files() == {files[0], files[2]}
+        clean_up(scope, noted=[files[1]])
+        assert [f.exists() for f in files] == [False, False, True, True]
+    finally:
+        for process in (*ours, *foreign):
+            process.kill()
+            process.wait()
+        for file in files:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+"""Signals in this very process: what they set, and what they raise."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.host.signals import last_stop_signal, leave_on_signals, stop_on_signals
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_a_command() -> Iterator[None]:
+    before = {each: signal.getsignal(each) for each in HANDLED}
+    leave_on_signals()
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize("signum", HANDLED)
+def test_outside_of_training_a_signal_ends_the_process(signum: int) -> None:
+    with pytest.raises(SystemExit) as raised:
+        send(signum)
+    assert raised.value.code == 128 + signum
+    # The clean-up that follows is not interrupted.
+    assert all(signal.getsignal(each) is signal.SIG_IGN for each in HANDLED)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("second", HANDLED)
+def test_in_training_the_first_signal_is_a_request_and_the_second_ends(first: int, second: int) -> None:
+    with stop_on_signals() as stop:
+        assert stop.signum is None
+        send(first)
+        assert stop.signum == first
+        with pytest.raises(SystemExit) as raised:
+            send(second)
+    assert raised.value.code == 128 + second
+
+
+def test_interrupt_is_never_a_request() -> None:
+    with stop_on_signals() as stop, pytest.raises(SystemExit):
+        send(signal.SIGINT)
+    assert stop.signum is None
+
+
+def test_after_training_a_signal_ends_again() -> None:
+    with stop_on_signals():
+        pass
+    with pytest.raises(SystemExit):
+        send(signal.SIGTERM)
+
+
+def test_what_asked_the_last_training_steps_for_a_stop() -> None:
+    with stop_on_signals():
+        send(signal.SIGTERM)
+    assert last_stop_signal() is signal.SIGTERM
+    with stop_on_signals():
+        pass
+    assert last_stop_signal() is None

@@ -1,0 +1,78 @@
+"""What a driver writes while it runs, and how that reads from elsewhere."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import DataError, RunStopped, WorkerError
+from megarl.launch.restarts import FAILED, AttemptLog
+from megarl.launch.status import LOST_S, Heartbeat, describe_status, read_status
+from megarl.record.metrics import RunPaths
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of 40 steps that has done three, two seconds each."""
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 40}\nsft: {total_steps: 7}\n")
+    lines = [
+        {"step": step, "time_s": 100.0 + 2 * step, "metrics": {"actor/lr": 0.1, "actor/loss": 1 / 3, "x": 1.0}}
+        for step in (1, 2, 3)
+    ]
+    RunPaths(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def heartbeat(root: Path) -> Heartbeat:
+    return Heartbeat(RunPaths(root).status, "train", lambda: ("updating the actor", time.time() - 65))
+
+
+def test_a_live_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.launch.status.BEAT_S", 0.02)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with heartbeat(root):
+        time.sleep(0.2)
+        seen = describe_status(root, now=time.time())
+    assert seen["state"] == "running"
+    assert seen["driver"].endswith(", job 17")
+    assert seen["phase"] == "updating the actor, for 01:05"
+    # 37 steps of two seconds are left.
+    assert (seen["step"], seen["time left"], seen["loss"]) == ("3 of 40", "01:14", 0.3333)
+
+
+def test_ends(root: Path) -> None:
+    with heartbeat(root):
+        pass
+    assert describe_status(root, now=time.time())["state"] == "finished"
+    with pytest.raises(RunStopped), heartbeat(root):
+        raise RunStopped("stopped by SIGUSR1")
+    assert read_status(root).state == "stopped"
+    with pytest.raises(WorkerError), heartbeat(root):
+        raise WorkerError("updating: trainer rank 1 (node2) died; see RUN/logs")
+    seen = describe_status(root, now=time.time())
+    assert (seen["state"], seen["error"]) == ("failed", "updating: trainer rank 1 (node2) died; see RUN/logs")
+    assert "time left" not in seen
+
+
+def test_a_driver_that_was_killed_is_lost(root: Path) -> None:
+    beat = heartbeat(root)
+    beat.__enter__()  # and never left
+    seen = describe_status(root, now=read_status(root).written + LOST_S + 31)
+    assert seen["state"] == "lost: no sign of life for 01:01"
+    beat.__exit__(None, None, None)
+
+
+def test_attempts_of_a_job(root: Path) -> None:
+    with heartbeat(root):
+        pass
+    attempts = AttemptLog(RunPaths(root).logs / "slurm-12")
+    attempts.add(1.0, 137, FAILED)
+    attempts.add(2.0, 0, "finished")
+    assert describe_status(root, now=time.time())["job 12"] == "2 attempt(s) ended: failed (137), finished (0)"
+    assert attempts.num_failures() == 1
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no run \(there is no status.json\)"):
+        read_status(tmp_path)

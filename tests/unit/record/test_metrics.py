@@ -1,0 +1,222 @@
+"""Metrics written and read back: sinks, torn and bad lines, timers, rollout files."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.errors import DataError
+from megarl.record.metrics import (
+    JsonlSink,
+    MetricsLogger,
+    MetricsRecord,
+    RolloutRecord,
+    RunPaths,
+    Summary,
+    TensorBoardSink,
+    Timers,
+    read_metrics,
+    read_rollouts,
+    summarize,
+    write_rollouts,
+)
+
+ROLLOUT = RolloutRecord(
+    step=12,
+    uid="q7",
+    sample_index=3,
+    data_source="sums",
+    prompt="<|im_start|>user\n3+4=?",
+    response="3 7\n#### 7<|im_end|>",
+    ground_truth="7",
+    reward=1.0,
+    finish_reason="stop",
+    num_prompt_tokens=9,
+    num_response_tokens=11,
+    correct=True,
+    details='{"format": 1.0}',
+)
+
+
+class ListSink:
+    """Keeps records and whether it was closed."""
+
+    def __init__(self) -> None:
+        self.records: list[MetricsRecord] = []
+        self.is_closed = False
+
+    def write(self, record: MetricsRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_logger_writes_the_documented_line_format(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsLogger([JsonlSink(path)], clock=lambda: 1700000000.5) as logger:
+        logger.log(0, {"val/test_score/sums": 0.375})
+        logger.log(1, {"critic/score/mean": 0.5, "actor/lr": 1e-4})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"step": 0, "time_s": 1700000000.5, "metrics": {"val/test_score/sums": 0.375}},
+        {"step": 1, "time_s": 1700000000.5, "metrics": {"critic/score/mean": 0.5, "actor/lr": 1e-4}},
+    ]
+
+
+def test_every_line_is_on_disk_before_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    synced: list[bytes] = []
+    # What the file holds when the system is asked to write it out.
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
+    with MetricsLogger([JsonlSink(path)], clock=lambda: 5.0) as logger:
+        logger.log(1, {"a": 1.0})
+        assert read_metrics(path) == [MetricsRecord(step=1, time_s=5.0, metrics={"a": 1.0})]
+        assert synced == [path.read_bytes()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_value_names_metric_and_step_and_reaches_no_sink(value: float) -> None:
+    sink = ListSink()
+    with MetricsLogger([sink]) as logger, pytest.raises(DataError, match=r"actor/pg_loss at step 7: got"):
+        logger.log(7, {"actor/grad_norm": 1.0, "actor/pg_loss": value})
+    assert sink.records == []
+
+
+def test_logger_closes_its_sinks_when_the_run_fails() -> None:
+    sink = ListSink()
+    with pytest.raises(KeyError), MetricsLogger([sink]):
+        raise KeyError("boom")
+    assert sink.is_closed
+
+
+def test_torn_last_line_is_left_out_and_does_not_spoil_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time_s": 2.0, "metrics": {"a": 1.0}}\n{"step": 2, "time_s": 3.0, "metr')
+    assert [record.step for record in read_metrics(path)] == [1]
+    with MetricsLogger([JsonlSink(path)], clock=lambda: 9.0) as logger:
+        logger.log(2, {"a": 4.0})
+    assert read_metrics(path) == [
+        MetricsRecord(step=1, time_s=2.0, metrics={"a": 1.0}),
+        MetricsRecord(step=2, time_s=9.0, metrics={"a": 4.0}),
+    ]
+
+
+def test_line_torn_inside_a_character_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "time_s": 2.0, "metrics": {}}\n{"step": 2, "metrics": {"\xc3')
+    assert [record.step for record in read_metrics(path)] == [1]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"step": 2, "time_s": 3.0, "metr',
+        '{"step": 2, "time_s": 3.0}',
+        "[1, 2]",
+        '{"step": 2, "time_s": 3.0, "metrics": {"a": NaN}}',
+        '{"step": 2, "time_s": 3.0, "metrics": {"a": null}}',
+        '{"step": 2, "time_s": 3.0, "metrics": [1.0]}',
+    ],
+)
+def test_any_other_bad_line_is_named(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = '{"step": 1, "time_s": 2.0, "metrics": {"a": 1.0}}'
+    path.write_text(f"{good}\n{bad}\n{good}\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 2: got"):
+        read_metrics(path)
+
+
+def test_missing_metrics_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no metrics at .*nowhere\.jsonl"):
+        read_metrics(tmp_path / "nowhere.jsonl")
+
+
+def test_tensorboard_event_files_hold_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLogger([TensorBoardSink(tmp_path)], clock=lambda: 50.0) as logger:
+        logger.log(1, {"critic/score/mean": 0.25})
+        logger.log(2, {"critic/score/mean": 0.5})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = [(event.step, event.value, event.wall_time) for event in events.Scalars("critic/score/mean")]
+    assert scalars == [(1, 0.25, 50.0), (2, 0.5, 50.0)]
+
+
+def test_summarize() -> None:
+    assert summarize([3.0, -1.0, 1.0]) == Summary(mean=1.0, max=3.0, min=-1.0)
+    assert summarize([0.5]).as_metrics("critic/score") == {
+        "critic/score/mean": 0.5,
+        "critic/score/max": 0.5,
+        "critic/score/min": 0.5,
+    }
+    with pytest.raises(DataError, match="at least one value"):
+        summarize([])
+
+
+def test_timers_add_up_per_phase_and_restart_after_pop() -> None:
+    ticks: Iterator[float] = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 100.0, 100.5])
+    timers = Timers(clock=lambda: next(ticks))
+    with timers("step"):  # 0 to 20
+        with timers("gen"):  # 1 to 3
+            pass
+        with timers("gen"):  # 10 to 14
+            pass
+    assert timers.pop() == {"timing_s/gen": 6.0, "timing_s/step": 20.0}
+    with timers("gen"):
+        pass
+    assert timers.pop() == {"timing_s/gen": 0.5}
+    assert timers.pop() == {}
+
+
+def test_timers_keep_the_time_of_a_phase_that_raised() -> None:
+    ticks = iter([2.0, 5.0])
+    timers = Timers(clock=lambda: next(ticks))
+    with pytest.raises(ZeroDivisionError), timers("reward"):
+        raise ZeroDivisionError
+    assert timers.pop() == {"timing_s/reward": 3.0}
+
+
+def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None:
+    path = RunPaths(tmp_path).rollouts(12)
+    write_rollouts(path, [ROLLOUT])
+    assert path == tmp_path / "rollouts" / "step_000012.parquet"
+    assert read_rollouts(path) == [ROLLOUT]
+    assert [(field.name, str(field.type)) for field in pq.read_schema(path)] == [
+        ("step", "int64"),
+        ("uid", "string"),
+        ("sample_index", "int64"),
+        ("data_source", "string"),
+        ("prompt", "string"),
+        ("response", "string"),
+        ("ground_truth", "string"),
+        ("reward", "double"),
+        ("finish_reason", "string"),
+        ("num_prompt_tokens", "int64"),
+        ("num_response_tokens", "int64"),
+        ("correct", "bool"),
+        ("details", "string"),
+    ]
+    assert [file.name for file in path.parent.iterdir()] == ["step_000012.parquet"]
+
+
+def test_recorded_rollouts_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for step in (1_000_000, 5, 999_999):
+        write_rollouts(paths.rollouts(step), [ROLLOUT])
+    assert [path.stem for path in paths.recorded_rollouts()] == ["step_000005", "step_999999", "step_1000000"]
+
+
+def test_files_that_are_no_rollouts_are_named(tmp_path: Path) -> None:
+    text = tmp_path / "text.parquet"
+    text.write_text("not parquet")
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"step": [1], "uid": ["a"]}), other)
+    for path in (text, other, tmp_path / "missing.parquet"):
+        with pytest.raises(DataError, match=path.name):
+            read_rollouts(path)

@@ -1,0 +1,90 @@
+"""FLOPs counted by hand, and what is made of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import ActorConfig, Config, LayoutConfig, LoggingConfig, ModelConfig, TrainerConfig
+from megarl.device.accelerators import Device
+from megarl.device.platform import CpuPlatform
+from megarl.record import performance
+from megarl.record.performance import PerformanceMeter, forward_flops, update_flops
+from megarl.types import Row
+from megarl.weights.dims import Dims, Experts, LatentAttention
+
+# h 8, q 4·2 = 8, k 2·2 = 4, f 12, V 10, 3 layers.
+DIMS = Dims(num_layers=3, hidden=8, ffn=12, num_heads=4, num_kv_heads=2, head_dim=2, vocab=10, tied=True)
+# A layer's matrices: q and o 64 each, k and v 32 each, gate, up and down 96 each.
+LAYER = 64 + 64 + 32 + 32 + 3 * 96
+# 5 tokens: products, then attention (q·n² for scores and as much for values), then 2 labels at the head.
+FORWARD_5_2 = 2 * 5 * 3 * LAYER + 3 * 2 * 8 * 25 + 2 * 2 * 10 * 8
+
+
+def row(num_prompt_tokens: int, loss_mask: list[bool]) -> Row:
+    return Row(
+        uid="a",
+        sample_index=0,
+        token_ids=np.zeros(num_prompt_tokens + len(loss_mask), dtype=np.int64),
+        num_prompt_tokens=num_prompt_tokens,
+        loss_mask=np.array(loss_mask),
+    )
+
+
+def test_forward() -> None:
+    assert forward_flops(DIMS, num_tokens=5, num_scored_tokens=2) == FORWARD_5_2
+    assert forward_flops(DIMS, num_tokens=1, num_scored_tokens=0) == 2 * 3 * LAYER + 3 * 2 * 8
+
+
+def test_only_experts_that_see_a_token_count() -> None:
+    """Layers 0 and 2 have five experts of 4, two of which see a token, and shared ones of 6."""
+    experts = Experts(num=5, per_token=2, ffn=4, normalized=True, layers=(0, 2), shared_ffn=6)
+    with_experts = 64 + 64 + 32 + 32 + 3 * 8 * (2 * 4 + 6) + 8 * 5
+    expected = 2 * 5 * (2 * with_experts + LAYER) + 3 * 2 * 8 * 25
+    assert forward_flops(replace(DIMS, experts=experts), num_tokens=5, num_scored_tokens=0) == expected
+
+
+def test_latent_attention() -> None:
+    """Four heads of 1 + 1 for scores and 3 for values; latents of 6 and 5."""
+    latent = LatentAttention(q_latent=6, kv_latent=5, nope=1, rope=1, values=3)
+    attention = 8 * 6 + 6 * 8 + 8 * (5 + 1) + 5 * 4 * (1 + 3) + 4 * 3 * 8
+    expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
+    assert forward_flops(replace(DIMS, latent=latent), num_tokens=5, num_scored_tokens=0) == expected
+    # Queries without latents: one product with their four heads of two.
+    without = replace(latent, q_latent=0)
+    attention += 8 * 8 - 8 * 6 - 6 * 8
+    expected = 2 * 5 * 3 * (attention + 3 * 96) + 3 * (8 + 12) * 25
+    assert forward_flops(replace(DIMS, latent=without), num_tokens=5, num_scored_tokens=0) == expected
+
+
+def test_update_is_three_forward_passes() -> None:
+    rows = [row(2, [True, False, True]), row(1, [False])]
+    assert update_flops(DIMS, rows) == 3 * (FORWARD_5_2 + 2 * 2 * 3 * LAYER + 3 * 2 * 8 * 4)
+
+
+def config(dtype: str = "bfloat16", **logging: float) -> Config:
+    return replace(
+        Config(),
+        model=replace(ModelConfig(), dtype=dtype),
+        actor=ActorConfig(layout=LayoutConfig(tp=2, dp=2)),
+        trainer=TrainerConfig(num_epochs=3),
+        logging=LoggingConfig(**logging),
+    )
+
+
+def test_metrics_per_rank_and_over_epochs() -> None:
+    rows = [row(3, [True, True])]
+    measured = PerformanceMeter(config(peak_tflops=2e-6), DIMS).metrics(rows, update_s=0.5)
+    tflops = 3 * 3 * FORWARD_5_2 / 0.5 / 4 / 1e12
+    assert measured == pytest.approx({"perf/tflops_per_rank": tflops, "perf/mfu": tflops / 2e-6})
+
+
+def test_no_utilisation_without_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(3, [True, True])]
+    monkeypatch.setattr(performance, "platform", CpuPlatform)
+    assert PerformanceMeter(config(), DIMS).metrics(rows, update_s=1.0).keys() == {"perf/tflops_per_rank"}
+    device = Device(name="NVIDIA H100 80GB HBM3", memory_gib=80, driver="1")
+    monkeypatch.setattr(CpuPlatform, "devices", lambda self: [device])
+    measured = PerformanceMeter(config(), DIMS).metrics(rows, update_s=1.0)
+    assert measured["perf/mfu"] == pytest.approx(measured["perf/tflops_per_rank"] / 989.4)
+    assert "perf/mfu" not in PerformanceMeter(config(dtype="float32"), DIMS).metrics(rows, update_s=1.0)

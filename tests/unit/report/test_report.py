@@ -1,0 +1,471 @@
+"""The report of a synthetic run: its headline, numbers, tables, examples, figures and errors."""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megarl.errors import DataError
+from megarl.record.metrics import (
+    JsonlSink,
+    MetricsLogger,
+    MetricsRecord,
+    RolloutRecord,
+    RunPaths,
+    write_rollouts,
+)
+from megarl.report import write_report
+from megarl.report.examples import pick_examples, visible_text
+from megarl.report.panels import smooth, time_per_phase
+from megarl.report.run import Series, build_series, load_runs, run_labels
+from megarl.report.style import spread
+from megarl.report.summary import (
+    SAMPLED,
+    Estimate,
+    format_duration,
+    headline,
+    validation_change,
+    validation_curve,
+)
+
+NUM_STEPS = 40
+STEP_S = 51.0
+# Validation every 10 steps: 75/200 right before RL, 187/200 after.
+SAMPLED_SCORES = {0: 0.375, 10: 0.61, 20: 0.8, 30: 0.905, 40: 0.935}
+GREEDY_SCORES = {0: 0.05, 10: 0.655, 20: 0.83, 30: 0.93, 40: 0.96}
+CONFIG = {
+    "run": {"name": "sums", "seed": 0},
+    "model": {"path": "models/tiny-sft", "dtype": "float32"},
+    "data": {"train": ["data/train.parquet"], "val": ["data/val.parquet"]},
+    "algo": {"name": "grpo", "advantage": {"estimator": "grpo", "norm_by_std": True}},
+    "actor": {"layout": {"tp": 2, "dp": 1}, "optimizer": {"lr": 1e-4}},
+    "rollout": {"num_samples": 8, "temperature": 1.0, "max_response_tokens": 64, "replay_dir": None},
+    "trainer": {"total_steps": NUM_STEPS, "prompts_per_step": 32},
+}
+
+
+def step_metrics(step: int, rng: np.random.Generator, final_score: float) -> dict[str, float]:
+    """One training step as a run of the sums task logs it."""
+    done = 1.0 - math.exp(-step / 12.0)
+    reward = 0.38 + (final_score - 0.38) * done + rng.normal(0.0, 0.025)
+    phases = {
+        "gen": 21.0 + 5.0 * done,
+        "reward": 0.4,
+        "old_log_prob": 6.0,
+        "adv": 0.01,
+        "update_actor": 17.0,
+        "sync": 1.4,
+    }
+    noisy = {f"timing_s/{name}": seconds * rng.uniform(0.95, 1.05) for name, seconds in phases.items()}
+    if step % 10 == 0:
+        noisy["timing_s/testing"] = 12.0
+    return noisy | {
+        "timing_s/step": sum(noisy.values()) + 1.5,
+        "critic/score/mean": reward,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.0,
+        "actor/entropy": 0.42 - 0.34 * done + rng.normal(0.0, 0.01),
+        "actor/grad_norm": 0.9 - 0.4 * done + abs(rng.normal(0.0, 0.15)),
+        "actor/lr": 1e-4,
+        "response_length/mean": 11.0 + 12.0 * done + rng.normal(0.0, 0.4),
+        "response_length/max": 44.0 + rng.integers(0, 12),
+        "response_length/min": 8.0,
+        "mismatch/abs_mean": 2e-7 * rng.uniform(0.8, 1.3),
+        "mismatch/abs_max": 4e-6 * rng.uniform(0.5, 2.0),
+        "mismatch/k3": 3e-13 * rng.uniform(0.5, 2.0),
+        "perf/tokens_per_s": 180.0 + rng.normal(0.0, 6.0),
+        "memory/rss_gib/driver": 0.9 + 0.001 * step,
+    }
+
+
+def write_run(
+    root: Path,
+    *,
+    config: Mapping[str, object] = CONFIG,
+    num_steps: int = NUM_STEPS,
+    sampled: Mapping[int, float] = SAMPLED_SCORES,
+    greedy: Mapping[int, float] = GREEDY_SCORES,
+    seed: int = 0,
+) -> Path:
+    """A run directory as training leaves it, without rollouts."""
+    root.mkdir(parents=True)
+    (root / "config.yaml").write_text(yaml.safe_dump(dict(config)))
+    (root / "versions.json").write_text(json.dumps({"python": "3.11.9", "torch": "2.13.0"}))
+    rng = np.random.default_rng(seed)
+    now_s = 1.7e9
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")], clock=lambda: now_s) as logger:
+        for step in range(num_steps + 1):
+            if step > 0:
+                now_s += STEP_S
+                logger.log(step, step_metrics(step, rng, sampled.get(num_steps, 0.9)))
+            validation = {"val/test_score/sums": sampled[step]} if step in sampled else {}
+            if step in greedy:
+                validation["val/test_score_greedy/sums"] = greedy[step]
+            if validation:
+                logger.log(step, validation | {"val/num_prompts/sums": 200.0})
+    return root
+
+
+def rollout(
+    step: int, uid: str, reward: float, *, response: str = "5 12\n#### 12<|im_end|>", prompt: str = ""
+) -> RolloutRecord:
+    return RolloutRecord(
+        step=step,
+        uid=uid,
+        sample_index=0,
+        data_source="sums",
+        prompt=prompt or f"<|im_start|>user\n5+7=? ({uid})<|im_end|>\n<|im_start|>assistant\n",
+        response=response,
+        ground_truth="12",
+        reward=reward,
+        finish_reason="stop",
+        num_prompt_tokens=14,
+        num_response_tokens=10,
+    )
+
+
+class PageParser(HTMLParser):
+    """Collects tags, the text of each, table rows and everything a browser would load."""
+
+    VOID = frozenset({"meta", "link", "img", "br", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.rows: list[list[str]] = []
+        self.heading = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Table rows as `cell | cell`."""
+        return [" | ".join(row) for row in self.rows]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if "h1" in self.open:
+            self.heading += data.replace("\xa0", " ")
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data.strip()
+
+
+def parse(html: str) -> PageParser:
+    parser = PageParser()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:24])
+    return width, height
+
+
+# sqrt(.375 · .625 / 200) = .03423; sqrt(.935 · .065 / 200) = .01743; their quadrature sum is .03842.
+HEADLINE = "Validation score rose from 0.375 ± 0.034 before RL to 0.935 ± 0.017 after 40 steps (+0.560)."
+
+
+def test_page_leads_with_the_result_in_words(tmp_path: Path) -> None:
+    paths = write_report(write_run(tmp_path / "sums"))
+    assert paths.html == tmp_path / "sums" / "report.html"
+    html = paths.html.read_text(encoding="utf-8")
+    page = parse(html)
+    assert page.heading == HEADLINE
+    # 40 steps × 51 s = 2040 s. Greedy: sqrt(.05 · .95 / 200) = .0154, sqrt(.96 · .04 / 200) = .0139.
+    assert "40 steps in 34 min · validated on 200 prompts of sums · greedy decoding: 0.050 ± 0.015 → " in html
+    assert "sums | sampled | 0.375 ± 0.034 | 0.935 ± 0.017 | +0.560 ± 0.038 | 0 → 40 | 200" in page.lines
+    assert "sums | greedy | 0.050 ± 0.015 | 0.960 ± 0.014 | +0.910 ± 0.021 | 0 → 40 | 200" in page.lines
+    assert "learning rate | 0.0001" in page.lines
+    assert "torch | 2.13.0" in page.lines
+    assert "rollout.replay_dir | none" in page.lines
+    # Last step: 0.9 + 0.001 · 40.
+    assert "memory/rss_gib/driver | 0.901 | 0.94 | 0.9205 | 0.901 | 0.94" in page.lines
+
+
+def test_page_needs_no_network_and_its_figures_do_not_collide(tmp_path: Path) -> None:
+    html = write_report(write_run(tmp_path / "sums")).html.read_text(encoding="utf-8")
+    page = parse(html)
+    assert page.tags.count("svg") == 8
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert [target for target in page.loads if not target.startswith("#")] == []
+    referenced = {target[1:] for target in page.loads} | set(re.findall(r"url\(#(\w+)\)", html))
+    assert referenced
+    assert all(page.ids.count(target) == 1 for target in referenced)
+
+
+def test_png_holds_four_rows_of_two_panels(tmp_path: Path) -> None:
+    # 2 × 5.6 inches wide, 4 × 2.9 + 2 × 0.23 (a title line and its margin) high, at 150 dots per inch.
+    assert png_size(write_report(write_run(tmp_path / "sums")).png) == (1680, 1809)
+
+
+def test_examples_show_right_and_wrong_of_first_and_last_step_escaped(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "sums")
+    paths = RunPaths(root)
+    evil = rollout(5, "q1", 0.0, response="<script>alert('x')</script> & done\x07<|im_end|>")
+    write_rollouts(paths.rollouts(5), [evil, rollout(5, "q2", 1.0)])
+    write_rollouts(paths.rollouts(20), [rollout(20, "middle-step", 1.0)])
+    write_rollouts(paths.rollouts(40), [rollout(40, "q3", 1.0), rollout(40, "q4", 1.0)])
+    html = write_report(root).html.read_text(encoding="utf-8")
+    page = parse(html)
+    assert page.tags.count("article") == 4
+    assert "Step 5: 1 of 2 recorded responses right" in html
+    assert "Step 40: 2 of 2 recorded responses right" in html
+    assert "middle-step" not in html
+    assert "script" not in page.tags
+    assert '<span class="token">&lt;script&gt;</span>alert(&#39;x&#39;)' in html
+    assert '&amp; done␇<span class="token">&lt;|im_end|&gt;</span>' in html
+
+
+def test_comparison_names_every_run_with_before_after_and_gain(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a" / "seed0")
+    second = write_run(tmp_path / "a" / "seed1", sampled={0: 0.4, 40: 0.975}, greedy={}, seed=1)
+    third = write_run(tmp_path / "b" / "cpo", sampled={0: 0.42, 40: 0.4}, greedy={}, seed=2)
+    paths = write_report(first, [second, third])
+    html = paths.html.read_text(encoding="utf-8")
+    page = parse(html)
+    # sqrt(.4 · .6 / 200) = .0346, sqrt(.975 · .025 / 200) = .0110, together .0364;
+    # sqrt(.42 · .58 / 200) = .0349, together with .0346: .0492.
+    assert "seed0 | 0.375 ± 0.034 | 0.935 ± 0.017 | +0.560 ± 0.038 | 0 → 40 | 200" in page.lines
+    assert "seed1 | 0.400 ± 0.035 | 0.975 ± 0.011 | +0.575 ± 0.036 | 0 → 40 | 200" in page.lines
+    assert "cpo | 0.420 ± 0.035 | 0.400 ± 0.035 | -0.020 ± 0.049 | 0 → 40 | 200" in page.lines
+    assert page.heading == f"seed0: {HEADLINE}"
+    reward_figure, validation_figure = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)[:2]
+    for figure in (reward_figure, validation_figure):
+        assert all(f">{label}</text>" in figure for label in ("seed0", "seed1", "cpo"))
+
+
+def test_report_of_a_killed_run_covers_what_is_there(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "sums", num_steps=12)
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "time_s": 17000')
+    html = write_report(root).html.read_text(encoding="utf-8")
+    # sqrt(.61 · .39 / 200) = .0345; 12 steps × 51 s = 612 s.
+    assert (
+        parse(html).heading
+        == "Validation score rose from 0.375 ± 0.034 before RL to 0.610 ± 0.034 after 10 steps (+0.235)."
+    )
+    assert "12 of 40 steps in 10 min" in html
+
+
+def test_report_after_step_zero_alone(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "sums", num_steps=0)
+    page = parse(write_report(root).html.read_text(encoding="utf-8"))
+    assert page.heading == (
+        "Validation score 0.375 ± 0.034 at step 0, not measured again. No training step has finished yet."
+    )
+    assert page.tags.count("svg") == 1
+
+
+def test_figures_of_one_step_without_mismatch_and_with_two_data_sources(tmp_path: Path) -> None:
+    root = pooled_run(tmp_path / "run", {"sums": (0.5, 100), "a_rather_long_data_source": (0.9, None)})
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
+        logger.log(1, {"critic/score/mean": 0.5, "mismatch/abs_mean": 0.0, "mismatch/k3": 0.0, "timing_s/gen": 2.0})
+    html = write_report(root).html.read_text(encoding="utf-8")
+    assert parse(html).tags.count("svg") == 4  # reward, validation, mismatch, time
+    for text in ("zero at every step", "gen 2 s", "sums", "a_rather_long_dat…"):
+        assert re.search(rf">{text}</text>", html.replace("  ", " ")), text
+
+
+def test_headline_without_validation_is_the_reward(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "config.yaml").write_text("run: {seed: 0}\n")
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
+        for step in range(1, 5):
+            logger.log(step, {"critic/score/mean": step / 10})
+        # (.1 + .2 + .3 + .4) / 4
+        assert headline(load_runs([root])[0]).sentence == "Mean training reward: 0.250 over 4 step(s)."
+        for step in range(5, 13):
+            logger.log(step, {"critic/score/mean": step / 10})
+    # (.1 + ... + .5) / 5 and (.8 + ... + 1.2) / 5.
+    assert headline(load_runs([root])[0]).sentence == (
+        "Mean training reward: 0.300 over the first 5 steps, 1.000 over the last 5."
+    )
+
+
+def test_report_of_a_reward_models_training(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "judge")
+    paths.root.mkdir()
+    paths.config.write_text(yaml.safe_dump(CONFIG))
+    with MetricsLogger([JsonlSink(paths.metrics)]) as log:
+        log.log(0, {"val/reward_model/accuracy": 0.5})
+        for step in (1, 2):
+            log.log(step, {"reward_model/accuracy": 0.5 + 0.1 * step, "reward_model/loss": 0.7 - 0.1 * step})
+        log.log(2, {"val/reward_model/accuracy": 0.75})
+    page = parse(write_report(paths.root).html.read_text(encoding="utf-8"))
+    assert page.heading == ("The reward model puts 0.750 of held-out pairs in order after step 2 (0.500 after step 0).")
+    assert page.tags.count("svg") == 2
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        # 0.375 ± .034; two standard errors of the difference are about 0.097.
+        (
+            0.45,
+            "did not clearly change: from 0.375 ± 0.034 before RL to 0.450 ± 0.035 after 40 steps (+0.075).",
+        ),
+        (0.2, "fell from 0.375 ± 0.034 before RL to 0.200 ± 0.028 after 40 steps (-0.175)."),
+    ],
+)
+def test_headline_says_when_the_score_fell_or_did_not_move(tmp_path: Path, after: float, words: str) -> None:
+    root = write_run(tmp_path / "run", sampled={0: 0.375, 40: after}, greedy={})
+    assert headline(load_runs([root])[0]).sentence == f"Validation score {words}"
+
+
+def test_directories_that_are_no_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere is not a run directory: expected a config\.yaml"):
+        write_report(tmp_path / "nowhere")
+    (tmp_path / "config.yaml").write_text("run: {seed: 0}\n")
+    with pytest.raises(DataError, match="no metrics at"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="holds no metrics yet"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time_s": 1.0, "metrics": {"a": 1.0}}\n')
+    (tmp_path / "config.yaml").write_text("run: [")
+    with pytest.raises(DataError, match="not valid YAML"):
+        write_report(tmp_path)
+    (tmp_path / "config.yaml").write_text("just words")
+    with pytest.raises(DataError, match="got a str, expected a mapping"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_resumed_run_replaces_what_the_earlier_attempt_logged_past_it() -> None:
+    def record(step: int, **metrics: float) -> MetricsRecord:
+        return MetricsRecord(step=step, time_s=0.0, metrics=metrics)
+
+    records = [record(0, val=0.3), record(1, a=1.0), record(2, a=2.0), record(3, a=3.0), record(2, a=20.0)]
+    assert build_series(records) == {
+        "val": Series(steps=(0,), values=(0.3,)),
+        "a": Series(steps=(1, 2), values=(1.0, 20.0)),
+    }
+
+
+def test_labels_are_the_shortest_that_differ() -> None:
+    assert run_labels([Path("runs/a"), Path("runs/b/")]) == ["a", "b"]
+    assert run_labels([Path("x/seed0/run"), Path("x/seed1/run")]) == ["seed0/run", "seed1/run"]
+    with pytest.raises(DataError, match="same run twice"):
+        run_labels([Path("runs/a"), Path("runs/../runs/a")])
+
+
+def pooled_run(root: Path, sources: Mapping[str, tuple[float, float | None]]) -> Path:
+    """One validation at step 0: data source → (score, number of prompts)."""
+    root.mkdir()
+    (root / "config.yaml").write_text("{}\n")
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
+        for name, (score, count) in sources.items():
+            logger.log(0, {f"val/test_score/{name}": score})
+            if count is not None:
+                logger.log(0, {f"val/num_prompts/{name}": count})
+    return root
+
+
+def test_data_sources_are_pooled_by_their_numbers_of_prompts(tmp_path: Path) -> None:
+    run = load_runs([pooled_run(tmp_path / "a", {"sums": (0.5, 100), "countdown": (0.9, 300)})])[0]
+    (point,) = validation_curve(run, SAMPLED)
+    assert point.num_prompts == 400
+    assert point.score == pytest.approx(0.8)  # (50 + 270) / 400
+    assert point.std_error == pytest.approx(0.02)  # sqrt(.8 · .2 / 400)
+    assert validation_change(run, SAMPLED) is None
+
+
+def test_unknown_numbers_of_prompts_pool_equally_without_an_error_bar(tmp_path: Path) -> None:
+    run = load_runs([pooled_run(tmp_path / "a", {"sums": (0.5, None), "countdown": (0.9, 300)})])[0]
+    (point,) = validation_curve(run, SAMPLED)
+    assert (point.score, point.num_prompts, point.std_error) == (pytest.approx(0.7), None, None)
+    assert str(Estimate(step=0, score=-0.25, num_prompts=200)) == "-0.250"  # no share: no binomial error
+
+
+def test_durations() -> None:
+    assert [format_duration(s) for s in (42.4, 59.9, 2040.0, 3599.0, 7500.0)] == [
+        "42 s",
+        "60 s",
+        "34 min",
+        "1 h 00 min",
+        "2 h 05 min",
+    ]
+
+
+def test_smoothing_is_a_centred_mean_cut_off_at_the_ends() -> None:
+    assert smooth([1.0, 2.0, 6.0, 4.0]).tolist() == pytest.approx([1.5, 3.0, 4.0, 5.0])
+    assert smooth([5.0]).tolist() == [5.0]
+    # 70 steps: a window of 7, so 3 steps either side.
+    line = [float(value) for value in range(70)]
+    line[35] += 7.0
+    assert smooth(line)[32:39].tolist() == pytest.approx([33.0, 34.0, 35.0, 36.0, 37.0, 38.0, 39.0])
+    assert smooth(line)[31] == pytest.approx(31.0)
+    # 1000 steps: the window stops at 25, so 12 steps either side.
+    assert smooth([float(value) for value in range(1000)])[[0, 500, 999]].tolist() == [6.0, 500.0, 993.0]
+
+
+def test_time_per_phase_sums_what_is_small_or_unclaimed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}\n")
+    with MetricsLogger([JsonlSink(tmp_path / "metrics.jsonl")]) as logger:
+        base = {
+            "timing_s/step": 100.0,
+            "timing_s/update_actor": 30.0,
+            "timing_s/gen": 60.0,
+            "timing_s/adv": 1.0,
+        }
+        logger.log(1, base)
+        logger.log(2, base | {"timing_s/testing": 50.0, "timing_s/step": 150.0})
+    steps, phases = time_per_phase(load_runs([tmp_path])[0])
+    assert steps == [1, 2]
+    # adv is 2 of 250 s, below 2 %; with the 9 s that no phase claims it is other.
+    assert {name: column.tolist() for name, column in phases.items()} == {
+        "gen": [60.0, 60.0],
+        "update_actor": [30.0, 30.0],
+        "testing": [0.0, 50.0],
+        "other": [10.0, 10.0],
+    }
+    assert list(phases) == ["gen", "update_actor", "testing", "other"]
+
+
+def test_direct_labels_move_apart_and_stay_inside() -> None:
+    assert spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert spread([0.5, 0.52], 0.1) == pytest.approx([0.5, 0.6])
+    assert spread([0.95, 0.97, 0.99], 0.1) == pytest.approx([0.8, 0.9, 1.0])
+    assert spread([-0.2, 0.01], 0.1) == pytest.approx([0.0, 0.1])
+
+
+def test_examples_prefer_different_prompts() -> None:
+    rows = [rollout(1, "a", 1.0), rollout(1, "a", 1.0), rollout(1, "b", 1.0), rollout(1, "c", 0.1)]
+    assert [(row.uid, row.reward) for row in pick_examples(rows, 2)] == [("a", 1.0), ("b", 1.0), ("c", 0.1)]
+    assert [row.uid for row in pick_examples(rows, 3)] == ["a", "b", "a", "c"]
+
+
+def test_visible_text_keeps_newlines_and_escapes_comparisons() -> None:
+    assert str(visible_text("1 < 2\n\tand 3 > 2")) == "1 &lt; 2\n\tand 3 &gt; 2"
+    assert str(visible_text("<think>\x00\x7f")) == '<span class="token">&lt;think&gt;</span>␀␡'

@@ -1,0 +1,186 @@
+"""Which run directories can be continued, and with which changes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, from_dict
+from megarl.errors import ConfigError
+from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
+from megarl.record.recorder import RunRecorder
+from megarl.run.resume import CONTINUABLE, changed_keys, find_checkpoint, resume_notes
+from megarl.train.checkpoint import RunState, checkpoint_dir, mark_complete
+from megarl.types import AlgoState
+
+
+def config(root: Path, **sections: Any) -> Config:
+    run = {"dir": str(root), "name": "a", **sections.pop("run", {})}
+    return from_dict(Config, {"run": run, "data": {"train": ["a.parquet"]}, **sections})
+
+
+def save(config: Config, step: int = 4, command: str = "train") -> Path:
+    """A complete checkpoint in the run directory of a configuration."""
+    path = checkpoint_dir(Path(config.run.dir, config.run.name, "checkpoints"), step)
+    path.mkdir(parents=True)
+    state = RunState(
+        command="train" if command == "train" else "sft",
+        step=step,
+        num_optimizer_steps=step,
+        sampler={},
+        algo=AlgoState(),
+        source={},
+        score=None,
+        config=config,
+    )
+    (path / "state.json").write_text(state.to_json())
+    mark_complete(path)
+    return path
+
+
+def message(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(config, "train")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_same_configuration_continues(tmp_path: Path) -> None:
+    path = save(config(tmp_path))
+    checkpoint = find_checkpoint(config(tmp_path), "train")
+    assert checkpoint is not None
+    assert checkpoint.path == path
+    assert resume_notes(checkpoint, config(tmp_path)) == [f"continuing after step 4 from {path}"]
+
+
+def test_nothing_to_continue(tmp_path: Path) -> None:
+    assert find_checkpoint(config(tmp_path), "train") is None
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a" / "export").mkdir(parents=True)
+    assert message(config(tmp_path)) == (
+        f"{tmp_path}/a holds a finished run without a checkpoint, which --resume would replace; "
+        "choose another run.name, or pass --overwrite"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data": {"train": ["b.parquet"]}}, "data.train: ('a.parquet',) → ('b.parquet',)"),
+        ({"algo": {"kl": {"coef": 0.5}}}, "algo.kl.coef: 0.001 → 0.5"),
+        ({"run": {"seed": 1}}, "run.seed: 0 → 1"),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature: 1.0 → 0.5"),
+        ({"trainer": {"prompts_per_step": 64}}, "trainer.prompts_per_step: 128 → 64"),
+        ({"actor": {"optimizer": {"weight_decay": 0.5}}}, "actor.optimizer.weight_decay: 0.01 → 0.5"),
+    ],
+)
+def test_a_change_of_what_is_optimised_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    path = save(config(tmp_path))
+    assert message(config(tmp_path, **change)) == (
+        f"{path}: cannot be continued with other settings: {told}; restore them, or choose another run.name"
+    )
+
+
+def test_all_refused_changes_are_named(tmp_path: Path) -> None:
+    save(config(tmp_path))
+    changed = message(config(tmp_path, run={"seed": 1}, algo={"name": "b"}, logging={"num_rollouts": 1}))
+    assert "run.seed: 0 → 1; algo.name: grpo → b; restore" in changed
+    assert "logging" not in changed
+
+
+def test_a_change_of_where_and_how_it_computes_is_noted(tmp_path: Path) -> None:
+    path = save(config(tmp_path))
+    changed = config(tmp_path, actor={"layout": {"tp": 2}, "optimizer": {"lr": 0.5}}, trainer={"total_steps": 200})
+    checkpoint = find_checkpoint(changed, "train")
+    assert checkpoint is not None
+    assert resume_notes(checkpoint, changed) == [
+        f"continuing after step 4 from {path}",
+        "changed since the checkpoint: actor.layout.tp: 1 → 2",
+        "changed since the checkpoint: actor.optimizer.lr: 1e-06 → 0.5",
+        "changed since the checkpoint: trainer.total_steps: 100 → 200",
+        "another layout: random number generators are seeded anew",
+    ]
+
+
+def test_layouts_and_schedules_of_the_critic_may_change_and_its_objective_may_not(tmp_path: Path) -> None:
+    path = save(config(tmp_path))
+    critic = {"layout": {"pp": 2}, "micro_batch_tokens": 9000, "optimizer": {"lr": 0.5}}
+    changed = config(tmp_path, critic=critic, reference={"layout": {"dp": 2}})
+    checkpoint = find_checkpoint(changed, "train")
+    assert checkpoint is not None
+    notes = resume_notes(checkpoint, changed)
+    assert "changed since the checkpoint: critic.optimizer.lr: 1e-05 → 0.5" in notes
+    assert any(note.startswith("changed since the checkpoint: critic.layout: None → LayoutConfig(") for note in notes)
+    assert notes[-1] == "another layout: random number generators are seeded anew"
+    assert message(config(tmp_path, critic={"value_clip": None})) == (
+        f"{path}: cannot be continued with other settings: critic.value_clip: 0.2 → None; "
+        "restore them, or choose another run.name"
+    )
+    assert "critic.freeze: False → True" in message(config(tmp_path, critic={"freeze": True}))
+    assert "reference.model_path: None → b" in message(config(tmp_path, reference={"model_path": "b"}))
+
+
+def test_fewer_steps_than_done(tmp_path: Path) -> None:
+    path = save(config(tmp_path))
+    assert message(config(tmp_path, trainer={"total_steps": 3})) == (
+        f"trainer.total_steps: got 3, expected >= 4, the steps that {path} has done"
+    )
+
+
+def test_each_command_continues_its_own_runs(tmp_path: Path) -> None:
+    path = save(config(tmp_path), command="sft")
+    assert message(config(tmp_path)) == (
+        f"{path}: was written by megarl sft, which continues it; choose another run.name for megarl train"
+    )
+
+
+def test_every_continuable_key_exists(tmp_path: Path) -> None:
+    for key in CONTINUABLE:
+        node: Any = Config()
+        for name in key.split("."):
+            node = getattr(node, name)
+
+
+def test_changed_keys_descend_into_sections() -> None:
+    old = Config()
+    new = replace(old, run=replace(old.run, seed=3), sync=replace(old.sync, verify=True))
+    assert list(changed_keys(old, new)) == ["run.seed: 0 → 3", "sync.verify: False → True"]
+    assert list(changed_keys(old, old)) == []
+
+
+# --- what the run directory keeps
+
+
+def write_steps(root: Path, steps: range) -> None:
+    sink = JsonlSink(root / "metrics.jsonl")
+    for step in steps:
+        sink.write(MetricsRecord(step=step, time_s=step, metrics={"x": step / 3}))
+    sink.close()
+    for directory in ("rollouts", "records"):
+        (root / directory).mkdir()
+        for step in steps:
+            (root / directory / f"step_{step:06d}.parquet").touch()
+
+
+def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    write_steps(root, range(1, 7))
+    lines = (root / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    with (root / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "time')
+    RunRecorder(config(tmp_path), resumed_step=4)
+    assert (root / "metrics.jsonl").read_bytes() == b"".join(lines[:4])
+    assert [record.step for record in read_metrics(root / "metrics.jsonl")] == [1, 2, 3, 4]
+    for directory in ("rollouts", "records"):
+        assert sorted(p.name for p in (root / directory).iterdir()) == [f"step_00000{i}.parquet" for i in range(1, 5)]
+
+
+def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    save(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"already holds a run; .* pass --resume or --overwrite"):
+        RunRecorder(config(tmp_path))
+    RunRecorder(config(tmp_path), overwrite=True)
+    assert not (tmp_path / "a" / "checkpoints").exists()

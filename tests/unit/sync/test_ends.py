@@ -1,0 +1,309 @@
+"""Tensors reach engine workers bit for bit over every wire; processes are threads."""
+
+import dataclasses
+import errno
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.sync import shared_memory
+from megarl.sync.plan.build import Message, Plan, build_plan
+from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.sync.wire.casts import scale_of, wire_specs
+from megarl.sync.wire.collective import Meeting, open_store
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender, open_group
+from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
+from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
+from megarl.sync.wire.tcp import TcpReceiver, TcpSender
+from megarl.sync.wire.wires import Share
+from megarl.weights.boxes import box_of, num_elements, slices_of
+from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.slices import Slice
+from tests.unit.weights.test_slices import hf_tensors, make_spec, rank_slices
+
+CPU = torch.device("cpu")
+TP, DP, ENGINE_TP = 4, 2, 2
+NUM_RANKS = TP * DP
+# Bits that arithmetic on floats would not keep: NaN with a payload, negative zero, a subnormal, infinity.
+ODD = torch.tensor([0x7FC12345, -0x80000000, 1, 0x7F800000, -1, 7], dtype=torch.int32).view(torch.float32)
+WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
+    "shared memory": (SharedMemorySender, SharedMemoryReceiver),
+    "both": (RoutedSender, RoutedReceiver),
+    "both, over devices": (
+        lambda share: RoutedSender(dataclasses.replace(share, over_devices=True)),
+        lambda share: RoutedReceiver(dataclasses.replace(share, over_devices=True)),
+    ),
+    "TCP": (TcpSender, TcpReceiver),
+    "process group": (
+        lambda share: PointToPointSender(share, open_group(share)),
+        lambda share: PointToPointReceiver(share, open_group(share)),
+    ),
+}
+wires = pytest.mark.parametrize("wire", WIRES)
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of calls that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(call) for call in calls]]
+
+
+def make_slices() -> list[list[Slice]]:
+    """Every rank's; one row of one tensor has odd bits in all replicas."""
+    ranks = rank_slices(TP, DP, tied=False)
+    for part in (part for rank in ranks for part in rank if part.tensor == "model.norm.weight"):
+        part.view.copy_(ODD)
+    return ranks
+
+
+def full_tensors() -> dict[str, torch.Tensor]:
+    return {**hf_tensors(tied=False), "model.norm.weight": ODD}
+
+
+def make_plan(ranks: Sequence[Sequence[Slice]], bucket_bytes: int, dtype: str | None = None) -> Plan:
+    spec = make_spec(tied=False)
+    shapes = spec.expected_tensors()
+    needs = {NUM_RANKS + i: engine_shards(spec, EnginePosition(rank=i, size=ENGINE_TP)) for i in range(ENGINE_TP)}
+    return build_plan(
+        wire_specs(spec, {name: TensorSpec(shape=s, dtype=torch.float32) for name, s in shapes.items()}, dtype),
+        {i: holding_of(slices, shapes) for i, slices in enumerate(ranks)},
+        needs,
+        neighbours={NUM_RANKS: [0], NUM_RANKS + 1: [3]},
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def open_ends(
+    plan: Plan, wire: str, path: Path, *, timeout_s: float = 30.0, **options: bool
+) -> tuple[list[Any], list[Any]]:
+    store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
+
+    def share(process: int, messages: list[Message]) -> Share:
+        meeting = Meeting(address="127.0.0.1", port=store.port, rank=process, size=size, timeout_s=timeout_s)
+        return Share(
+            messages=tuple(messages),
+            specs=plan.specs,
+            needs=plan.needs.get(process, {}),
+            segments=str(path / "segment"),
+            meeting=meeting,
+            # Ranks 0 to 3 and the first worker on one host, the others on another.
+            hosts=tuple("near" if i < TP or i == NUM_RANKS else "far" for i in range(size)),
+            **options,
+        )
+
+    def sender(i: int) -> BridgeSender:
+        mine = share(i, plan.of_source(i))
+        return BridgeSender(mine, WIRES[wire][0](mine))
+
+    def receiver(i: int) -> BridgeReceiver:
+        mine = share(i, plan.of_sink(i))
+        return BridgeReceiver(mine, WIRES[wire][1](mine), CPU)
+
+    members: list[Callable[[], Any]] = [lambda i=i: sender(i) for i in range(NUM_RANKS)]  # type: ignore[misc]
+    members += [lambda i=i: receiver(NUM_RANKS + i) for i in range(ENGINE_TP)]  # type: ignore[misc]
+    opened = at_once(members)
+    # The store lives as long as somebody holds it.
+    opened[0].store = store
+    return opened[:NUM_RANKS], opened[NUM_RANKS:]
+
+
+def run(
+    senders: Sequence[BridgeSender],
+    receivers: Sequence[BridgeReceiver],
+    ranks: Sequence[Sequence[Slice]],
+    turn: int,
+    **options: Any,
+) -> tuple[list[dict[int, dict[str, int]]], list[list[tuple[str, torch.Tensor]]]]:
+    calls: list[Callable[[], Any]] = [
+        lambda s=s, slices=slices: s.send(slices, turn, with_checksums=True, **options)  # type: ignore[misc]
+        for s, slices in zip(senders, ranks, strict=True)
+    ]
+    calls += [lambda r=r: list(r.receive(turn, fill=math.nan)) for r in receivers]  # type: ignore[misc]
+    results = at_once(calls)
+    return results[: len(senders)], results[len(senders) :]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().view(torch.int32).flatten().tolist()
+
+
+@wires
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20], ids=["many buckets", "one bucket"])
+def test_workers_get_what_they_need_and_nothing_else(wire: str, bucket_bytes: int, tmp_path: Path) -> None:
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, bucket_bytes)
+    senders, receivers = open_ends(plan, wire, tmp_path)
+    for turn in (1, 2):
+        for part in (part for rank in ranks for part in rank if part.tensor == "model.layers.1.mlp.up_proj.weight"):
+            part.view.add_(1000.0)
+        expected["model.layers.1.mlp.up_proj.weight"] += 1000.0
+        _, received = run(senders, receivers, ranks, turn)
+        for i, tensors in enumerate(received):
+            needs = plan.needs[NUM_RANKS + i]
+            assert {name for name, _ in tensors} == set(expected)
+            assert len(tensors) == len(expected)
+            for name, tensor in tensors:
+                index = slices_of(needs[name])
+                assert bits(tensor[index]) == bits(expected[name][index])
+                rest = torch.ones(tensor.shape, dtype=torch.bool)
+                rest[index] = False
+                assert tensor[rest].isnan().all()
+            assert receivers[i].wire_bytes == plan.received_bytes(NUM_RANKS + i)
+
+
+@wires
+def test_checksums_of_both_sides_agree_and_find_a_flipped_bit(wire: str, tmp_path: Path) -> None:
+    ranks = make_slices()
+    plan = make_plan(ranks, 300)
+    senders, receivers = open_ends(plan, wire, tmp_path)
+    sent, received = run(senders, receivers, ranks, 1)
+    for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+        expected = merged([sums.get(NUM_RANKS + i, {}) for sums in sent])
+        needs = plan.needs[NUM_RANKS + i]
+        # The second worker has no word of a vocabulary of ten.
+        assert expected.keys() == {name for name, box in needs.items() if num_elements(box)}
+        tensors = [(name, tensor) for name, tensor in tensors if name in expected]
+        assert {name: receiver.checksum(name, tensor) for name, tensor in tensors} == expected
+        name, tensor = next(each for each in tensors if each[1].ndim == 2)
+        row = tensor[slices_of(needs[name])][0].view(torch.int32)
+        row[-1] ^= 1
+        assert receiver.checksum(name, tensor) != expected[name]
+
+
+@wires
+def test_differences_give_the_same_bits_and_send_fewer_bytes(wire: str, tmp_path: Path) -> None:
+    """Also after a full transfer in between, after one that changed nothing, and after one that failed."""
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 20_000)
+    senders, receivers = open_ends(plan, wire, tmp_path, delta=True)
+    changes = {2: [3], 3: [], 4: [0, 5], 5: [1]}
+    for turn in range(1, 6):
+        for name, row in ((name, row) for name in expected for row in changes.get(turn, []) if expected[name].ndim > 1):
+            set_row(ranks, expected, name, row, -float(turn))
+        sent, received = run(senders, receivers, ranks, turn, full=turn == 4)
+        for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+            needs, whole = plan.needs[NUM_RANKS + i], plan.received_bytes(NUM_RANKS + i)
+            for name, tensor in tensors:
+                assert bits(tensor[slices_of(needs[name])]) == bits(expected[name][slices_of(needs[name])])
+            assert receiver.wire_bytes == whole if turn in (1, 4) else 0 < receiver.wire_bytes < whole / 2
+            sums = merged([each.get(NUM_RANKS + i, {}) for each in sent])
+            assert {n: receiver.checksum(n, t) for n, t in tensors if n in sums} == sums
+
+
+def set_row(
+    ranks: Sequence[Sequence[Slice]], tensors: Mapping[str, torch.Tensor], name: str, row: int, value: float
+) -> None:
+    """Of a full tensor, and of all slices of it."""
+    tensors[name][row] = value
+    for part in (part for rank in ranks for part in rank if part.tensor == name):
+        start, end = box_of(part.index, tensors[name].shape)[0]
+        if start <= row < end:
+            per_group = (end - start) // (len(part.view) if part.view.ndim > 2 else 1)
+            view = part.view[(row - start) // per_group] if part.view.ndim > 2 else part.view
+            view.reshape(per_group, -1)[(row - start) % per_group] = value
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_casts_are_those_of_whole_tensors(dtype: str, delta: bool, tmp_path: Path) -> None:
+    """Whatever the slices, and checksums are of what travelled."""
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 300, dtype)
+    senders, receivers = open_ends(plan, "both", tmp_path, delta=delta)
+    largest = [sender.largest(slices) for sender, slices in zip(senders, ranks, strict=True)]
+    scaled = {name for name, spec in plan.specs.items() if spec.dtype == torch.float8_e4m3fn}
+    scales = {name: scale_of(max(rank[name] for rank in largest)) for name in scaled}
+    assert scales == {name: scale_of(float(expected[name].abs().max())) for name in scaled}
+    for turn in (1, 2):
+        sent, received = run(senders, receivers, ranks, turn, scales=scales)
+        for i, (receiver, tensors) in enumerate(zip(receivers, received, strict=True)):
+            needs = plan.needs[NUM_RANKS + i]
+            sums = merged([each.get(NUM_RANKS + i, {}) for each in sent])
+            for name, tensor in tensors:
+                box = slices_of(needs[name])
+                if name in sums:
+                    assert receiver.checksum(name, tensor) == sums[name]
+                restored = receiver.restore(name, tensor, scales.get(name), fill=math.nan)
+                exact = expected[name][box]
+                if name in scaled:
+                    exact = (exact / scales[name]).to(torch.float8_e4m3fn).float() * scales[name]
+                else:
+                    exact = exact.to(plan.specs[name].dtype)
+                assert torch.equal(restored[box].nan_to_num(7.0), exact.nan_to_num(7.0))
+                assert int(restored.isnan().sum()) == restored.numel() - exact.numel() + int(exact.isnan().sum())
+
+
+def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = {name for part in parts for name in part}
+    return {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
+
+
+def test_neighbours_share_device_memory_and_others_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is memory of this process: tests/gpu has a real one."""
+
+    class Device:
+        segments: ClassVar[dict[Path, torch.Tensor]] = {}
+        num_synchronized: ClassVar[list[int]] = []
+
+        def __init__(self, store: Any) -> None:
+            pass
+
+        def create(self, path: Path, num_bytes: int) -> torch.Tensor:
+            self.segments[path] = torch.empty(num_bytes, dtype=torch.uint8)
+            return self.segments[path]
+
+        def open(self, path: Path) -> torch.Tensor:
+            return self.segments[path]
+
+        def synchronize(self) -> None:
+            self.num_synchronized.append(1)
+
+    monkeypatch.setattr(shared_memory, "DeviceSegments", Device)
+    ranks, expected = make_slices(), full_tensors()
+    plan = make_plan(ranks, 300)
+    senders, receivers = open_ends(plan, "shared memory", tmp_path, cuda_ipc=True)
+    _, received = run(senders, receivers, ranks, 1)
+    for i, tensors in enumerate(received):
+        for name, tensor in tensors:
+            index = slices_of(plan.needs[NUM_RANKS + i][name])
+            assert bits(tensor[index]) == bits(expected[name][index])
+    local = [message for message in plan.messages if message.local]
+    pairs = {f"segment-{message.source}-{message.sink}" for message in local}
+    assert {path.name.rpartition("-")[0] for path in Device.segments} == pairs
+    files = {path.name.rpartition("-")[0] for path in tmp_path.iterdir()}
+    assert files
+    assert not files & pairs
+    # By either end of every message, before it tells the other one.
+    assert len(Device.num_synchronized) == 2 * len(local)
+
+
+def test_too_little_shared_memory_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    with pytest.raises(WeightSyncError, match=r"needs 2\.00 GiB in .* for segment: No space left on device"):
+        create_segment(tmp_path / "segment", 2 << 30)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_is_gone_is_an_error_and_the_next_transfer_works(tmp_path: Path) -> None:
+    """Ranks do not wait for ever for one that takes nothing."""
+    ranks = make_slices()
+    plan = make_plan(ranks, 200)
+    senders, receivers = open_ends(plan, "shared memory", tmp_path, timeout_s=6.0)
+    with pytest.raises(WeightSyncError, match=r"rank \d to engine worker \d+ was not taken within 6 s"):
+        at_once([lambda i=i: senders[i].send(ranks[i], 1, with_checksums=False) for i in range(NUM_RANKS)])  # type: ignore[misc]
+    _, received = run(senders, receivers, ranks, 2)
+    needs = plan.needs[NUM_RANKS]
+    for name, tensor in received[0]:
+        assert bits(tensor[slices_of(needs[name])]) == bits(full_tensors()[name][slices_of(needs[name])])

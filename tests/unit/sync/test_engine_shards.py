@@ -1,0 +1,147 @@
+"""What each worker of a vLLM engine needs, against boxes by hand; and how much of it reaches each over the wire."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.sync.plan.build import build_plan
+from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.weights.boxes import Box, full_box, num_elements
+from megarl.weights.families import Dims, Experts, ModelSpec
+from megarl.weights.rope import DefaultRope
+from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.tables import FAMILIES
+
+# Eight query heads share two key/value heads; vLLM pads 100 words to 128.
+DIMS = Dims(num_layers=1, hidden=6, ffn=8, num_heads=8, num_kv_heads=2, head_dim=4, vocab=100, tied=False)
+EXPERTS = Experts(num=6, per_token=2, ffn=4, normalized=True, layers=(0,))
+LAYER = "model.layers.0."
+
+
+def make_spec(family: str, dims: Dims) -> ModelSpec:
+    return ModelSpec(
+        path=Path("model"),
+        family=next(each for each in FAMILIES if each.name == family),
+        dims=dims,
+        rope_theta=1e4,
+        rope_scaling=DefaultRope(),
+        norm_eps=1e-6,
+        max_positions=64,
+        hf_config={},
+    )
+
+
+def shards(rank: int, size: int, *, family: str = "qwen2", dims: Dims = DIMS, ep: bool = False) -> dict[str, Box]:
+    return engine_shards(make_spec(family, dims), EnginePosition(rank=rank, size=size, expert_parallel=ep))
+
+
+def test_one_worker_needs_all_of_every_tensor() -> None:
+    shapes = make_spec("qwen2", DIMS).expected_tensors()
+    assert shards(0, 1) == {name: full_box(shape) for name, shape in shapes.items()}
+
+
+def test_a_tied_head_is_not_sent() -> None:
+    assert "lm_head.weight" in shards(0, 2)
+    assert "lm_head.weight" not in shards(0, 2, dims=replace(DIMS, tied=True))
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (
+            0,
+            {
+                "model.embed_tokens.weight": ((0, 64), (0, 6)),
+                "lm_head.weight": ((0, 64), (0, 6)),
+                "model.norm.weight": ((0, 6),),
+                f"{LAYER}self_attn.q_proj.weight": ((0, 16), (0, 6)),
+                f"{LAYER}self_attn.q_proj.bias": ((0, 16),),
+                f"{LAYER}self_attn.k_proj.weight": ((0, 4), (0, 6)),
+                f"{LAYER}self_attn.v_proj.bias": ((0, 4),),
+                f"{LAYER}self_attn.o_proj.weight": ((0, 6), (0, 16)),
+                f"{LAYER}mlp.gate_proj.weight": ((0, 4), (0, 6)),
+                f"{LAYER}mlp.up_proj.weight": ((0, 4), (0, 6)),
+                f"{LAYER}mlp.down_proj.weight": ((0, 6), (0, 4)),
+            },
+        ),
+        (
+            1,
+            {
+                "model.embed_tokens.weight": ((64, 100), (0, 6)),
+                f"{LAYER}input_layernorm.weight": ((0, 6),),
+                f"{LAYER}self_attn.k_proj.weight": ((4, 8), (0, 6)),
+                f"{LAYER}self_attn.o_proj.weight": ((0, 6), (16, 32)),
+                f"{LAYER}mlp.up_proj.weight": ((4, 8), (0, 6)),
+            },
+        ),
+    ],
+)
+def test_two_workers(rank: int, expected: dict[str, Box]) -> None:
+    found = shards(rank, 2)
+    assert found.keys() == make_spec("qwen2", DIMS).expected_tensors().keys()
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_key_and_value_heads_repeat_where_workers_are_more() -> None:
+    k_proj = [shards(rank, 4)[f"{LAYER}self_attn.k_proj.weight"][0] for rank in range(4)]
+    q_proj = [shards(rank, 4)[f"{LAYER}self_attn.q_proj.weight"][0] for rank in range(4)]
+    assert k_proj == [(0, 4), (0, 4), (4, 8), (4, 8)]
+    assert q_proj == [(0, 8), (8, 16), (16, 24), (24, 32)]
+    # The padding is all at the last worker: rows 96 to 127 of 100.
+    assert shards(3, 4)["model.embed_tokens.weight"][0] == (96, 100)
+
+
+def test_workers_without_a_word_get_an_empty_box() -> None:
+    """Of 60 words, padded to 64, the last of 16 workers has rows 60 to 63: padding."""
+    dims = replace(DIMS, vocab=60, num_heads=16, ffn=16)
+    assert shards(15, 16, dims=dims)["model.embed_tokens.weight"][0] == (60, 60)
+
+
+def test_experts_are_split_by_width_or_whole() -> None:
+    dims = replace(DIMS, experts=EXPERTS)
+    expert = f"{LAYER}mlp.experts.{{}}."
+    split = shards(1, 2, family="qwen3_moe", dims=dims)
+    assert split[f"{LAYER}mlp.gate.weight"] == ((0, 6), (0, 6))
+    for number in range(6):
+        assert split[f"{expert.format(number)}gate_proj.weight"] == ((2, 4), (0, 6))
+        assert split[f"{expert.format(number)}down_proj.weight"] == ((0, 6), (2, 4))
+    # Six experts over four workers: two, two, one, one.
+    for rank, numbers in enumerate([{0, 1}, {2, 3}, {4}, {5}]):
+        whole = shards(rank, 4, family="qwen3_moe", dims=dims, ep=True)
+        for number in range(6):
+            name = f"{expert.format(number)}up_proj.weight"
+            assert whole.get(name) == (((0, 4), (0, 6)) if number in numbers else None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_workers_together_need_all_of_every_tensor(size: int) -> None:
+    spec = make_spec("qwen2", DIMS)
+    for name, shape in spec.expected_tensors().items():
+        covered = torch.zeros(shape, dtype=torch.bool)
+        for rank in range(size):
+            covered[tuple(slice(*ends) for ends in shards(rank, size)[name])] = True
+        assert covered.all()
+
+
+def test_a_tp2_engine_receives_the_minimum() -> None:
+    """Four tensor-parallel ranks, of which 0 and 3 share memory with the two workers; bfloat16.
+
+    A rank's quarter of the split tensors is all that its neighbour does not receive, and whole tensors it has.
+    """
+    # With a key/value head per rank Megatron splits these tensors as vLLM does.
+    dims = replace(DIMS, num_kv_heads=4)
+    shapes = make_spec("qwen2", dims).expected_tensors()
+    specs = {name: TensorSpec(shape=shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    held = {rank: shards(rank, 4, dims=dims) for rank in range(4)}
+    needed = {10: shards(0, 2, dims=dims), 11: shards(1, 2, dims=dims)}
+    plan = build_plan(specs, held, needed, neighbours={10: [0], 11: [3]}, bucket_bytes=200)
+    # Elements per layer that a quarter has: q 8·6, k 4·6, v 4·6, their biases 16, o 6·8, gate and up 2·6, down 6·2.
+    split = 8 * 6 + 4 * 6 + 4 * 6 + 16 + 6 * 8 + 2 * 6 + 2 * 6 + 6 * 2
+    # Embedding and head: worker 0 needs rows 0 to 63 and has 0 to 31; worker 1 needs 64 to 99 and has 96 to 99.
+    assert plan.received_bytes(10) == 2 * (split + 2 * 32 * 6)
+    assert plan.received_bytes(11) == 2 * (split + 2 * 32 * 6)
+    needs = [sum(num_elements(box) for box in needed[sink].values()) for sink in (10, 11)]
+    for sink, elements in zip((10, 11), needs, strict=True):
+        assert plan.received_bytes(sink) + plan.received_bytes(sink, local=True) == 2 * elements

@@ -1,0 +1,291 @@
+"""The plan of a transfer: every needed element once, no byte more than lacks, sends spread over replicas."""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.errors import WeightSyncError
+from megarl.sync.plan.build import Holding, Plan, build_plan
+from megarl.sync.plan.statistics import plan_statistics
+from megarl.weights.boxes import Box, box_of, num_elements, pieces, slices_of, split_rows
+from megarl.weights.safetensors_map import TensorSpec
+
+ITEM = 4
+SIZES = st.integers(1, 7)
+
+
+def spec(*shape: int) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=torch.float32)
+
+
+def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """[0, size) in consecutive ranges."""
+    inner = st.lists(st.integers(1, size - 1), unique=True, max_size=3) if size > 1 else st.just([])
+    return inner.map(lambda places: list(itertools.pairwise([0, *sorted(places), size])))
+
+
+@st.composite
+def boxes_within(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    ranges = []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        ranges.append((start, draw(st.integers(start + 1, size))))
+    return tuple(ranges)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[int, Holding], dict[int, Holding], dict[int, set[int]]]:
+    """Tensors of one or two axes cut in any grid, replicated; sinks that need any box of any of them."""
+    shapes = draw(st.lists(st.one_of(st.tuples(SIZES), st.tuples(SIZES, SIZES)), min_size=1, max_size=4))
+    specs = {f"t{i}": spec(*shape) for i, shape in enumerate(shapes)}
+    num_replicas, num_sinks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    held: dict[int, dict[str, Box]] = {}
+    for name, each in specs.items():
+        grid = list(itertools.product(*(draw(cuts(size)) for size in each.shape)))
+        for cell, replica in itertools.product(range(len(grid)), range(num_replicas)):
+            held.setdefault(cell * num_replicas + replica, {})[name] = grid[cell]
+    needed: dict[int, Holding] = {}
+    for sink in range(num_sinks):
+        names = draw(st.lists(st.sampled_from(sorted(specs)), unique=True))
+        needed[sink] = {name: draw(boxes_within(specs[name].shape)) for name in names}
+    neighbours = {sink: draw(st.sets(st.sampled_from(sorted(held)), max_size=2)) for sink in needed}
+    return specs, dict(held), needed, neighbours
+
+
+def coverage(plan: Plan, sink: int, name: str, *, local: bool | None = None) -> np.ndarray:
+    """How often each element of a tensor reaches a sink."""
+    count = np.zeros(plan.specs[name].shape, dtype=np.int64)
+    for message in plan.of_sink(sink):
+        for part in message.parts:
+            if part.tensor == name and local in (None, message.local):
+                count[slices_of(part.box)] += 1
+    return count
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(4, 200))
+def test_every_needed_element_once_and_no_byte_that_is_at_hand(
+    case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
+    bucket_bytes: int,
+) -> None:
+    specs, held, needed, neighbours = case
+    plan = build_plan(specs, held, needed, neighbours=neighbours, bucket_bytes=bucket_bytes)
+    assert plan == build_plan(specs, held, needed, neighbours=neighbours, bucket_bytes=bucket_bytes)
+    for sink, holding in needed.items():
+        lacks = 0
+        for name, each in specs.items():
+            wanted = np.zeros(each.shape, dtype=np.int64)
+            if name in holding:
+                wanted[slices_of(holding[name])] = 1
+            np.testing.assert_array_equal(coverage(plan, sink, name), wanted)
+            # By brute force over elements: needed, and at none of the neighbours.
+            at_hand = np.zeros(each.shape, dtype=bool)
+            for source in neighbours[sink]:
+                if name in held[source]:
+                    at_hand[slices_of(held[source][name])] = True
+            np.testing.assert_array_equal(coverage(plan, sink, name, local=False), wanted * ~at_hand)
+            lacks += int((wanted * ~at_hand).sum()) * ITEM
+        assert plan.received_bytes(sink) == lacks
+    for message in plan.messages:
+        assert message.local == (message.source in neighbours[message.sink])
+        assert all(_is_within(part.box, held[message.source][part.tensor]) for part in message.parts)
+
+
+def _is_within(inner: Box, outer: Box) -> bool:
+    return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
+
+
+@pytest.mark.parametrize(("mib", "sizes"), [(2, [1, 1]), (64, [4] * 16), (4096, [128] * 32)])
+def test_buckets_are_a_sixteenth_of_all_but_1_to_128_mib(mib: int, sizes: list[int]) -> None:
+    """A tensor with rows of 64 KiB moves as a whole."""
+    num_rows, width = 16 * mib, 1 << 14
+    whole = {"a": ((0, num_rows), (0, width))}
+    plan = build_plan({"a": spec(num_rows, width)}, {0: whole}, {1: whole})
+    assert [message.num_bytes >> 20 for message in plan.messages] == sizes
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(4, 200))
+def test_one_bounded_message_per_pair_and_bucket(
+    case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
+    bucket_bytes: int,
+) -> None:
+    specs, held, needed, neighbours = case
+    plan = build_plan(specs, held, needed, neighbours=neighbours, bucket_bytes=bucket_bytes)
+    pairs = Counter((m.bucket, m.source, m.sink) for m in plan.messages)
+    assert set(pairs.values()) <= {1}
+    assert [m.bucket for m in plan.messages] == sorted(m.bucket for m in plan.messages)
+    # A row is the least that is sent at a time.
+    row = max(num_elements(((0, 1), *((0, n) for n in each.shape[1:]))) for each in specs.values()) * ITEM
+    for end in ("source", "sink"):
+        staged = Counter[tuple[int, int, bool]]()
+        for message in plan.messages:
+            staged[message.bucket, getattr(message, end), message.local] += message.num_bytes
+        assert max(staged.values(), default=0) <= max(bucket_bytes, row)
+    for message in plan.messages:
+        offset = 0
+        for part in message.parts:
+            assert part.offset == offset
+            offset += num_elements(part.box) * ITEM
+        assert message.num_bytes == offset
+    # Tensors are complete in order.
+    order = list(specs)
+    for sink in needed:
+        names = [order.index(part.tensor) for m in plan.of_sink(sink) for part in m.parts]
+        by_bucket = [[order.index(p.tensor) for p in m.parts] for m in plan.of_sink(sink)]
+        assert set(names) == {order.index(name) for name in needed[sink]}
+        assert all(places == sorted(places) for places in by_bucket)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(40, 400)
+)
+def test_replicas_send_equal_shares_within_one_slice(
+    sizes: list[int], num_replicas: int, num_sinks: int, bucket_bytes: int
+) -> None:
+    """Two halves of every tensor at `num_replicas` sources each."""
+    specs = {f"t{i}": spec(2 * size) for i, size in enumerate(sizes)}
+    halves = [{f"t{i}": ((h * size, h * size + size),) for i, size in enumerate(sizes)} for h in range(2)]
+    held = {half * num_replicas + r: halves[half] for half in range(2) for r in range(num_replicas)}
+    needed = {sink: {name: ((0, each.shape[0]),) for name, each in specs.items()} for sink in range(num_sinks)}
+    plan = build_plan(specs, held, needed, bucket_bytes=bucket_bytes)
+    for half in range(2):
+        loads = [
+            sum(m.num_bytes for m in plan.of_source(half * num_replicas + replica)) for replica in range(num_replicas)
+        ]
+        assert sum(loads) == num_sinks * sum(sizes) * ITEM
+        assert max(loads) - min(loads) <= max(sizes) * ITEM
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(2, 5))
+def test_tensors_that_are_alike_are_planned_as_each_alone(
+    case: tuple[Mapping[str, TensorSpec], Mapping[int, Holding], Mapping[int, Holding], Mapping[int, set[int]]],
+    num_layers: int,
+) -> None:
+    """Layers one after another, each tensor's in a row: the same boxes go to the same sinks as in a plan of its own."""
+    specs, held, needed, neighbours = case
+
+    def repeated(holding: Holding) -> Holding:
+        return {f"{name}.{layer}": box for name, box in holding.items() for layer in range(num_layers)}
+
+    many = {f"{name}.{layer}": each for name, each in specs.items() for layer in range(num_layers)}
+    all_held, all_needed = ({i: repeated(part) for i, part in each.items()} for each in (held, needed))
+    plan = build_plan(many, all_held, all_needed, neighbours=neighbours, bucket_bytes=1000)
+    for name, each in many.items():
+        alone = build_plan({name: each}, all_held, all_needed, neighbours=neighbours, bucket_bytes=1000)
+        assert ways(plan, name) == ways(alone, name)
+
+
+def ways(plan: Plan, name: str) -> set[tuple[int, bool, Box]]:
+    """To whom which boxes of a tensor go, and whether locally; from whom depends on what else they send."""
+    return {(m.sink, m.local, part.box) for m in plan.messages for part in m.parts if part.tensor == name}
+
+
+def test_buckets_of_processes_fill_apart() -> None:
+    """Source 0 has the first two tensors and 1 the last two, a bucket each: both send at the same time."""
+    specs = {f"t{i}": spec(10) for i in range(4)}
+    whole = ((0, 10),)
+    held = {0: {"t0": whole, "t1": whole}, 1: {"t2": whole, "t3": whole}}
+    needed = {2: {"t0": whole, "t1": whole}, 3: {"t2": whole, "t3": whole}}
+    plan = build_plan(specs, held, needed, bucket_bytes=40)
+    assert [(m.bucket, m.turn, m.source, m.sink, [part.tensor for part in m.parts]) for m in plan.messages] == [
+        (0, 0, 0, 2, ["t0"]),
+        (0, 0, 1, 3, ["t2"]),
+        (1, 1, 0, 2, ["t1"]),
+        (1, 1, 1, 3, ["t3"]),
+    ]
+
+
+def order_of(plan: Plan, sink: int) -> list[str]:
+    """Tensors as they come, where a bucket has room for one."""
+    return [part.tensor.removeprefix("model.layers.") for m in plan.of_sink(sink) for part in m.parts]
+
+
+def test_sinks_begin_at_different_stages() -> None:
+    """Two stages of two layers: the second sink gets the second stage's first, so that both stages always send."""
+    specs = {f"model.layers.{layer}.{name}": spec(10) for layer in range(4) for name in "ab"}
+    whole: Holding = dict.fromkeys(specs, ((0, 10),))
+    names = list(specs)
+    held = {0: {name: whole[name] for name in names[:4]}, 1: {name: whole[name] for name in names[4:]}}
+    plan = build_plan(specs, held, {2: whole, 3: whole}, bucket_bytes=40)
+    assert order_of(plan, 2) == ["0.a", "0.b", "1.a", "1.b", "2.a", "2.b", "3.a", "3.b"]
+    assert order_of(plan, 3) == ["2.a", "2.b", "3.a", "3.b", "0.a", "0.b", "1.a", "1.b"]
+    assert [(m.bucket, m.source) for m in plan.of_sink(2)] == [(i, int(i >= 4)) for i in range(8)]
+    assert [(m.bucket, m.source) for m in plan.of_sink(3)] == [(i, int(i < 4)) for i in range(8)]
+
+
+def test_sinks_begin_elsewhere_in_a_layer() -> None:
+    """Experts of a layer are on two ranks, and what comes before the layers is on both."""
+    specs = {"embed": spec(20), **{f"model.layers.0.{expert}": spec(10) for expert in range(4)}}
+    whole: Holding = {name: ((0, each.shape[0]),) for name, each in specs.items()}
+    names = list(specs)
+    held = {0: {name: whole[name] for name in names[:3]}, 1: {name: whole[name] for name in [names[0], *names[3:]]}}
+    plan = build_plan(specs, held, {2: whole, 3: whole, 4: whole}, bucket_bytes=40)
+    assert order_of(plan, 2)[-4:] == ["0.0", "0.1", "0.2", "0.3"]
+    # A third of the model is where the layer begins; two thirds are in the middle of it.
+    assert order_of(plan, 3)[:4] == ["0.0", "0.1", "0.2", "0.3"]
+    assert order_of(plan, 4)[:4] == ["0.2", "0.3", "0.0", "0.1"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 4))
+def test_layers_come_one_after_another(layers: list[list[int]], num_stages: int, num_sinks: int) -> None:
+    specs = {f"model.layers.{i}.{j}": spec(size) for i, sizes in enumerate(layers) for j, size in enumerate(sizes)}
+    whole: Holding = {name: ((0, each.shape[0]),) for name, each in specs.items()}
+    held = {
+        stage: {name: whole[name] for name in specs if int(name.split(".")[2]) % num_stages == stage}
+        for stage in range(num_stages)
+    }
+    plan = build_plan(specs, held, dict.fromkeys(range(10, 10 + num_sinks), whole), bucket_bytes=1)
+    for sink in range(10, 10 + num_sinks):
+        tensors = list(dict.fromkeys(order_of(plan, sink)))
+        seen = [layer for layer, _ in itertools.groupby(tensors, lambda name: int(name.split(".")[0]))]
+        assert len(tensors) == len(specs)
+        assert seen == [(seen[0] + i) % len(layers) for i in range(len(layers))]
+
+
+def test_what_nobody_holds_is_an_error() -> None:
+    held = {0: {"a": ((0, 2), (0, 3))}, 1: {"a": ((3, 4), (0, 3))}}
+    with pytest.raises(WeightSyncError, match=r"no rank holds a\(\(2, 3\), \(0, 3\)\), which engine worker 5 needs"):
+        build_plan({"a": spec(4, 3)}, held, {5: {"a": ((0, 4), (0, 3))}}, bucket_bytes=100)
+
+
+def test_a_plan_by_hand() -> None:
+    """Four column blocks of a [4, 8] float32 tensor to two halves; sink 0 sits with source 0, sink 1 with source 3."""
+    held = {rank: {"a": ((0, 4), (2 * rank, 2 * rank + 2))} for rank in range(4)}
+    needed = {0: {"a": ((0, 4), (0, 4))}, 1: {"a": ((0, 4), (4, 8))}}
+    plan = build_plan({"a": spec(4, 8)}, held, needed, neighbours={0: [0], 1: [3]}, bucket_bytes=1000)
+    ways = {(m.source, m.sink, m.local, m.num_bytes) for m in plan.messages}
+    assert ways == {(0, 0, True, 32), (1, 0, False, 32), (2, 1, False, 32), (3, 1, True, 32)}
+    assert (plan.wire_bytes, plan.received_bytes(0), plan.received_bytes(1, local=True)) == (64, 32, 32)
+    numbers = plan_statistics(plan, depth=2)
+    assert (numbers.wire_bytes, numbers.local_bytes, numbers.num_messages, numbers.num_buckets) == (64, 64, 2, 1)
+    assert (numbers.max_received_bytes, numbers.max_sent_bytes) == (32, 32)
+    # Each source stages 32 bytes, each sink 64.
+    assert numbers.staging_bytes == 4 * 32 + 2 * 64
+
+
+def test_staging_counts_the_buckets_under_way() -> None:
+    """One source, one sink, four tensors of 40 bytes in buckets of 40: one at a time, or two."""
+    specs = {f"t{i}": spec(10) for i in range(4)}
+    whole: Holding = dict.fromkeys(specs, ((0, 10),))
+    plan = build_plan(specs, {0: whole}, {0: whole}, bucket_bytes=40)
+    assert [m.bucket for m in plan.messages] == [0, 1, 2, 3]
+    assert [plan_statistics(plan, depth=depth).staging_bytes for depth in (1, 2)] == [80, 160]
+
+
+def test_boxes() -> None:
+    assert box_of((slice(2, 4),), (5, 3)) == ((2, 4), (0, 3))
+    assert slices_of(((2, 4), (1, 3)), ((1, 5), (0, 3))) == (slice(1, 3), slice(1, 3))
+    assert split_rows(((1, 6), (0, 3)), 7) == [((1, 3), (0, 3)), ((3, 5), (0, 3)), ((5, 6), (0, 3))]
+    assert split_rows(((0, 2), (0, 9)), 4) == [((0, 1), (0, 9)), ((1, 2), (0, 9))]
+    cut = pieces(((0, 4),), (((0, 3),), ((2, 9),)))
+    assert [(piece.box, piece.holders) for piece in cut] == [(((0, 2),), (0,)), (((2, 3),), (0, 1)), (((3, 4),), (1,))]

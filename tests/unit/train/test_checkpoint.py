@@ -1,0 +1,253 @@
+"""Markers, retention and the driver's state; the ranks' part is played by a fake that writes a file."""
+
+import signal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, from_dict
+from megarl.config.schema import CheckpointConfig, RunConfig
+from megarl.errors import DataError, RunStopped
+from megarl.host.signals import StopRequest
+from megarl.train.checkpoint import (
+    MARKER,
+    Checkpoint,
+    CheckpointManager,
+    RunState,
+    checkpoint_dir,
+    complete_steps,
+    last_checkpoint,
+    mark_complete,
+    read_checkpoint,
+    remove_checkpoint,
+    steps_to_keep,
+)
+from megarl.types import AlgoState
+from megarl.types.messages import Role
+
+# A third in binary has no short form: the file must keep every bit.
+STATE = RunState(
+    command="train",
+    step=10,
+    num_optimizer_steps=20,
+    sampler={"dataset_size": 100, "num_batches": 10},
+    algo=AlgoState(kl_coef=1 / 3),
+    source={},
+    score=2 / 3,
+    config=Config(run=RunConfig(name="a", seed=7)),
+)
+
+
+@dataclass
+class FakeRanks:
+    """Writers that are done when the test says so."""
+
+    is_written: bool = True
+    waits: list[bool] = field(default_factory=list)
+
+    def start_checkpoint(self, directory: Path) -> None:
+        (directory / "rank").write_text("weights")
+
+    def finish_checkpoint(self, *, wait: bool) -> bool:
+        self.waits.append(wait)
+        return wait or self.is_written
+
+
+def write(root: Path, step: int, score: float | None = None) -> Path:
+    """A complete checkpoint."""
+    path = checkpoint_dir(root, step)
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(replace(STATE, step=step, score=score).to_json())
+    mark_complete(path)
+    return path
+
+
+def after_step(
+    manager: CheckpointManager,
+    step: int,
+    *,
+    total: int = 100,
+    stop: StopRequest | None = None,
+    score: float | None = None,
+) -> None:
+    state = replace(STATE, step=step, score=score)
+    manager.after_step(step, total=total, stop=stop or StopRequest(), state=lambda: state)
+
+
+def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert RunState.from_json(STATE.to_json()) == STATE
+
+
+def test_roles_that_are_laid_out_as_before(tmp_path: Path) -> None:
+    """A role without a layout of its own follows the actor's."""
+
+    def saved(**sections: Any) -> Checkpoint:
+        return Checkpoint(path=tmp_path, state=replace(STATE, config=from_dict(Config, sections)))
+
+    tp2, dp2 = {"tp": 2}, {"dp": 2}
+    shared = saved(actor={"layout": tp2})
+    assert shared.same_layout(from_dict(Config, {"actor": {"layout": tp2}})) == set(Role)
+    assert shared.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == set()
+    moved = from_dict(Config, {"actor": {"layout": tp2}, "critic": {"layout": dp2}})
+    assert shared.same_layout(moved) == {Role.ACTOR, Role.REFERENCE, Role.REWARD}
+    # The actor joins the critic, which stays.
+    apart = saved(actor={"layout": tp2}, critic={"layout": dp2})
+    assert apart.same_layout(from_dict(Config, {"actor": {"layout": dp2}})) == {Role.CRITIC}
+
+
+def test_a_directory_without_the_marker_is_not_a_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    torn = write(tmp_path, 4)
+    (torn / MARKER).unlink()
+    assert complete_steps(tmp_path) == [2]
+    last = last_checkpoint(tmp_path)
+    assert last is not None
+    assert (last.path, last.state.step) == (checkpoint_dir(tmp_path, 2), 2)
+    with pytest.raises(DataError, match="step_000004: has no COMPLETE file, so its writing was interrupted"):
+        read_checkpoint(torn)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path / "nothing") is None
+
+
+def test_the_last_step_is_a_number_not_a_name(tmp_path: Path) -> None:
+    for step in (999999, 1000000):
+        write(tmp_path, step)
+    last = last_checkpoint(tmp_path)
+    assert last is not None
+    assert last.state.step == 1000000
+
+
+def test_an_unreadable_state_names_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 2)
+    (path / "state.json").write_text('{"step": 2}')
+    with pytest.raises(DataError, match=r"state\.json: cannot be read .* the version of megarl that wrote it"):
+        read_checkpoint(path)
+
+
+def test_the_marker_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the middle of a removal leaves no complete checkpoint."""
+    path = write(tmp_path, 2)
+
+    def die(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megarl.train.checkpoint.shutil.rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(path)
+    assert path.exists()
+    assert complete_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep_last", "keep_best", "kept"),
+    [
+        ({1: None, 2: None, 3: None}, 1, 0, {3}),
+        ({1: None, 2: None, 3: None}, 2, 0, {2, 3}),
+        ({1: None}, 5, 5, {1}),
+        ({1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2}, 1, 1, {2, 4}),
+        ({1: 0.1, 2: 0.9, 3: 0.5, 4: 0.2}, 1, 2, {2, 3, 4}),
+        # The best may be the last.
+        ({1: 0.1, 2: 0.9}, 1, 1, {2}),
+        # Without a score a checkpoint is never the best; of equals the earlier is kept.
+        ({1: None, 2: -1.0, 3: None}, 1, 1, {2, 3}),
+        ({1: 0.5, 2: 0.5, 3: 0.1}, 1, 1, {1, 3}),
+    ],
+)
+def test_which_steps_are_kept(scores: dict[int, float | None], keep_last: int, keep_best: int, kept: set[int]) -> None:
+    assert steps_to_keep(scores, keep_last=keep_last, keep_best=keep_best) == kept
+
+
+def test_every_second_step_and_the_end(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=2, keep_last=9), FakeRanks())
+    for step in range(1, 6):
+        after_step(manager, step, total=5)
+    assert complete_steps(tmp_path) == [2, 4, 5]
+
+
+def test_zero_means_only_at_the_end(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, CheckpointConfig(), FakeRanks())
+    for step in range(1, 4):
+        after_step(manager, step, total=3)
+    assert complete_steps(tmp_path) == [3]
+
+
+def test_an_asynchronous_save_is_complete_only_when_it_is_written(tmp_path: Path) -> None:
+    ranks = FakeRanks(is_written=False)
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=2), ranks)
+    for step in (1, 2, 3):
+        after_step(manager, step)
+    assert complete_steps(tmp_path) == []
+    assert not any(ranks.waits)
+    # The next one waits for it; the fake writes at once when waited for.
+    after_step(manager, 4)
+    assert complete_steps(tmp_path) == [2]
+    ranks.is_written = True
+    after_step(manager, 5)
+    assert complete_steps(tmp_path) == [2, 4]
+
+
+def test_a_synchronous_save_waits(tmp_path: Path) -> None:
+    ranks = FakeRanks(is_written=False)
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1, async_save=False), ranks)
+    after_step(manager, 1)
+    assert complete_steps(tmp_path) == [1]
+
+
+def test_old_and_torn_checkpoints_are_removed_once_a_new_one_is_complete(tmp_path: Path) -> None:
+    write(tmp_path, 1, score=0.9)
+    write(tmp_path, 2, score=0.1)
+    torn = checkpoint_dir(tmp_path, 7)
+    torn.mkdir()
+    ranks = FakeRanks(is_written=False)
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1, keep_last=1, keep_best=1), ranks)
+    after_step(manager, 3, score=0.5)
+    assert complete_steps(tmp_path) == [1, 2]
+    ranks.is_written = True
+    after_step(manager, 4, score=0.4)
+    assert complete_steps(tmp_path) == [1, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000004"]
+
+
+def test_a_torn_directory_of_the_same_step_is_written_anew(tmp_path: Path) -> None:
+    torn = checkpoint_dir(tmp_path, 1)
+    torn.mkdir()
+    (torn / "old").touch()
+    after_step(CheckpointManager(tmp_path, CheckpointConfig(every_steps=1), FakeRanks()), 1)
+    assert sorted(path.name for path in torn.iterdir()) == ["COMPLETE", "rank", "state.json"]
+
+
+def test_a_signal_stops_after_a_complete_checkpoint(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "checkpoints", CheckpointConfig(), FakeRanks(is_written=False))
+    stop = StopRequest()
+    after_step(manager, 1, stop=stop)
+    stop.signum = signal.SIGTERM
+    with pytest.raises(RunStopped, match=r"stopped by SIGTERM after step 2 of 100; pass --resume to continue"):
+        after_step(manager, 2, stop=stop)
+    assert complete_steps(tmp_path / "checkpoints") == [2]
+
+
+def test_a_signal_during_a_save_is_for_the_next_step(tmp_path: Path) -> None:
+    """Nothing would be complete yet."""
+    stop = StopRequest()
+
+    class SignalledRanks(FakeRanks):
+        def start_checkpoint(self, directory: Path) -> None:
+            super().start_checkpoint(directory)
+            stop.signum = signal.SIGTERM
+
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1), SignalledRanks(is_written=False))
+    after_step(manager, 1, stop=stop)
+    assert complete_steps(tmp_path) == []
+    with pytest.raises(RunStopped):
+        after_step(manager, 2, stop=stop)
+    assert complete_steps(tmp_path) == [1, 2]
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, CheckpointConfig(), FakeRanks())
+    after_step(manager, 100, stop=StopRequest(signum=signal.SIGTERM))
+    assert complete_steps(tmp_path) == [100]

@@ -1,0 +1,382 @@
+"""Which groups a step trains on: prompts in order, filters, refills, and prompts that wait for the next step.
+
+Prompt i has two samples, whose scores a table gives. A group passes the filter if they differ. The sampler does not
+shuffle: its batches of two are [0, 1], [2, 3], … and across the end of an epoch.
+"""
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algos.advantages import compute_advantages
+from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
+from megarl.data.mixture import MixtureSampler
+from megarl.data.sampler import PromptSampler
+from megarl.record.metrics import Timers
+from megarl.rewards.judge import Judged, Tally
+from megarl.rollout.source import OnSample
+from megarl.train.collect import Collected, GroupCollector, PromptQueue, refill_count
+from megarl.train.rows import training_rows
+from megarl.types import DROPPED, FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, scored_batch
+from tests.helpers.segments import demonstration_segment, policy_segment
+
+MIXED, WRONG, RIGHT = (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)
+# In place of a score: nobody could judge the sample.
+LOST = math.nan
+MIXED_GROUPS = FilterConfig(mean_score=(0.0, 1.0))
+
+
+def queue_of(size: int, batch_size: int = 2, *, shuffle: bool = False) -> PromptQueue:
+    return PromptQueue(PromptSampler(size, batch_size, seed=3, shuffle=shuffle))
+
+
+# --- the queue
+
+
+def test_prompts_come_in_the_samplers_order() -> None:
+    queue = queue_of(6)
+    # Takes need not be of the sampler's size: what is left of a batch waits.
+    assert [queue.take(count, except_for=set()) for count in (2, 3, 1)] == [[0, 1], [2, 3, 4], [5]]
+    assert queue.take(2, except_for=set()) == [0, 1]
+
+
+def test_prompts_that_are_passed_over_keep_their_place() -> None:
+    queue = queue_of(6)
+    assert queue.take(2, except_for={0, 2}) == [1, 3]
+    # 4 and 5 are drawn after them.
+    assert queue.take(3, except_for=set()) == [0, 2, 4]
+
+
+def test_prompts_that_are_given_back_are_first() -> None:
+    queue = queue_of(6)
+    assert queue.take(3, except_for=set()) == [0, 1, 2]
+    queue.give_back([2, 0])
+    assert queue.take(4, except_for=set()) == [2, 0, 3, 4]
+
+
+def test_no_take_has_a_prompt_twice() -> None:
+    queue = queue_of(3, 3)
+    assert queue.take(2, except_for=set()) == [0, 1]
+    queue.give_back([0])
+    # Waiting are 0 and 2, then the next epoch's 0, 1, 2: its 0 waits, and its 2 is not reached.
+    assert queue.take(3, except_for=set()) == [0, 2, 1]
+    assert queue.take(3, except_for=set()) == [0, 2, 1]
+
+
+def test_a_queue_continues_from_its_state() -> None:
+    queue, resumed = queue_of(7, 3, shuffle=True), queue_of(7, 3, shuffle=True)
+    first = queue.take(4, except_for={2})
+    queue.give_back(first[2:])
+    resumed.load_state_dict(json.loads(json.dumps(queue.state_dict())))
+    assert [resumed.take(n, except_for=set()) for n in (1, 5, 7)] == [
+        queue.take(n, except_for=set()) for n in (1, 5, 7)
+    ]
+
+
+@given(
+    st.integers(4, 9),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(1, 3), st.sets(st.integers(0, 8), max_size=1)), max_size=12),
+)
+def test_no_prompt_is_lost(size: int, batch_size: int, takes: list[tuple[int, set[int]]]) -> None:
+    """All that the sampler gave was taken or waits, no matter what was passed over; what waits does so once."""
+    queue, sampler = queue_of(size, batch_size, shuffle=True), PromptSampler(size, batch_size, seed=3)
+    taken: Counter[int] = Counter()
+    for count, used in takes:
+        indices = queue.take(count, except_for=used)
+        assert len(set(indices)) == count
+        assert not used & set(indices)
+        taken.update(indices)
+    state = queue.state_dict()
+    drawn = Counter(index for _ in range(state["sampler"]["num_batches"]) for index in sampler.next_batch())
+    waiting = Counter(state["waiting"])
+    assert set(waiting.values()) <= {1}
+    assert set(drawn) == set(taken + waiting)
+    assert taken + waiting <= drawn
+
+
+def test_a_mixture_of_which_a_part_is_passed_over_again_and_again_does_not_grow() -> None:
+    sampler = MixtureSampler([90, 6], [1.0, 1.0], batch_size=8, seed=0)
+    queue = PromptQueue(sampler)
+    used: set[int] = set()
+    for _ in range(30):
+        used |= set(queue.take(3, except_for=used))
+    # The six rows of the small file were drawn again and again and wait once each.
+    assert len(queue.state_dict()["waiting"]) <= 96
+
+
+# --- groups
+
+
+class World:
+    """Prompts, an engine and a judge; `asked` lists the prompts of every generation by step."""
+
+    def __init__(self, scores: Sequence[Sequence[float]], *, demonstrated: bool = False) -> None:
+        self.scores, self.demonstrated = scores, demonstrated
+        self.prompts = [
+            Prompt(uid=f"q:{i}", token_ids=(i,), data_source="q", ground_truth="") for i in range(len(scores))
+        ]
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def generate(self, prompts: Sequence[Prompt], step: int, on_sample: OnSample) -> RolloutBatch:
+        """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
+        indices = [prompt.token_ids[0] for prompt in prompts]
+        self.asked.append((step, indices))
+        samples = [self._sample(i, place, step) for i in indices for place in range(len(self.scores[i]))]
+        random.Random(step).shuffle(samples)
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        for sample in reversed(samples):
+            on_sample(by_uid[sample.uid], sample)
+        return RolloutBatch(prompts={prompt.uid: prompt for prompt in prompts}, samples=tuple(samples))
+
+    def _sample(self, index: int, place: int, step: int) -> Sample:
+        given = [demonstration_segment([7])] if self.demonstrated and place == 0 else []
+        return Sample(
+            uid=f"q:{index}",
+            sample_index=place,
+            seed=step,
+            segments=(prompt_segment([index]), *given, policy_segment([100 + place])),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def begin(self) -> "WorldJudging":
+        return WorldJudging(self)
+
+    def judge(self, sample: Sample) -> Reward:
+        score = self.scores[int(sample.prompt_token_ids[0])][sample.sample_index]
+        return DROPPED if score is LOST else Reward(score=score, correct=score > 0.5)
+
+    def collector(
+        self, cfg: FilterConfig, num_prompts: int, *, queue: PromptQueue | None = None, timers: Timers | None = None
+    ) -> GroupCollector:
+        return GroupCollector(
+            queue or queue_of(len(self.scores)),
+            self.prompts,
+            self.generate,
+            self,
+            cfg=cfg,
+            num_prompts=num_prompts,
+            timers=timers or Timers(),
+        )
+
+
+class WorldJudging:
+    """Judges what it was told of; checks that it was told of everything once."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.told = world, list[Sample]()
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        assert prompt.uid == sample.uid
+        self.told.append(sample)
+
+    def finish(self, samples: Sequence[Sample]) -> Judged:
+        assert {id(sample) for sample in self.told} == {id(sample) for sample in samples}
+        assert len(self.told) == len(samples)
+        tallies = {"reward/jobs": Tally(total=len(samples)), "reward/s": Tally(total=2.0, over=len(samples))}
+        return Judged(rewards=[self.world.judge(sample) for sample in samples], tallies=tallies)
+
+
+def prompts_of(collected: Collected) -> list[int]:
+    """The groups' prompts in their order; checks that groups are whole and every sample has its own reward."""
+    samples, indices = collected.rollout.samples, []
+    assert list(collected.rollout.prompts) == list(dict.fromkeys(s.uid for s in samples))
+    for start in range(0, len(samples), 2):
+        first, second = samples[start : start + 2]
+        assert first.uid == second.uid
+        assert {first.sample_index, second.sample_index} == {0, 1}
+        indices.append(int(first.prompt_token_ids[0]))
+    assert len(collected.rewards) == len(samples)
+    return indices
+
+
+def test_without_a_filter_the_next_batches_train() -> None:
+    world = World([MIXED, WRONG, RIGHT, MIXED, WRONG, RIGHT])
+    collector = world.collector(FilterConfig(), 2)
+    assert [prompts_of(collector.collect(step)) for step in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert world.asked == [(1, [0, 1]), (2, [2, 3]), (3, [4, 5])]
+
+
+def test_every_sample_has_its_own_reward() -> None:
+    world = World([(0.0, 0.25), (0.5, 0.75)])
+    collected = world.collector(FilterConfig(), 2).collect(1)
+    rewards = {
+        (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
+    }
+    assert rewards == {("q:0", 0): 0.0, ("q:0", 1): 0.25, ("q:1", 0): 0.5, ("q:1", 1): 0.75}
+
+
+def test_a_filter_without_refills_leaves_fewer_groups() -> None:
+    world = World([WRONG, MIXED, RIGHT, WRONG])
+    collector = world.collector(MIXED_GROUPS, 2)
+    assert prompts_of(collector.collect(1)) == [1]
+    assert prompts_of(collector.collect(2)) == []
+    assert world.asked == [(1, [0, 1]), (2, [2, 3])]
+
+
+def test_metrics_are_of_all_that_was_sampled() -> None:
+    world = World([WRONG, MIXED, RIGHT, MIXED, WRONG])
+    got = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 3, queue=queue_of(5, 3)).collect(1)
+    # 0, 1, 2, of which 1 passes; two are missing and a third passes: all of the other two are asked.
+    assert world.asked == [(1, [0, 1, 2]), (1, [3, 4])]
+    assert got.metrics == {
+        "filter/num_groups": 5.0,
+        "filter/num_groups_removed": 3.0,
+        "filter/num_refills": 1.0,
+        "batch/solve_none": 2.0,
+        "batch/solve_all": 1.0,
+        "batch/solved": 0.4,
+        "batch/failed": 0.6,
+        "batch/on_solved": 0.4,
+        # Ten samples were judged, in two batches that took two seconds each.
+        "reward/jobs": 10.0,
+        "reward/s": 0.4,
+    }
+
+
+def test_refills_until_the_step_is_full_and_what_is_left_over_is_first_next_time() -> None:
+    #        step 1: [0, 1]    refills: [2, 3]    [4, 5]
+    world = World([WRONG, WRONG, MIXED, RIGHT, MIXED, MIXED, MIXED, WRONG])
+    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=5), 2)
+    first = collector.collect(1)
+    # None of 2 passed: a whole batch. 1 of 4 passed and 1 is missing: 4 would be likely to do, 2 are the most.
+    assert world.asked == [(1, [0, 1]), (1, [2, 3]), (1, [4, 5])]
+    assert prompts_of(first) == [2, 4]
+    assert first.metrics["filter/num_refills"] == 2
+    # 5 passed, found no place, and is sampled anew by the policy of its step.
+    second = collector.collect(2)
+    assert world.asked[3:] == [(2, [5, 6])]
+    assert prompts_of(second) == [5, 6]
+    assert {sample.seed for sample in second.rollout.samples} == {2}
+
+
+def test_refills_end_where_they_are_told_to() -> None:
+    world = World([WRONG] * 4 + [MIXED] * 4)
+    collected = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2).collect(1)
+    assert world.asked == [(1, [0, 1]), (1, [2, 3])]
+    assert prompts_of(collected) == []
+    assert collected.metrics["filter/num_refills"] == 1
+
+
+def test_no_prompt_is_asked_twice_in_a_step() -> None:
+    world = World([WRONG, WRONG, RIGHT, WRONG, MIXED])
+    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=9), 2)
+    first = collector.collect(1)
+    # The last refill asks for all that is left, one prompt; the sampler's next batch holds 4 and the new epoch's 0.
+    assert world.asked == [(1, [0, 1]), (1, [2, 3]), (1, [4])]
+    assert prompts_of(first) == [4]
+    assert first.metrics["filter/num_refills"] == 2
+    # 0 has been waiting since.
+    assert prompts_of(collector.collect(2)) == [4]
+    assert world.asked[3] == (2, [0, 1])
+
+
+def test_scores_of_demonstrations_may_be_left_out() -> None:
+    """Sample 0 starts with a demonstration, and the others alone may decide about their group."""
+    scores = [(1.0, 0.0, 0.0), (1.0, 1.0, 0.0)]
+    for counted, kept in ((True, [0, 1]), (False, [1])):
+        world = World(scores, demonstrated=True)
+        cfg = FilterConfig(mean_score=(0.0, 1.0), count_demonstrations=counted)
+        collected = world.collector(cfg, 2).collect(1)
+        assert list(collected.rollout.prompts) == [f"q:{i}" for i in kept]
+        assert collected.metrics["batch/off_solved"] == 1.0
+        assert collected.metrics["batch/on_solved"] == 0.25
+
+
+def test_what_nobody_could_judge_does_not_train() -> None:
+    """A group goes on without a lost row; one row alone, or none, is no group."""
+    world = World([(1.0, LOST, 0.0, 0.0), (LOST, 1.0, LOST, LOST), (LOST,) * 4, (0.0, 1.0, 1.0, LOST)])
+    collected = world.collector(FilterConfig(), 4, queue=queue_of(4, 4)).collect(1)
+    found = {
+        (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
+    }
+    assert found == {
+        ("q:0", 0): 1.0,
+        ("q:0", 2): 0.0,
+        ("q:0", 3): 0.0,
+        ("q:3", 0): 0.0,
+        ("q:3", 1): 1.0,
+        ("q:3", 2): 1.0,
+    }
+    assert list(collected.rollout.prompts) == ["q:0", "q:3"]
+    assert collected.metrics["filter/num_groups"] == 2.0
+    assert collected.metrics["batch/solved"] == 0.5
+
+
+def test_groups_are_compared_without_the_rows_that_nobody_could_judge() -> None:
+    """GRPO of 1, 0, 0 (one of four rows lost): mean 1/3, std √(1/3); 2/3 and −1/3 over it."""
+    world = World([(1.0, LOST, 0.0, 0.0), (0.0, 1.0, 1.0, LOST)])
+    collected = world.collector(FilterConfig(), 2).collect(1)
+    training = training_rows(collected, AlgoConfig())
+    batch = scored_batch(training.rows, training.rewards)
+    advantages = compute_advantages(batch, AdvantageConfig(estimator="grpo")).advantages
+    by_row = {row.label: float(advantages[i, 0]) for i, row in enumerate(training.rows)}
+    high, low = (2 / 3) / math.sqrt(1 / 3), (1 / 3) / math.sqrt(1 / 3)
+    expected = {"q:0/0": high, "q:0/2": -low, "q:0/3": -low, "q:1/0": -high, "q:1/1": low, "q:1/2": low}
+    assert by_row == pytest.approx(expected, abs=1e-5)
+
+
+def test_lost_groups_are_replaced_by_refills() -> None:
+    world = World([(LOST, 1.0), MIXED, MIXED, MIXED])
+    collected = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), 2).collect(1)
+    assert prompts_of(collected) == [1, 2]
+
+
+@pytest.mark.parametrize("resumed_after", [1, 2, 3])
+def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
+    rng = random.Random(0)
+    scores = [rng.choice([MIXED, MIXED, WRONG, RIGHT]) for _ in range(11)]
+    cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=3)
+    world, again = World(scores), World(scores)
+    collector = world.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
+    got, state = [], None
+    for step in range(1, 7):
+        got.append(prompts_of(collector.collect(step)))
+        if step == resumed_after:
+            state = json.loads(json.dumps(collector.queue.state_dict()))
+    assert state is not None
+    resumed = again.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
+    resumed.queue.load_state_dict(state)
+    assert [prompts_of(resumed.collect(step)) for step in range(resumed_after + 1, 7)] == got[resumed_after:]
+    assert again.asked == [call for call in world.asked if call[0] > resumed_after]
+    # The filter acted, and something waited for its step.
+    assert len(world.asked) > 6
+
+
+def test_times_of_generation_and_judging_add_up_over_refills() -> None:
+    world, now = World([WRONG, WRONG, MIXED, MIXED]), [0.0]
+    timers = Timers(clock=lambda: now[0])
+    generate, judge = world.generate, world.judge
+
+    def slow_generate(prompts: Sequence[Prompt], step: int, on_sample: OnSample) -> RolloutBatch:
+        now[0] += 10.0
+        return generate(prompts, step, on_sample)
+
+    def slow_judge(sample: Sample) -> Reward:
+        now[0] += 0.25
+        return judge(sample)
+
+    world.generate, world.judge = slow_generate, slow_judge  # type: ignore[method-assign]
+    world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers).collect(1)
+    assert timers.pop() == {"timing_s/gen": 20.0, "timing_s/reward": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept", "sampled", "expected"),
+    [
+        (8, 0, 8, 8),  # nothing passed: a batch
+        (8, 4, 8, 8),  # half passed: 4 missing ask for 8
+        (8, 6, 8, 3),  # 2 / (6/8) = 2.67
+        (8, 7, 16, 3),  # 1 / (7/16) = 2.29
+        (8, 1, 8, 8),  # 7 / (1/8) = 56 are more than a batch
+        (8, 7, 7, 1),
+    ],
+)
+def test_refills_ask_for_as_many_as_are_likely_to_do(wanted: int, kept: int, sampled: int, expected: int) -> None:
+    assert refill_count(wanted, num_kept=kept, num_sampled=sampled) == expected

@@ -1,0 +1,93 @@
+"""The gate before the first update: engine and trainer must agree on what the engine sampled."""
+
+import math
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from megarl.config.schema import Config, ModelConfig, TrainerConfig
+from megarl.errors import MismatchError
+from megarl.train.gate import MismatchGate, mismatch_of
+from megarl.types import Row
+
+
+def make_row(engine: list[float], trainer: list[float], *, mask: list[bool] | None = None, given: int = 0) -> Row:
+    """A row with log-probs of both; its first `given` tokens are a demonstration's."""
+    n = len(engine)
+    scores = {"rollout_logprobs": np.array(engine, np.float32), "old_logprobs": np.array(trainer, np.float32)}
+    if given:
+        scores["demonstration"] = (np.arange(n) < given).astype(np.float32)
+    return Row(
+        uid="q",
+        sample_index=0,
+        token_ids=np.arange(n + 1),
+        num_prompt_tokens=1,
+        loss_mask=np.array(mask or [True] * n),
+        scores=scores,
+    )
+
+
+def gate(dtype: Literal["float32", "bfloat16"] = "float32", limit: float | None = None) -> MismatchGate:
+    return MismatchGate(Config(model=ModelConfig(dtype=dtype), trainer=TrainerConfig(mismatch_gate_nats=limit)))
+
+
+def test_rows_of_different_lengths_are_compared_on_sampled_tokens() -> None:
+    rows = [
+        make_row([-1.0, -2.0, -3.0], [-1.5, -9.0, -3.0], mask=[True, False, True]),
+        # No engine sampled the demonstration; what stands there for its log-prob is 0.
+        make_row([0.0, -1.0], [-4.0, -0.75], given=1),
+    ]
+    got = mismatch_of(rows, [row.scores["old_logprobs"] for row in rows])
+    assert (got.num_tokens, got.num_rows) == (3, 2)
+    # |0.5|, 0, |−0.25|; signed 0.5 and −0.25.
+    assert got.metrics()["mismatch/abs_mean"] == pytest.approx(0.25)
+    assert got.metrics()["mismatch/k1"] == pytest.approx(0.25 / 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "difference", "passes"),
+    [
+        ("float32", None, 0.9e-4, True),
+        ("float32", None, 1.1e-4, False),
+        ("bfloat16", None, 0.049, True),
+        ("bfloat16", None, 0.051, False),
+        ("float32", 0.5, 0.49, True),
+        ("bfloat16", 0.01, 0.011, False),
+    ],
+)
+def test_limits(dtype: Literal["float32", "bfloat16"], limit: float | None, difference: float, passes: bool) -> None:
+    checked, rows = gate(dtype, limit), [make_row([-1.0, -1.0], [-1.0 - difference, -1.0 + difference])]
+    if passes:
+        checked.check(rows)
+    else:
+        with pytest.raises(MismatchError, match=r"differ from the trainer's by .* nats on average before the first"):
+            checked.check(rows)
+    assert checked.passed == passes
+
+
+def test_the_message_has_both_numbers_and_the_key() -> None:
+    message = r"by 2\.50e-01 nats .*, the limit is 1e-04 \(trainer\.mismatch_gate_nats\); check that both use the same"
+    with pytest.raises(MismatchError, match=message):
+        gate().check([make_row([-1.0], [-1.25])])
+
+
+def test_nan_does_not_pass() -> None:
+    with pytest.raises(MismatchError, match="by nan nats"):
+        gate().check([make_row([-1.0], [math.nan])])
+
+
+def test_it_is_asked_once() -> None:
+    """Later rows of an updated policy, and rows without old log-probs, are none of its business."""
+    checked = gate()
+    checked.check([make_row([-1.0], [-1.0])])
+    checked.check([make_row([-1.0], [-9.0])])
+    checked.check([make_row([-1.0], [-1.0]).only(())])
+
+
+def test_rows_that_no_engine_sampled_prove_nothing() -> None:
+    checked = gate()
+    checked.check([make_row([0.0, 0.0], [-1.0, -2.0], given=2)])
+    assert not checked.passed
+    with pytest.raises(MismatchError):
+        checked.check([make_row([-1.0], [-1.25])])

@@ -1,0 +1,93 @@
+"""What is checked of the models of reference and critic before anything starts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from megarl.cluster.roles import actor_role
+from megarl.config import Config, from_dict
+from megarl.data.chat import load_tokenizer
+from megarl.errors import ConfigError
+from megarl.train.export import export_model
+from megarl.train.inputs import check_role_models
+from megarl.types.messages import Head, Role, RoleSpec, StoreResult
+from megarl.weights.families import read_model_spec
+from tests.helpers.checkpoints import add_value_head, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied language model, and a critic of its layers with its tokenizer."""
+    directory = tmp_path_factory.mktemp("models")
+    make_checkpoint(directory / "policy", tied=False)
+    add_value_head(directory / "policy", directory / "critic")
+    load_tokenizer(directory / "policy").save_pretrained(directory / "critic")
+    return directory
+
+
+# The models have 512 positions.
+LENGTHS = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64}}
+
+
+def checked(
+    models: Path, role: Role, name: str, *, layout: dict[str, int] | None = None, trainable: bool = True
+) -> None:
+    path = str(models / name)
+    section = "reference" if role is Role.REFERENCE else "critic"
+    own = {"model_path": path, "layout": layout}
+    config = from_dict(Config, {**LENGTHS, "model": {"path": str(models / "policy")}, section: own})
+    actor = actor_role(config)
+    head = Head.SCALAR if role is Role.CRITIC else Head.LM
+    model = replace(config.model, path=path)
+    spec = RoleSpec(role=role, model=model, settings=actor.settings, head=head, trainable=trainable)
+    check_role_models(config, [actor, spec], load_tokenizer(models / "policy"))
+
+
+def test_a_critic_is_a_language_model_or_a_model_with_a_scalar_head(models: Path) -> None:
+    checked(models, Role.CRITIC, "policy")
+    checked(models, Role.CRITIC, "critic")
+    checked(models, Role.REFERENCE, "policy")
+    with pytest.raises(ConfigError, match=r"missing \['lm_head\.weight'\] \(1\), unknown \['score\.weight'\] \(1\)"):
+        checked(models, Role.REFERENCE, "critic")
+
+
+def test_a_frozen_critic_needs_a_value_head(models: Path) -> None:
+    checked(models, Role.CRITIC, "critic", trainable=False)
+    with pytest.raises(ConfigError, match=r"^critic\.freeze: got true, but .*/policy .* has no score\.weight"):
+        checked(models, Role.CRITIC, "policy", trainable=False)
+
+
+def test_a_model_that_is_not_there_is_named_by_its_key(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^critic\.model_path: .*/nothing/config\.json does not exist"):
+        checked(models, Role.CRITIC, "nothing")
+
+
+def test_the_layout_must_fit_the_roles_model(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^critic\.layout\.tp: got 4, which does not divide .*num_key_value_heads=2"):
+        checked(models, Role.CRITIC, "critic", layout={"tp": 4})
+    with pytest.raises(ConfigError, match=r"^reference\.layout: 2 layers do not split over pp=3 stages"):
+        checked(models, Role.REFERENCE, "policy", layout={"pp": 3})
+
+
+class Writers:
+    """Ranks that claim to have written everything, and write nothing: weights stay 0."""
+
+    def __init__(self, path: Path) -> None:
+        self._shapes = read_model_spec(path).expected_tensors(scalar_head=True)
+
+    def store_weights(self, files: list[Path], *, role: Role) -> StoreResult:
+        assert role is Role.CRITIC
+        sizes = {name: shape[0] * (shape[1] if len(shape) > 1 else 1) for name, shape in self._shapes.items()}
+        return StoreResult(num_elements=sizes, checksums={})
+
+
+def test_an_exported_critic_is_a_model_with_one_label_that_can_be_a_critic_again(models: Path) -> None:
+    config = from_dict(Config, {"model": {"path": str(models / "policy"), "dtype": "float32"}})
+    critic = RoleSpec(role=Role.CRITIC, model=config.model, settings=config.actor, head=Head.SCALAR)
+    export_model(Writers(models / "policy"), critic, models / "export")  # type: ignore[arg-type]
+    loaded = AutoModelForSequenceClassification.from_pretrained(models / "export")
+    assert (type(loaded).__name__, loaded.config.num_labels) == ("Qwen3ForSequenceClassification", 1)
+    assert loaded.score.weight.shape == (1, loaded.config.hidden_size)
+    checked(models, Role.CRITIC, "export")

@@ -1,0 +1,142 @@
+"""Samples to rows: which tokens are a demonstration's, and which samples their group does not need."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.config.algo import AlgoConfig, DemonstrationConfig
+from megarl.errors import DataError
+from megarl.train.collect import Collected
+from megarl.train.rows import TrainingRows, require_routed_experts, training_rows
+from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Row, Sample, prompt_segment
+from megarl.weights.families import Dims, Experts
+from tests.helpers.segments import demonstration_segment, policy_segment
+
+PROMPTS = {
+    uid: Prompt(
+        uid=uid,
+        token_ids=(1, 2),
+        data_source="q",
+        ground_truth="",
+        demonstration_ids=(5, 6, 7),
+        demonstration_probs=(0.5, 0.25, -1.0),
+    )
+    for uid in ("a", "b", "c")
+}
+WITH_DEMONSTRATIONS = DemonstrationConfig(strategy="fixed", num_prefixed=1)
+
+
+def sample(uid: str, index: int, given: Sequence[int] = (), written: Sequence[int] = (8, 9)) -> Sample:
+    demonstration = [demonstration_segment(given)] if given else []
+    return Sample(
+        uid=uid,
+        sample_index=index,
+        seed=0,
+        segments=(prompt_segment((1, 2)), *demonstration, policy_segment(written)),
+        finish_reason=[FinishReason.STOP, FinishReason.LENGTH][index % 2],
+    )
+
+
+def collected(samples_and_correct: Sequence[tuple[Sample, bool]]) -> Collected:
+    samples = tuple(s for s, _ in samples_and_correct)
+    prompts: Mapping[str, Prompt] = {uid: PROMPTS[uid] for uid in dict.fromkeys(s.uid for s in samples)}
+    return Collected(
+        rollout=RolloutBatch(prompts=prompts, samples=samples),
+        # Scores are those of the samples' places, to tell rewards apart.
+        rewards=[Reward(score=float(i), correct=correct) for i, (_, correct) in enumerate(samples_and_correct)],
+    )
+
+
+def labels(training: TrainingRows) -> list[str]:
+    return [row.label for row in training.rows]
+
+
+def test_a_row_of_every_sample() -> None:
+    training = training_rows(collected([(sample("a", 0), True), (sample("b", 1), False)]), AlgoConfig())
+    assert labels(training) == ["a/0", "b/1"]
+    assert [reward.score for reward in training.rewards] == [0.0, 1.0]
+    assert training.finish_reasons == [FinishReason.STOP, FinishReason.LENGTH]
+    row = training.rows[0]
+    assert (row.token_ids.tolist(), row.num_prompt_tokens) == ([1, 2, 8, 9], 2)
+    assert {name: score.tolist() for name, score in row.scores.items()} == {"rollout_logprobs": [-1.0, -1.0]}
+
+
+def test_rows_say_what_a_demonstration_wrote() -> None:
+    """All rows, as rows of a batch have the same scores; a prefix has the first probabilities of its prompt."""
+    samples = collected([(sample("a", 0, given=(5, 6)), True), (sample("a", 1), False)])
+    started, own = training_rows(samples, AlgoConfig(demonstrations=WITH_DEMONSTRATIONS)).rows
+    assert started.token_ids.tolist() == [1, 2, 5, 6, 8, 9]
+    assert started.loss_mask.all()
+    assert {name: score.tolist() for name, score in started.scores.items()} == {
+        "rollout_logprobs": [0.0, 0.0, -1.0, -1.0],
+        "demonstration": [1.0, 1.0, 0.0, 0.0],
+        "target_probs": [0.5, 0.25, -1.0, -1.0],
+    }
+    assert own.scores["demonstration"].tolist() == [0.0, 0.0]
+    assert own.scores["target_probs"].tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (None, ["a/0", "a/1", "a/2", "b/0", "b/1", "b/2", "c/0"]),
+        # Of a's others one of two is correct, of b's both, c has none. The demonstrations' own verdicts do not count.
+        (1.0, ["a/0", "a/1", "a/2", "b/0", "b/1", "b/2", "c/0"]),
+        (0.5, ["a/0", "a/1", "a/2", "b/1", "b/2", "c/0"]),
+        (0.4, ["a/1", "a/2", "b/1", "b/2", "c/0"]),
+        (0.0, ["a/1", "a/2", "b/1", "b/2", "c/0"]),
+    ],
+)
+def test_groups_that_do_not_need_their_demonstration_train_without(bound: float | None, expected: list[str]) -> None:
+    cases = [
+        (sample("a", 0, given=(5,)), True),
+        (sample("a", 1), True),
+        (sample("a", 2), False),
+        (sample("b", 0, given=(5, 6, 7)), False),
+        (sample("b", 1), True),
+        (sample("b", 2), True),
+        (sample("c", 0, given=(5,)), True),
+    ]
+    cfg = DemonstrationConfig(strategy="fixed", num_prefixed=1, max_group_accuracy=bound)
+    training = training_rows(collected(cases), AlgoConfig(demonstrations=cfg))
+    assert labels(training) == expected
+    # Rewards and reasons stay with their rows.
+    places = {s.uid + f"/{s.sample_index}": i for i, (s, _) in enumerate(cases)}
+    assert [reward.score for reward in training.rewards] == [places[label] for label in expected]
+    assert training.finish_reasons == [cases[places[label]][0].finish_reason for label in expected]
+
+
+def test_nothing_was_collected() -> None:
+    nothing = Collected(rollout=RolloutBatch(prompts={}, samples=()), rewards=[])
+    cfg = DemonstrationConfig(strategy="fixed", num_prefixed=1, max_group_accuracy=0.5)
+    for demonstrations in (DemonstrationConfig(), cfg):
+        training = training_rows(nothing, AlgoConfig(demonstrations=demonstrations))
+        assert (training.rows, training.rewards, training.finish_reasons) == ([], [], [])
+
+
+def test_replayed_routing_needs_experts_of_this_model() -> None:
+    dims = Dims(
+        num_layers=3,
+        hidden=8,
+        ffn=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab=10,
+        tied=False,
+        experts=Experts(num=4, per_token=2, ffn=8, normalized=True, layers=(0, 1, 2)),
+    )
+    (row,) = training_rows(collected([(sample("a", 0), True)]), AlgoConfig()).rows
+
+    def with_experts(*shape: int, highest: int = 3) -> list[Row]:
+        return [replace(row, routed_experts=np.full((4, *shape), highest, dtype=np.int16))]
+
+    require_routed_experts(with_experts(3, 2), dims)
+    require_routed_experts(with_experts(3, 2, highest=-1), dims)
+    with pytest.raises(DataError, match=r"row a/0: its rollout recorded no experts to replay; replay a record"):
+        require_routed_experts([row], dims)
+    for rows in (with_experts(2, 2), with_experts(3, 1), with_experts(3, 2, highest=4)):
+        with pytest.raises(DataError, match=r"row a/0: its rollout recorded experts of another model: got .* \(3, 2\)"):
+            require_routed_experts(rows, dims)

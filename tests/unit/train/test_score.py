@@ -1,0 +1,351 @@
+"""The scoring passes of a step: who is asked, when, about which rows, and where the answers go.
+
+Scorers are fakes. What they say of a row depends on the call and the place in it, so that nothing but the right answer
+in the right place passes; rows, hints and answers are those of the byte tokenizer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.cluster.residency import Phase
+from megarl.config.algo import CpoConfig, HintConfig
+from megarl.data.chat import encode_prompt
+from megarl.data.records import Message
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.record.metrics import Timers
+from megarl.train.score import HintWriter, ScoringPasses
+from megarl.train.update import RoleScorer
+from megarl.types import FloatArray, Prompt, Row, Score
+from megarl.types.messages import Role
+
+HINTED = frozenset({Score.OLD_LOGPROBS, Score.HINT_LOGPROBS})
+
+
+class FakeScorer(RoleScorer):
+    """Says k + i/100 of the i-th row of its k-th call, with names of its own; `log` is shared by all of a test."""
+
+    def __init__(self, role: Role, names: Sequence[str], log: list[str]) -> None:
+        self.role, self.names, self.log = role, names, log
+        self.rows: list[list[Row]] = []
+        self.pairs: list[tuple[list[Row], list[Row]]] = []
+        self.steps: list[int] = []
+
+    def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+        self.log.append(f"{self.role} scores {len(rows)} rows")
+        self.rows.append(list(rows))
+        self.steps.append(step)
+        return {
+            name: [self.said(i, row, offset) for i, row in enumerate(rows)] for offset, name in enumerate(self.names)
+        }
+
+    def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
+        """Divergences 0.5 + i of the i-th pair; log-probs and entropies 100 + i of row i, 200 + i of its twin."""
+        self.log.append(f"{self.role} compares {len(rows)} pairs")
+        self.pairs.append((list(rows), list(others)))
+        self.steps.append(step)
+        first, twins = (
+            [np.full(row.num_response_tokens, offset + i, np.float32) for i, row in enumerate(rows)]
+            for offset in (100, 200)
+        )
+        kl = [np.full(row.num_response_tokens, 0.5 + i, np.float32) for i, row in enumerate(rows)]
+        return {"logprobs": [*first, *twins], "entropy": [*first, *twins], "kl": kl}
+
+    def said(self, place: int, row: Row, offset: int = 0) -> FloatArray:
+        return np.full(row.num_response_tokens, 10 * offset + len(self.rows) + place / 100, np.float32)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Passes over fake scorers, and what happened in them."""
+
+    hints: HintWriter | None = None
+    log: list[str] = field(default_factory=list)
+    scorers: dict[Role, FakeScorer] = field(init=False)
+    timers: Timers = field(default_factory=Timers)
+
+    def __post_init__(self) -> None:
+        names = {Role.ACTOR: ("logprobs", "entropy"), Role.REFERENCE: ("logprobs", "entropy"), Role.CRITIC: ("values",)}
+        self.scorers = {role: FakeScorer(role, said, self.log) for role, said in names.items()}
+
+    def run(
+        self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[Score], *, seed: int = 0
+    ) -> tuple[list[Row], dict[str, float]]:
+        passes = ScoringPasses(scorers=self.scorers, hints=self.hints, enter=self._enter, timers=self.timers)
+        return passes.score(rows, prompts, needed, seed=seed, step=4)
+
+    def _enter(self, phase: Phase) -> None:
+        self.log.append(f"phase {phase.name}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return make_byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompt]:
+    """Three questions with a solution and one without."""
+    solutions = {"a": "It is 2.", "b": "Six.", "c": "Think of nine.", "none": None}
+    return {
+        uid: Prompt(
+            uid=uid,
+            token_ids=tuple(encode_prompt(tokenizer, (Message(role="user", content=f"{uid}?"),), 64)),
+            data_source="q",
+            ground_truth="",
+            extra_info={} if solution is None else {"gold_solution": solution},
+        )
+        for uid, solution in solutions.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer: PreTrainedTokenizerBase, prompts: dict[str, Prompt]) -> list[Row]:
+    """A row of each prompt, two of b, whose answers are in a box."""
+    made = []
+    for place, uid in enumerate(["a", "b", "none", "c", "b"]):
+        prompt, response = prompts[uid], encode(tokenizer, f"r{place} \\boxed{{{place}}}.")
+        made.append(
+            Row(
+                uid=uid,
+                sample_index=place,
+                token_ids=np.array([*prompt.token_ids, *response]),
+                num_prompt_tokens=len(prompt.token_ids),
+                loss_mask=np.ones(len(response), dtype=np.bool_),
+                scores={"rollout_logprobs": np.full(len(response), -7.0, np.float32)},
+            )
+        )
+    return made
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def writer(tokenizer: PreTrainedTokenizerBase, *, max_row_tokens: int = 200, **cfg: Any) -> HintWriter:
+    return HintWriter(tokenizer, CpoConfig(method="mi3", **cfg), max_row_tokens=max_row_tokens)
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+    text: str = tokenizer.decode(row.token_ids[: row.num_prompt_tokens])
+    return text
+
+
+def response_of(row: Row) -> list[int]:
+    ids: list[int] = row.token_ids[row.num_prompt_tokens :].tolist()
+    return ids
+
+
+def constant(values: FloatArray) -> float:
+    """The one number of an array."""
+    assert len(set(values.tolist())) == 1
+    return round(float(values[0]), 4)
+
+
+# --- without hints
+
+
+def test_nothing_is_asked_for(rows: list[Row]) -> None:
+    bench = Bench()
+    got, metrics = bench.run(rows, {}, frozenset())
+    assert bench.log == []
+    assert [set(row.scores) for row in got] == [{"rollout_logprobs"}] * 5
+    assert (metrics, bench.timers.pop()) == ({}, {})
+
+
+def test_roles_score_in_turn_the_actor_last(rows: list[Row]) -> None:
+    """The update follows, and finds the actor where it is."""
+    bench = Bench()
+    needed = frozenset({Score.OLD_LOGPROBS, Score.REF_LOGPROBS, Score.VALUES})
+    got, metrics = bench.run(rows, {}, needed)
+    assert bench.log == [
+        "phase score reference",
+        "reference scores 5 rows",
+        "phase score critic",
+        "critic scores 5 rows",
+        "phase score actor",
+        "actor scores 5 rows",
+    ]
+    assert metrics == {}
+    assert set(bench.timers.pop()) == {"timing_s/ref", "timing_s/values", "timing_s/old_log_prob"}
+    assert {step for scorer in bench.scorers.values() for step in scorer.steps} == {4}
+    for place, row in enumerate(got):
+        assert row.label == rows[place].label
+        scores = {name: constant(score) for name, score in row.scores.items()}
+        assert scores == {
+            "rollout_logprobs": -7.0,
+            "ref_logprobs": 1 + place / 100,
+            "values": 1 + place / 100,
+            "old_logprobs": 1 + place / 100,
+            # The pass that answers log-probs answers entropies too.
+            "old_entropy": 11 + place / 100,
+        }
+    # What came in is as it was.
+    assert [set(row.scores) for row in rows] == [{"rollout_logprobs"}] * 5
+
+
+@pytest.mark.parametrize(
+    ("needed", "asked"),
+    [
+        ({Score.REF_LOGPROBS}, ["reference"]),
+        ({Score.VALUES}, ["critic"]),
+        ({Score.OLD_LOGPROBS}, ["actor"]),
+        ({Score.OLD_ENTROPY}, ["actor"]),
+        ({Score.VALUES, Score.OLD_ENTROPY}, ["critic", "actor"]),
+    ],
+)
+def test_only_roles_that_are_needed_are_asked(rows: list[Row], needed: set[Score], asked: list[str]) -> None:
+    bench = Bench()
+    got, _ = bench.run(rows, {}, frozenset(needed))
+    assert [entry.split()[0] for entry in bench.log if "scores" in entry] == asked
+    assert needed <= set(got[0].scores)
+
+
+# --- with hints
+
+
+def test_plain_hinted_and_shuffled_rows_share_one_pass(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    bench = Bench(writer(tokenizer))
+    got, metrics = bench.run(rows, prompts, HINTED | {Score.SHUFFLED_HINT_LOGPROBS})
+    assert bench.log == ["phase score actor", "actor scores 15 rows"]
+    asked = bench.scorers[Role.ACTOR].rows[0]
+    plain, hinted, shuffled = asked[:5], asked[5:10], asked[10:]
+    for part in (plain, hinted, shuffled):
+        assert [response_of(row) for row in part] == [response_of(row) for row in rows]
+    assert [row.token_ids.tolist() for row in plain] == [row.token_ids.tolist() for row in rows]
+    for row, own, other in zip(rows, hinted, shuffled, strict=True):
+        hints = {uid: str(p.extra_info["gold_solution"]) for uid, p in prompts.items() if uid != "none"}
+        if row.uid == "none":
+            assert own.token_ids.tolist() == other.token_ids.tolist() == row.token_ids.tolist()
+            continue
+        # The hint stands between the tag and the question.
+        place = prompt_text(tokenizer, row).index(f"{row.uid}?")
+        assert prompt_text(tokenizer, own)[place:].startswith(hints.pop(row.uid) + f"{row.uid}?")
+        assert any(prompt_text(tokenizer, other)[place:].startswith(hint + f"{row.uid}?") for hint in hints.values())
+    scores = [{name: constant(score) for name, score in row.scores.items()} for row in got]
+    for place, of_row in enumerate(scores):
+        old = 1 + place / 100
+        without = rows[place].uid == "none"
+        assert of_row == {
+            "rollout_logprobs": -7.0,
+            "old_logprobs": old,
+            "old_entropy": 10 + old,
+            # A row without a hint has its old log-probs, not those of another pack.
+            "hint_logprobs": old if without else round(old + 0.05, 4),
+            "shuffled_hint_logprobs": old if without else round(old + 0.10, 4),
+        }
+    # Eight characters of a, four of each b and fourteen of c; one row of five has none.
+    assert metrics == pytest.approx(
+        {"cpo/hint_len_mean": (8 + 4 + 14 + 4) / 4, "cpo/hint_truncated_frac": 0.0, "cpo/hint_missing_frac": 0.2}
+    )
+
+
+def test_without_a_baseline_no_hint_is_shuffled(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    bench = Bench(writer(tokenizer))
+    got, _ = bench.run(rows, prompts, HINTED)
+    assert bench.log == ["phase score actor", "actor scores 10 rows"]
+    assert set(got[0].scores) == {"rollout_logprobs", "old_logprobs", "old_entropy", "hint_logprobs"}
+
+
+def test_the_seed_decides_whose_hint_it_is(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    def shuffled(seed: int) -> list[str]:
+        bench = Bench(writer(tokenizer))
+        bench.run(rows, prompts, HINTED | {Score.SHUFFLED_HINT_LOGPROBS}, seed=seed)
+        return [prompt_text(tokenizer, row) for row in bench.scorers[Role.ACTOR].rows[0][10:]]
+
+    assert shuffled(0) == shuffled(0)
+    # Two cycles of three hints.
+    assert len({tuple(shuffled(seed)) for seed in range(8)}) == 2
+
+
+def test_divergences_are_of_rows_and_their_hinted_twins(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    bench = Bench(writer(tokenizer, mi_estimator="full_kl"))
+    got, _ = bench.run(rows, prompts, HINTED | {Score.HINT_KL})
+    # Where there is no hint nothing diverges; what a pair's pass says of its two is not asked again.
+    assert bench.log == ["phase score actor", "actor scores 2 rows", "actor compares 4 pairs"]
+    actor, with_hint = bench.scorers[Role.ACTOR], [0, 1, 3, 4]
+    ((plain, hinted),) = actor.pairs
+    assert [row.token_ids.tolist() for row in plain] == [rows[i].token_ids.tolist() for i in with_hint]
+    written = bench.hints.write(rows, bench.hints.encode(prompts)).rows
+    assert [row.token_ids.tolist() for row in hinted] == [written[i].token_ids.tolist() for i in with_hint]
+    assert [row.token_ids.tolist() for row in actor.rows[0]] == [rows[2].token_ids.tolist()] * 2
+    assert [constant(row.scores["hint_kl"]) for row in got] == [0.5, 1.5, 0.0, 2.5, 3.5]
+    # 1.00 is the first row of the first call.
+    assert [constant(row.scores["old_logprobs"]) for row in got] == [100, 101, 1.00, 102, 103]
+    assert [constant(row.scores["hint_logprobs"]) for row in got] == [200, 201, 1.00, 202, 203]
+
+
+def test_a_row_that_does_not_fit_twice_is_no_pair(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    """A limit of half a micro-batch for hinted rows leaves rows beyond it without a hint, whatever they measure."""
+    bench = Bench(writer(tokenizer, mi_estimator="full_kl", max_row_tokens=20))
+    got, metrics = bench.run(rows, prompts, HINTED | {Score.HINT_KL})
+    assert bench.log == ["phase score actor", "actor scores 10 rows"]
+    assert metrics["cpo/hint_missing_frac"] == 1.0
+    assert not any(row.scores["hint_kl"].any() for row in got)
+
+
+def test_hints_are_cut_where_rows_would_become_too_long(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    """Rows with a hint have 10 prompt tokens, which the chat template makes of two characters, and 13 of response."""
+    assert [row.num_tokens for row in rows] == [23, 23, 26, 23, 23]
+    for room, missing in ((3, 0.2), (0, 1.0)):
+        bench = Bench(writer(tokenizer, max_row_tokens=23 + room))
+        got, metrics = bench.run(rows, prompts, HINTED)
+        hinted = bench.scorers[Role.ACTOR].rows[0][5:]
+        assert [row.num_tokens for row in hinted] == [23 + room, 23 + room, 26, 23 + room, 23 + room]
+        assert metrics == pytest.approx(
+            {
+                "cpo/hint_len_mean": float(room),
+                "cpo/hint_truncated_frac": 0.8,
+                "cpo/hint_missing_frac": missing,
+            }
+        )
+    # Of nothing but its own prompt a row says the same again.
+    assert all(constant(row.scores["hint_logprobs"]) == constant(row.scores["old_logprobs"]) for row in got)
+
+
+def test_a_configured_limit_cuts_hints(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    bench = Bench(writer(tokenizer, hint=HintConfig(max_tokens=4)))
+    _, metrics = bench.run(rows, prompts, HINTED)
+    # Four of eight and of fourteen; those of b have no more.
+    assert metrics["cpo/hint_len_mean"] == 4.0
+    assert metrics["cpo/hint_truncated_frac"] == pytest.approx(0.4)
+
+
+def test_answers_are_marked_if_they_are_to_keep_their_advantage(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    for exclude in (False, True):
+        bench = Bench(writer(tokenizer, exclude_answer=exclude))
+        got, _ = bench.run(rows, prompts, HINTED)
+        assert ("cpo_excluded" in got[0].scores) == exclude
+    for place, row in enumerate(got):
+        # "r0 \boxed{0}.": the eleventh byte token is the answer.
+        assert tokenizer.decode(response_of(row)[10:11]) == str(place)
+        assert np.flatnonzero(row.scores["cpo_excluded"]).tolist() == [10]
+
+
+def test_no_hint_reaches_what_is_trained(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
+) -> None:
+    got, _ = Bench(writer(tokenizer)).run(rows, prompts, HINTED)
+    assert [row.token_ids.tolist() for row in got] == [row.token_ids.tolist() for row in rows]
+    assert [row.num_prompt_tokens for row in got] == [row.num_prompt_tokens for row in rows]

@@ -1,0 +1,188 @@
+"""What the driver asks the ranks for: micro-batch plans, rows with what the objective reads, mini-batches of groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from megarl.algos.sft import SftAlgorithm
+from megarl.algos.value_loss import ValueLoss
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
+from megarl.types import AlgoState, FloatArray, Row
+from megarl.types.messages import Role, RoleSpec, UpdateRequest, UpdateResult
+
+Plan = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCall:
+    """One scoring pass."""
+
+    role: Role
+    rows: Sequence[Row]
+    plan: Plan
+    temperature: float
+    step: int
+    paired: bool
+
+
+@dataclass(slots=True)
+class FakeWorkers:
+    """Ranks that say of a row its first token and of an update how many came before, and keep what they were asked."""
+
+    scored: list[ScoreCall] = field(default_factory=list)
+    updated: list[tuple[Sequence[Row], Plan, UpdateRequest]] = field(default_factory=list)
+
+    def score(
+        self, role: Role, rows: Sequence[Row], plan: Plan, *, temperature: float, step: int, paired: bool = False
+    ) -> dict[str, list[FloatArray]]:
+        call = ScoreCall(role=role, rows=rows, plan=plan, temperature=temperature, step=step, paired=paired)
+        self.scored.append(call)
+        return {name: [said_of(row) for row in rows] for name in (["logprobs", "kl"] if paired else ["logprobs"])}
+
+    def update(self, rows: Sequence[Row], plan: Plan, request: UpdateRequest) -> UpdateResult:
+        number = len(self.updated)
+        self.updated.append((rows, plan, request))
+        # In the order in which the ranks had them.
+        order = [i for batches in plan for indices in batches for i in indices]
+        return UpdateResult(
+            metrics={"actor/loss": float(number), "actor/grad_norm": 1.0},
+            before={i: said_of(rows[i]) + number for i in order},
+        )
+
+
+def said_of(row: Row) -> FloatArray:
+    return np.full(row.num_response_tokens, row.token_ids[0], dtype=np.float32)
+
+
+def make_row(uid: str, first_token: int, num_tokens: int = 4, **scores: float) -> Row:
+    return Row(
+        uid=uid,
+        sample_index=0,
+        token_ids=np.array([first_token, *range(num_tokens - 1)]),
+        num_prompt_tokens=1,
+        loss_mask=np.ones(num_tokens - 1, dtype=np.bool_),
+        scores={name: np.full(num_tokens - 1, value, np.float32) for name, value in scores.items()},
+    )
+
+
+def role_of(layout: LayoutConfig | None = None, micro_batch_tokens: int = 8, **optimizer: float) -> RoleSpec:
+    settings = ActorConfig(
+        layout=layout or LayoutConfig(),
+        micro_batch_tokens=micro_batch_tokens,
+        optimizer=OptimizerConfig(**optimizer),  # type: ignore[arg-type]
+    )
+    return RoleSpec(role=Role.ACTOR, model=ModelConfig(), settings=settings)
+
+
+def updater_of(
+    workers: FakeWorkers, role: RoleSpec | None = None, objective: CountedObjective | None = None, total_steps: int = 4
+) -> RoleUpdater:
+    return RoleUpdater(
+        workers, role or role_of(), objective or SftAlgorithm(), total_steps=total_steps, temperature=0.5
+    )
+
+
+# --- scoring
+
+
+def test_a_scoring_pass_takes_rows_without_scores() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 7, advantages=1.0), make_row("b", 9, advantages=2.0)]
+    got = RoleScorer(workers, role_of(), temperature=0.5).score(rows, step=3)
+    assert [values.tolist() for values in got["logprobs"]] == [[7.0] * 3, [9.0] * 3]
+    (call,) = workers.scored
+    assert (call.role, call.temperature, call.step, call.paired) == (Role.ACTOR, 0.5, 3, False)
+    assert [row.scores for row in call.rows] == [{}, {}]
+    assert [row.label for row in call.rows] == ["a/0", "b/0"]
+    assert set(rows[0].scores) == {"advantages"}
+
+
+def test_rows_are_spread_over_ranks_and_micro_batches() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 0, 8), make_row("b", 0, 5), make_row("c", 0, 3)]
+    RoleScorer(workers, role_of(LayoutConfig(dp=2))).score(rows, step=0)
+    # 8 | 5 + 3 tokens: each fills its rank's one micro-batch of 8.
+    assert list(workers.scored[0].plan) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
+    # Two stages of two chunks each take micro-batches in pairs.
+    RoleScorer(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).score(rows[:1], step=0)
+    assert workers.scored[1].plan == [[[0], []]]
+
+
+def test_pairs_share_a_micro_batch() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 1, 4), make_row("b", 2, 3), make_row("c", 3, 3)]
+    hinted = [make_row("a", 11, 8), make_row("b", 12, 5), make_row("c", 13, 3)]
+    role = role_of(micro_batch_tokens=14)
+    found = RoleScorer(workers, role).score_pairs(rows, hinted, step=5)
+    (call,) = workers.scored
+    assert call.paired
+    assert [row.token_ids[0] for row in call.rows] == [1, 2, 3, 11, 12, 13]
+    # Pairs have 12, 8 and 6 tokens, of which 14 fit: the last two together, the first alone.
+    assert call.plan == [[[1, 2, 4, 5], [0, 3]]]
+    # The divergences are those of the first halves.
+    assert [values.tolist() for values in found["kl"]] == [[1.0] * 3, [2.0] * 2, [3.0] * 2]
+    assert [values[0] for values in found["logprobs"]] == [1, 2, 3, 11, 12, 13]
+
+
+# --- updates
+
+
+def test_an_update_sends_what_the_objective_reads() -> None:
+    workers = FakeWorkers()
+    rows = [make_row("a", 7, returns=1.0, values=2.0, advantages=3.0, rollout_logprobs=4.0), make_row("b", 9, 3)]
+    result = updater_of(workers, objective=ValueLoss()).update(rows, AlgoState(kl_coef=0.3), step=6)
+    (sent, _, request) = workers.updated[0]
+    assert [set(row.scores) for row in sent] == [{"returns", "values"}, set()]
+    assert (request.step, request.temperature, request.state) == (6, 0.5, AlgoState(kl_coef=0.3))
+    # 3 and 2 response tokens.
+    assert request.denominators.loss == request.denominators.tokens == 5
+    assert [values.tolist() for values in result.before.values()] == [[7.0] * 3, [9.0] * 2]
+    assert list(result.before) == [0, 1]
+
+
+def test_the_learning_rate_follows_the_optimizer_steps() -> None:
+    workers = FakeWorkers()
+    role = role_of(lr=1.0, warmup_steps=2)
+    updater = updater_of(workers, role)
+    for step in (1, 1, 2):
+        updater.update([make_row("a", 1)], AlgoState(), step=step)
+    assert [request.lr for *_, request in workers.updated] == [0.5, 1.0, 1.0]
+    # A resumed run sets how many there were.
+    resumed = updater_of(workers, role)
+    resumed.num_optimizer_steps = 1
+    resumed.update([make_row("a", 1)], AlgoState(), step=2)
+    assert workers.updated[-1][2].lr == 1.0
+
+
+# --- all steps of a batch
+
+
+# Groups need not lie together: by uid, 0 and 3 | 1 and 4 | 2.
+ROWS = [make_row(uid, first) for first, uid in enumerate("abcab")]
+
+
+def test_mini_batches_are_groups_in_order_of_appearance() -> None:
+    workers = FakeWorkers()
+    got = update_on_batch(updater_of(workers), ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
+    firsts = [[int(row.token_ids[0]) for row in rows] for rows, *_ in workers.updated]
+    assert firsts == [[0, 1, 3, 4], [2], [0, 1, 3, 4], [2]]
+    assert [request.denominators.tokens for *_, request in workers.updated] == [12, 3, 12, 3]
+    # Losses 0, 1, 2, 3.
+    assert got.metrics == {"actor/loss": 1.5, "actor/grad_norm": 1.0}
+
+
+def test_before_is_of_each_rows_first_mini_batch() -> None:
+    """The second mini-batch saw one step; no row's is that of the second epoch."""
+    got = update_on_batch(updater_of(FakeWorkers()), ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
+    assert [values.tolist() for values in got.before] == [[0.0] * 3, [1.0] * 3, [3.0] * 3, [3.0] * 3, [4.0] * 3]
+
+
+@pytest.mark.parametrize(("mini_batch_prompts", "num_steps"), [(1, 3), (2, 2), (3, 1), (8, 1)])
+def test_a_batch_that_a_filter_made_smaller_takes_fewer_steps(mini_batch_prompts: int, num_steps: int) -> None:
+    workers = FakeWorkers()
+    updater = updater_of(workers)
+    update_on_batch(updater, ROWS, AlgoState(), step=1, mini_batch_prompts=mini_batch_prompts, num_epochs=1)
+    assert len(workers.updated) == updater.num_optimizer_steps == num_steps

@@ -1,0 +1,655 @@
+"""Model directories read into specs, for every family, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.errors import ConfigError
+from megarl.weights.dims import Experts, Routing
+from megarl.weights.families import find_family, read_model_spec
+from megarl.weights.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from megarl.weights.safetensors_map import check_tensors
+from megarl.weights.tables import FAMILIES, Family
+
+CONFIGS = Path(__file__).parents[3] / "configs/model/hf"
+DENSE = [family for family in FAMILIES if family.expert_ffn_key is None]
+
+# The keys of published config.json files that matter here.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+MISTRAL_7B_V03 = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN2_5_0_5B = QWEN2_5_7B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B = json.loads((CONFIGS / "qwen3-30b-a3b/config.json").read_text())
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": DEEPSEEK_YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+# DeepSeek-V2, and the small one without latents of queries and without groups.
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
+# Tied without a word about it.
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
+PUBLISHED = {
+    "gemma": GEMMA_2B,
+    "llama": LLAMA_3_1_8B,
+    "mistral": MISTRAL_7B_V03,
+    "qwen2": QWEN2_5_7B,
+    "qwen3": QWEN3_0_6B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "mixtral": MIXTRAL_8X7B,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+# What no family can do without.
+ESSENTIAL = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+LATENT_KEYS = (
+    "kv_lora_rank",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+EXPERT_KEYS = {
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "deepseek_v2": LATENT_KEYS,
+    "deepseek_v3": (*LATENT_KEYS, "routed_scaling_factor"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok"),
+}
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_parameters"),
+    [
+        # As the models' pages count them.
+        (LLAMA_3_1_8B, 8_030_261_248),
+        (MISTRAL_7B_V03, 7_248_023_552),
+        (QWEN2_5_7B, 7_615_616_512),
+        (QWEN2_5_0_5B, 494_032_768),
+        (QWEN3_0_6B, 596_049_920),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (MIXTRAL_8X7B, 46_702_792_704),
+        # With 58 biases of 256 experts.
+        (DEEPSEEK_V3, 671_026_404_352 + 58 * 256),
+        (DEEPSEEK_V2, 235_741_434_880),
+        (DEEPSEEK_V2_LITE, 15_706_484_224),
+        (GEMMA_2B, 2_506_172_416),
+    ],
+    ids=[
+        "llama-3.1-8b",
+        "mistral-7b-v0.3",
+        "qwen2.5-7b",
+        "qwen2.5-0.5b",
+        "qwen3-0.6b",
+        "qwen3-30b-a3b",
+        "mixtral-8x7b",
+        "deepseek-v3",
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "gemma-2b",
+    ],
+)
+def test_published_models(tmp_path: Path, config: dict[str, Any], num_parameters: int) -> None:
+    spec = read_model_spec(write_config(tmp_path, config))
+    assert sum(math.prod(shape) for shape in spec.expected_tensors().values()) == num_parameters
+    assert spec.rope_theta == config["rope_theta"]
+    assert spec.norm_eps == config["rms_norm_eps"]
+    assert spec.max_positions == config["max_position_embeddings"]
+
+
+def test_published_shapes(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, QWEN3_0_6B))
+    tensors = spec.expected_tensors()
+    # 11 tensors a layer, the embedding and the last norm.
+    assert len(tensors) == 28 * 11 + 2
+    assert tensors["model.embed_tokens.weight"] == (151936, 1024)
+    assert tensors["model.layers.27.self_attn.q_proj.weight"] == (2048, 1024)
+    assert tensors["model.layers.27.self_attn.k_proj.weight"] == (1024, 1024)
+    assert tensors["model.layers.27.self_attn.o_proj.weight"] == (1024, 2048)
+    assert tensors["model.layers.0.mlp.down_proj.weight"] == (1024, 3072)
+    assert tensors["model.layers.0.self_attn.q_norm.weight"] == (128,)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", DENSE, ids=lambda family: family.name)
+def test_table_is_what_transformers_has(tmp_path: Path, family: Family, tied: bool) -> None:
+    small = {
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "vocab_size": 517,
+    }
+    hf_config = AutoConfig.for_model(family.name, **small, architectures=list(family.architectures))
+    hf_config.sliding_window = None
+    hf_config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    assert type(model).__name__ in family.architectures
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert read_model_spec(tmp_path).expected_tensors() == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_left_out_keys_mean_what_they_mean_to_transformers(tmp_path: Path, family: Family) -> None:
+    published = PUBLISHED[family.name]
+    # As many positions as Mistral's window has by default.
+    essential = (*ESSENTIAL, *EXPERT_KEYS[family.name]) if family.expert_ffn_key else ESSENTIAL
+    config = {key: published[key] for key in essential} | {"num_attention_heads": 64, "max_position_embeddings": 4096}
+    hf = AutoConfig.from_pretrained(write_config(tmp_path, config))
+    spec = read_model_spec(tmp_path)
+    if spec.dims.latent is None:
+        assert spec.dims.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // 64)
+    assert spec.dims.num_kv_heads == hf.num_key_value_heads
+    assert spec.dims.tied == hf.tie_word_embeddings
+    assert spec.rope_theta == hf.rope_parameters["rope_theta"]
+    required = {key: values[0] for key, values in family.required.items()}
+    for key, value in (*family.defaults.items(), *required.items()):
+        assert getattr(type(hf), {"rope_theta": "default_theta"}.get(key, key), None) == value
+
+
+SMALL_EXPERTS = {
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "vocab_size": 517,
+    "num_experts_per_tok": 3,
+}
+LATENT_SMALL = {
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 12,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+DEEPSEEK_SMALL = {**LATENT_SMALL, "n_group": 1, "num_mtp_layers": 0, "topk_group": 1}
+ONE_GROUP = {"num_groups": 1, "groups_per_token": 1}
+ROUTINGS = {
+    "deepseek_v2": Routing(**ONE_GROUP, group_rating=1, scale=1.0, biased=False),
+    "deepseek_v3": Routing(**ONE_GROUP, group_rating=2, scale=2.5, biased=True),
+}
+QWEN3_SMALL = {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "layers"),
+    [
+        ("qwen3_moe", QWEN3_SMALL, (0, 1, 2, 3, 4)),
+        # Every second layer, 1 and 3, but for layer 3.
+        ("qwen3_moe", {**QWEN3_SMALL, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+        ("mixtral", {"num_local_experts": 5}, (0, 1, 2, 3, 4)),
+        ("deepseek_v2", LATENT_SMALL, (2, 3, 4)),
+        ("deepseek_v2", {**LATENT_SMALL, "q_lora_rank": None}, (2, 3, 4)),
+        ("deepseek_v3", DEEPSEEK_SMALL, (2, 3, 4)),
+    ],
+    ids=["qwen3_moe", "qwen3_moe-mixed", "mixtral", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3"],
+)
+def test_experts_are_what_transformers_writes(
+    tmp_path: Path, model_type: str, keys: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    """Compared with the files: in memory transformers holds all experts of a layer in one tensor."""
+    family = next(family for family in FAMILIES if family.name == model_type)
+    config = AutoConfig.for_model(model_type, **{**SMALL_EXPERTS, **keys}, architectures=list(family.architectures))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    spec = read_model_spec(tmp_path)
+    width = 24 if model_type == "mixtral" else 16
+    assert spec.expected_tensors() == expected
+    routing = ROUTINGS.get(model_type)
+    assert spec.dims.experts == Experts(
+        num=5,
+        per_token=3,
+        ffn=width,
+        normalized=model_type in ("mixtral", "deepseek_v3"),
+        layers=layers,
+        shared_ffn=32 if routing else 0,
+        routing=routing,
+    )
+
+
+def test_deepseek_v3_as_published(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, DEEPSEEK_V3))
+    assert spec.rope_scaling == YarnRope(
+        factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0
+    )
+    assert spec.float32_tensors() == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in range(3, 61)}
+    # A layer that predicts one token further is in the files, and nothing reads it.
+    ignored = spec.ignored_tensors()
+    assert {
+        "model.layers.61.eh_proj.weight",
+        "model.layers.61.enorm.weight",
+        "model.layers.61.shared_head.head.weight",
+        "model.layers.61.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.61.mlp.experts.255.down_proj.weight",
+        "model.layers.61.mlp.gate.e_score_correction_bias",
+    } <= set(ignored)
+    assert len(ignored) == len(set(ignored))
+    assert not set(ignored) & spec.expected_tensors().keys()
+    for change, message in (
+        ({"num_experts_per_tok": 129}, r"num_experts_per_tok: got 129, expected at most 128, the experts in topk_gr"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: got .*not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope type 'linear' is not supported; known: .*'yarn'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, DEEPSEEK_V3 | change))
+
+
+def test_deepseek_v2_as_published(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, DEEPSEEK_V2))
+    assert spec.dims.experts is not None
+    assert spec.dims.experts.routing == Routing(
+        num_groups=8, groups_per_token=3, group_rating=1, scale=16.0, biased=False
+    )
+    assert not spec.dims.experts.normalized
+    assert spec.float32_tensors() == frozenset()
+    queries = "model.layers.0.self_attn.q"
+    assert {f"{queries}_a_proj.weight", f"{queries}_b_proj.weight"} < spec.expected_tensors().keys()
+    assert f"{queries}_proj.weight" not in spec.expected_tensors()
+
+    lite = read_model_spec(write_config(tmp_path, DEEPSEEK_V2_LITE))
+    tensors = lite.expected_tensors()
+    # 16 heads of 128 + 64.
+    assert tensors[f"{queries}_proj.weight"] == (3072, 2048)
+    assert not [name for name in tensors if ".q_a_" in name or ".q_b_" in name]
+    assert lite.dims.experts is not None
+    assert lite.dims.experts.routing == Routing(**ONE_GROUP, group_rating=1, scale=1.0, biased=False)
+    for change, message in (
+        ({"norm_topk_prob": True}, r"norm_topk_prob: got True, expected False; other variants of deepseek_v2"),
+        ({"topk_method": "noaux_tc"}, r"topk_method: got 'noaux_tc', expected 'greedy' or 'group_limited_greedy'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_model_spec(write_config(tmp_path, DEEPSEEK_V2 | change))
+
+
+def test_a_rank_numbers_its_experts_from_0() -> None:
+    spec = read_model_spec(CONFIGS / "qwen3-30b-a3b")
+    rules = spec.parameter_rules(experts=range(32, 48))
+    assert len(rules) == len(spec.parameter_rules(experts=range(16)))
+    placed = rules["decoder.layers.47.mlp.experts.local_experts.3.linear_fc1.weight"]
+    assert placed is rules["decoder.layers.47.mlp.experts.linear_fc1.weight3"]
+    assert [placed.name(tensor.name) for tensor in placed.rule.tensors] == [
+        "model.layers.47.mlp.experts.35.gate_proj.weight",
+        "model.layers.47.mlp.experts.35.up_proj.weight",
+    ]
+    assert "decoder.layers.47.mlp.experts.local_experts.16.linear_fc1.weight" not in rules
+
+
+def test_bias_of_attention(tmp_path: Path) -> None:
+    """Queries, keys and values have one bias in Megatron; it is split as their weight is."""
+    rules = read_model_spec(write_config(tmp_path, QWEN2_5_7B)).parameter_rules()
+    bias = rules["decoder.layers.27.self_attention.linear_qkv.bias"]
+    assert bias.layer == 27
+    assert bias.rule.partition == rules["decoder.layers.27.self_attention.linear_qkv.weight"].rule.partition
+    assert [tensor.name for tensor in bias.rule.tensors] == [
+        "model.layers.{layer}.self_attn.q_proj.bias",
+        "model.layers.{layer}.self_attn.k_proj.bias",
+        "model.layers.{layer}.self_attn.v_proj.bias",
+    ]
+    for other in (LLAMA_3_1_8B, MISTRAL_7B_V03, QWEN3_0_6B):
+        names = read_model_spec(write_config(tmp_path, other)).parameter_rules()
+        assert not [name for name in names if name.endswith("bias")]
+
+
+@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED)
+def test_every_parameter_name_has_one_rule(tmp_path: Path, config: dict[str, Any]) -> None:
+    spec = read_model_spec(write_config(tmp_path, config | {"tie_word_embeddings": False}))
+    assert spec.expected_tensors()["lm_head.weight"] == (config["vocab_size"], config["hidden_size"])
+    names = [placed.name(name) for placed in spec.rules() for name in placed.rule.names]
+    assert len(names) == len(set(names)) == len(spec.parameter_rules())
+    # By the local layers and by Transformer Engine's.
+    assert {
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    } <= set(names)
+
+
+def test_rope_of_older_and_newer_files(tmp_path: Path) -> None:
+    spec = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B))
+    scaling = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    assert (spec.rope_theta, spec.rope_scaling) == (500000.0, scaling)
+    newer = without(LLAMA_3_1_8B, "rope_theta", "rope_scaling")
+    newer["rope_parameters"] = {**LLAMA_3_1_8B["rope_scaling"], "rope_theta": 500000.0}  # type: ignore[dict-item]
+    spec = read_model_spec(write_config(tmp_path, newer))
+    assert (spec.rope_theta, spec.rope_scaling) == (500000.0, scaling)
+
+    linear = LLAMA_3_1_8B | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert read_model_spec(write_config(tmp_path, linear)).rope_scaling == LinearRope(factor=4.0)
+    assert read_model_spec(write_config(tmp_path, QWEN3_0_6B)).rope_scaling == DefaultRope()
+    neither = without(QWEN3_0_6B, "rope_theta", "rope_scaling")
+    assert read_model_spec(write_config(tmp_path, neither)).rope_theta == 10000.0
+
+
+def test_an_unknown_rope_type_names_the_file(tmp_path: Path) -> None:
+    config = QWEN2_5_7B | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    message = r"config\.json: rope type 'yarn' is not supported; known: \['default', 'linear', 'llama3'\]"
+    with pytest.raises(ConfigError, match=message):
+        read_model_spec(write_config(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MISTRAL_7B_V03 | {"sliding_window": 4096},
+        without(MISTRAL_7B_V03, "sliding_window"),
+        QWEN2_5_7B | {"sliding_window": 4096, "use_sliding_window": True},
+        QWEN3_0_6B | {"sliding_window": 4096, "use_sliding_window": True},
+        without(QWEN3_0_6B, "sliding_window") | {"use_sliding_window": True},
+    ],
+    ids=["mistral", "mistral-by-default", "qwen2", "qwen3", "qwen3-by-default"],
+)
+def test_sliding_windows_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    message = (
+        rf"config\.json: sliding_window: got 4096, expected null or >= "
+        rf"max_position_embeddings={config['max_position_embeddings']}.*set max_position_embeddings to 4096"
+    )
+    with pytest.raises(ConfigError, match=message):
+        read_model_spec(write_config(tmp_path, config))
+    # What the message proposes.
+    spec = read_model_spec(write_config(tmp_path, config | {"max_position_embeddings": 4096}))
+    assert spec.max_positions == 4096
+
+
+def test_windows_that_never_close_are_accepted(tmp_path: Path) -> None:
+    for config in (
+        MISTRAL_7B_V03 | {"sliding_window": 32768},
+        QWEN2_5_7B | {"use_sliding_window": True},
+        without(QWEN2_5_7B, "use_sliding_window") | {"sliding_window": 4096},
+    ):
+        assert read_model_spec(write_config(tmp_path, config)).max_positions == config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (LLAMA_3_1_8B, "attention_bias", True),
+        (LLAMA_3_1_8B, "mlp_bias", True),
+        (QWEN3_0_6B, "attention_bias", True),
+        (GEMMA_2B, "use_bidirectional_attention", True),
+        *((config, "hidden_act", "relu") for config in PUBLISHED.values()),
+    ],
+)
+def test_variants_of_a_family_are_refused(tmp_path: Path, config: dict[str, Any], key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: {key}: got {value!r}, expected .*not supported"):
+        read_model_spec(write_config(tmp_path, config | {key: value}))
+
+
+@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("key", without(dict.fromkeys(ESSENTIAL), "architectures", "model_type"))
+def test_a_missing_key_is_named(tmp_path: Path, config: dict[str, Any], key: str) -> None:
+    message = rf"config\.json: key '{key}' is missing; it is needed for a {config['model_type']} model"
+    with pytest.raises(ConfigError, match=message):
+        read_model_spec(write_config(tmp_path, without(config, key)))
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: not JSON"):
+        read_model_spec(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: a number is of the wrong type"):
+        read_model_spec(write_config(tmp_path, QWEN3_0_6B | {"rms_norm_eps": "small"}))
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["Gemma2ForCausalLM"], [], None, "Qwen3ForCausalLM"])
+def test_unknown_architecture(architectures: object) -> None:
+    message = r"is not supported; known: \['DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'Gemma"
+    with pytest.raises(ConfigError, match=message):
+        find_family(architectures)
+
+
+def test_tensors_that_nothing_reads(tmp_path: Path) -> None:
+    """Early Llama checkpoints carry their rotary frequencies, tied ones may carry the output head."""
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 8, "tie_word_embeddings": True}
+    spec = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | small))
+    tensors = {name: torch.zeros(shape) for name, shape in spec.expected_tensors().items()}
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(1) for layer in range(2)}
+    ignored = {"lm_head.weight": torch.zeros(8, 64), **buffers}
+    assert set(spec.ignored_tensors()) == set(ignored)
+    save_file(tensors | ignored, tmp_path / "model.safetensors")
+    check_tensors(tmp_path, spec.expected_tensors(), ignored=spec.ignored_tensors())
+
+    untied = read_model_spec(write_config(tmp_path, LLAMA_3_1_8B | small | {"tie_word_embeddings": False}))
+    assert set(untied.ignored_tensors()) == set(buffers)
+    assert read_model_spec(write_config(tmp_path, QWEN2_5_0_5B)).ignored_tensors() == ("lm_head.weight",)
