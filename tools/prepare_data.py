@@ -14,6 +14,7 @@ from megarl.data.gsm8k import convert_gsm8k
 from megarl.data.tasks import TASKS, LevelMix
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
+from megarl.rewards import score
 
 
 def parse_mix(text: str) -> LevelMix:
@@ -56,7 +57,7 @@ def _write(options: argparse.Namespace) -> list[Path]:
     given = {name: value for name, value in numbers.items() if value is not None}
     if options.preferences:
         pairs = PreferenceConfig(seed=options.seed, mix=options.levels, **given)
-        written = generate_preferences(TASKS.get(options.preferences), options.out, pairs)
+        written = generate_preferences(TASKS.get(options.preferences), options.out, pairs, score)
         return [written.train, written.val]
     config = GenerateConfig(seed=options.seed, rl_mix=options.levels, sft_mix=options.sft_levels, **given)
     made = generate(TASKS.get(options.task), options.out, config)

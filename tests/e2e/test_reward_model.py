@@ -11,6 +11,7 @@ from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import TaskFiles
 from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
+from megarl.rewards import score
 from megarl.rollout.replay import read_record, record_path
 from megarl.types import Sample
 from tests.e2e.cli_run import run_to_end
@@ -42,7 +43,7 @@ def scores(model: Path, samples: Sequence[Sample]) -> dict[tuple[str, int], floa
 @pytest.mark.timeout(900)
 def test_from_pairs_to_rewards(tmp_path: Path, sums: TaskFiles) -> None:
     base = make_checkpoint(tmp_path / "base", tied=True)
-    pairs = generate_preferences(TASKS.get("sums"), tmp_path, PreferenceConfig(num_train=64, num_val=16))
+    pairs = generate_preferences(TASKS.get("sums"), tmp_path, PreferenceConfig(num_train=64, num_val=16), score)
     where = [f"run.dir={tmp_path}", f"model.path={base}"]
     data = [f"train_reward.train=[{pairs.train}]", f"train_reward.val=[{pairs.val}]", "train_reward.batch_size=8"]
     small = [*SMALL, "actor.optimizer.schedule=constant", "train_reward.val_every_steps=2", *where, *data]

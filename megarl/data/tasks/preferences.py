@@ -1,10 +1,10 @@
 """Preference pairs of a built-in task: a right answer and a wrong one that looks like it."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +12,10 @@ import pyarrow.parquet as pq
 from megarl.data.tasks.base import LevelMix, Problem, Task, check_levels, draw_problem
 from megarl.data.tasks.generate import held_out_problems, split_rng
 from megarl.errors import ConfigError
-from megarl.rewards import score
+from megarl.types import Reward
+
+# Arguments: data source, answer, ground truth and further information; `megarl.rewards.score` is one.
+Judge: TypeAlias = Callable[[str, str, str, Mapping[str, Any]], Reward]
 
 _PAIR = pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejected", "data_source")])
 
@@ -52,10 +55,11 @@ class PreferenceFiles:
         return self.root / "preferences-val.parquet"
 
 
-def generate_preferences(task: Task, out_dir: str | Path, config: PreferenceConfig) -> PreferenceFiles:
+def generate_preferences(task: Task, out_dir: str | Path, config: PreferenceConfig, judge: Judge) -> PreferenceFiles:
     """Write preferences.parquet, and preferences-val.parquet of distinct held-out problems.
 
-    ConfigError for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
+    `judge` tells whether an answer that is meant to be wrong happens to be right. Raises ConfigError for levels that
+    the task lacks, and if it has fewer than `num_val` distinct held-out problems.
     """
     mix = task.sft_mix if config.mix is None else config.mix
     check_levels(task, mix)
@@ -63,19 +67,19 @@ def generate_preferences(task: Task, out_dir: str | Path, config: PreferenceConf
     files.root.mkdir(parents=True, exist_ok=True)
     rng = split_rng(task, "preferences", config.seed)
     problems = (draw_problem(task, rng, mix, held_out=False) for _ in range(config.num_train))
-    _write(files.train, _pairs(task, problems, rng, config))
+    _write(files.train, _pairs(task, problems, rng, config, judge))
     rng = split_rng(task, "preferences-val", config.seed)
-    _write(files.val, _pairs(task, iter(held_out_problems(task, rng, mix, config.num_val)), rng, config))
+    _write(files.val, _pairs(task, iter(held_out_problems(task, rng, mix, config.num_val)), rng, config, judge))
     return files
 
 
 def _pairs(
-    task: Task, problems: Iterator[Problem], rng: random.Random, config: PreferenceConfig
+    task: Task, problems: Iterator[Problem], rng: random.Random, config: PreferenceConfig, judge: Judge
 ) -> Iterator[Mapping[str, Any]]:
     for problem in problems:
         wrong = task.cheap if rng.random() < config.cheap_frac else task.corrupted_worked
         rejected = wrong(problem, rng)
-        if is_right(task, problem, rejected):
+        if judge(task.data_source, rejected, task.ground_truth(problem), {}).correct:
             rejected = task.corrupted_direct(problem, rng)
         yield {
             "prompt": task.question(problem),
@@ -83,11 +87,6 @@ def _pairs(
             "rejected": rejected,
             "data_source": task.data_source,
         }
-
-
-def is_right(task: Task, problem: Problem, answer: str) -> bool:
-    """What the scorer of the task's data source says."""
-    return score(task.data_source, answer, task.ground_truth(problem), {}).correct
 
 
 def _write(path: Path, pairs: Iterator[Mapping[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megarl.data.tasks import TASKS, Countdown, Problem, Sums
 from megarl.data.tasks.base import check_levels, draw_problem, is_held_out
 from megarl.data.tasks.countdown import candidates
-from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences, is_right
+from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
 from megarl.errors import ConfigError
 from megarl.rewards import score
 
@@ -125,7 +125,7 @@ def test_corrupted_answers_are_wrong_and_near(name: str) -> None:
         problem = draw_problem(task, rng, task.rl_mix, held_out=False)
         for corrupted, right in ((task.corrupted_worked, task.worked), (task.corrupted_direct, task.direct)):
             text = corrupted(problem, rng)
-            assert not is_right(task, problem, text)
+            assert not score(task.data_source, text, task.ground_truth(problem), {}).correct
             assert re.fullmatch(re.sub(r"\d+", r"\\d+", re.escape(text)), text)
             styles[corrupted.__name__] += len(text.splitlines()) == len(right(problem).splitlines())
     # Countdown's wrong searches end earlier or later than the right one.
@@ -160,8 +160,8 @@ def test_slips_are_carried_on() -> None:
 
 def test_preference_files(tmp_path: Path) -> None:
     sizes = PreferenceConfig(num_train=300, num_val=40)
-    files = generate_preferences(SUMS, tmp_path / "a", sizes)
-    again = generate_preferences(SUMS, tmp_path / "b", sizes)
+    files = generate_preferences(SUMS, tmp_path / "a", sizes, score)
+    again = generate_preferences(SUMS, tmp_path / "b", sizes, score)
     rows = pq.read_table(files.train).to_pylist()
     assert rows == pq.read_table(again.train).to_pylist()
     held_out = pq.read_table(files.val).to_pylist()
