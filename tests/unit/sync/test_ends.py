@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.sync.wire import shared_memory
 from megarl.sync.plan.build import Message, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
+from megarl.sync.wire import shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
 from megarl.sync.wire.collective import Meeting, open_store
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
