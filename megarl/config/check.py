@@ -31,9 +31,9 @@ from megarl.config.check_placement import (
     check_transport,
 )
 from megarl.config.check_rewards import check_group_scores, check_rewards, judges
-from megarl.config.ranges import require_ranges
 from megarl.config.roles import role_settings
 from megarl.config.schema import Config, RewardModelConfig
+from megarl.config.setting import require_ranges
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
 
@@ -115,12 +115,6 @@ def _require_ipc(config: Config) -> None:
 def _require_train_data(config: Config) -> None:
     if not config.data.train:
         raise ConfigError("data.train: is empty; list parquet or JSONL files, as in data.train=[a.parquet]")
-
-
-def _require_positive_weights(config: Config) -> None:
-    for i, entry in enumerate(config.data.train):
-        if not isinstance(entry, str) and entry.weight <= 0:
-            raise ConfigError(f"data.train[{i}].weight: got {entry.weight}, expected > 0; leave the file out instead")
 
 
 def _require_profile_within_run(config: Config) -> None:
@@ -221,7 +215,6 @@ COMMON_RULES: tuple[Rule, ...] = (
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
-    _require_positive_weights,
     _require_profile_within_run,
     _require_scores_for_keep_best,
     _require_untruncated_sampling,

@@ -9,14 +9,14 @@ from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from megarl.config.parse import describe_type
-from megarl.config.ranges import ANY_NAME, RANGES
 from megarl.config.schema import Config
+from megarl.config.setting import Range, range_of
 
 PAGE = Path("docs/configuration.md")
 COMMAND = "python -m megarl.config.document"
 HEADER = f"""# Configuration
 
-Written by `{COMMAND}` from `megarl/config/schema.py` and `megarl/config/algo/`; edit those instead.
+Written by `{COMMAND}` from the classes of `megarl/config/`; edit those instead.
 
 A run file in `configs/run/` names a model and an algorithm and holds what differs; `key=value` on the command line
 goes before it. Unknown keys, wrong types and values out of range are errors, and `megarl train CONFIG --dry-run` finds
@@ -38,9 +38,9 @@ class Entry:
 def render() -> str:
     """The whole page."""
     parts = [HEADER]
-    for section, cls in _sections(Config, ""):
+    for section, cls, allowed in _sections(Config, ""):
         parts.append(f"## {section}\n\n{_one_line(cls)}\n")
-        entries = list(_entries(cls, section))
+        entries = list(_entries(cls, section, allowed))
         if entries:
             rows = [f"| `{e.key}` | {e.expects} | {e.default} | {e.description} |" for e in entries]
             parts.append("\n".join(["| key | expects | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
@@ -49,19 +49,21 @@ def render() -> str:
 
 def entries() -> list[Entry]:
     """Every key of the schema."""
-    return [entry for section, cls in _sections(Config, "") for entry in _entries(cls, section)]
+    return [entry for section, cls, allowed in _sections(Config, "") for entry in _entries(cls, section, allowed)]
 
 
-def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
-    """Dotted name and class of every section, parents first; then the records that keys hold lists or mappings of."""
-    for name, hint in get_type_hints(cls).items():
+def _sections(cls: type, path: str, default: Range | None = None) -> Iterator[tuple[str, type, Range | None]]:
+    """Dotted name, class and default range of every section, parents first; then the records of lists and mappings."""
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        hint, allowed = hints[field.name], range_of(field, default)
         if is_dataclass(hint):
-            section = f"{path}{name}"
-            yield section, cast(type, hint)
-            yield from _sections(cast(type, hint), f"{section}.")
+            section = f"{path}{field.name}"
+            yield section, cast(type, hint), allowed
+            yield from _sections(cast(type, hint), f"{section}.", allowed)
         else:
-            place = f".{ANY_NAME}" if get_origin(hint) is Mapping else "[i]"
-            yield from ((f"{path}{name}{place}", record) for record in _records(hint))
+            place = ".NAME" if get_origin(hint) is Mapping else "[i]"
+            yield from ((f"{path}{field.name}{place}", record, allowed) for record in _records(hint))
 
 
 def _records(hint: Any) -> list[type]:
@@ -73,13 +75,13 @@ def _records(hint: Any) -> list[type]:
     return [cast(type, kind) for kind in kinds if is_dataclass(kind)]
 
 
-def _entries(cls: type, section: str) -> Iterator[Entry]:
+def _entries(cls: type, section: str, default: Range | None) -> Iterator[Entry]:
     hints, comments = get_type_hints(cls), _comments(cls)
     for field in fields(cls):
         if is_dataclass(hints[field.name]):
             continue
         key = f"{section}.{field.name}"
-        allowed = RANGES.get(key)
+        allowed = range_of(field, default)
         expects = describe_type(hints[field.name]) + (f"; {allowed.expected}" if allowed else "")
         yield Entry(
             key=key,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, Range, section, setting
 from megarl.sandbox.options import Limits
 
 
@@ -13,14 +14,15 @@ class SourceConfig:
 
     # Judge as another data source is; null: its own scorer, or the custom file if there is one.
     scorer: str | None = None
-    correct: float | None = None  # Score of a right answer; null: the scorer's.
-    wrong: float | None = None  # Score of a wrong answer; null: the scorer's.
-    malformed: float | None = None  # Score where no answer could be read; null: the scorer's, mostly that of wrong.
+    correct: float | None = setting(None, ANY_NUMBER)  # Score of a right answer; null: the scorer's.
+    wrong: float | None = setting(None, ANY_NUMBER)  # Score of a wrong answer; null: the scorer's.
+    # Score where no answer could be read; null: the scorer's, mostly that of wrong.
+    malformed: float | None = setting(None, ANY_NUMBER)
     # Formulas as the field's original code has them (ref), as its documents say (doc), or with their known exploits
     # closed (fix); null: the scorer's.
     mode: Literal["ref", "doc", "fix"] | None = None
     format: str | None = None  # A format by its name in docs/rewards/scorers.md that counts too; null: the scorer's.
-    format_weight: float | None = None  # Its share of the score; null: the scorer's, mostly 0.
+    format_weight: float | None = setting(None, BELOW_1)  # Its share of the score; null: the scorer's, mostly 0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +39,11 @@ class CustomConfig:
 class VerifierConfig:
     """The processes in which scorers and custom functions run."""
 
-    workers: int = 2  # Processes.
-    soft_limit_s: float = 2.0  # Of one answer, from when it begins to run; the scorer is interrupted.
-    hard_limit_s: float = 5.0  # After which the process is killed and replaced.
-    memory_mib: int = 2048  # Of one process.
+    workers: int = setting(2, AT_LEAST_1)  # Processes.
+    # Of one answer, from when it begins to run; the scorer is interrupted.
+    soft_limit_s: float = setting(2.0, POSITIVE)
+    hard_limit_s: float = setting(5.0, POSITIVE)  # After which the process is killed and replaced.
+    memory_mib: int = setting(2048, AT_LEAST_1)  # Of one process.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +53,16 @@ class CodeConfig:
     # Namespaces of the kernel keep programs in; where it grants none, nothing is run, unless limits_only says that
     # programs may read and write what this user can.
     isolation: Literal["namespaces", "limits_only"] = "namespaces"
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = section(Limits, POSITIVE)
     import_paths: tuple[str, ...] = ()  # Directories of packages that programs may import beside the standard library.
     # A program's share of passed tests, or 1 if it passes all and 0 otherwise.
     credit: Literal["fraction", "all_or_nothing"] = "all_or_nothing"
-    float_tolerance: float | None = None  # Relative and absolute, of numbers with a point; null: digits are compared.
-    max_tests: int | None = None  # Only the first of many; null: all.
-    max_timeouts: int = 3  # After so many tests that timed out the others count as timed out.
-    workers: int = 2  # Processes that run programs.
-    deadline_s: float = 90.0  # Of all tests of one response.
+    # Relative and absolute, of numbers with a point; null: digits are compared.
+    float_tolerance: float | None = setting(None, BELOW_1)
+    max_tests: int | None = setting(None, AT_LEAST_1)  # Only the first of many; null: all.
+    max_timeouts: int = setting(3, AT_LEAST_1)  # After so many tests that timed out the others count as timed out.
+    workers: int = setting(2, AT_LEAST_1)  # Processes that run programs.
+    deadline_s: float = setting(90.0, POSITIVE)  # Of all tests of one response.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +71,14 @@ class RemoteConfig:
 
     urls: tuple[str, ...] = ()  # Of equal services: rows are dealt out over them.
     # Rows of one request. A request is sent as soon as so many samples have finished, and the rest at the end.
-    rows_per_request: int = 16
-    timeout_s: float = 30.0  # Of one request, from connecting to the last byte.
-    retries: int = 3  # Further rounds over the services for a request that all of them failed.
-    backoff_s: float = 0.5  # Wait before the first of these rounds; it doubles each time, ± half of it at random.
+    rows_per_request: int = setting(16, AT_LEAST_1)
+    timeout_s: float = setting(30.0, POSITIVE)  # Of one request, from connecting to the last byte.
+    retries: int = setting(3, AT_LEAST_0)  # Further rounds over the services for a request that all of them failed.
+    # Wait before the first of these rounds; it doubles each time, ± half of it at random.
+    backoff_s: float = setting(0.5, AT_LEAST_0)
     # When no service answers: end the run, train without the rows, or give them `value`.
     on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
-    value: float | None = None  # Only with on_error=value.
+    value: float | None = setting(None, ANY_NUMBER)  # Only with on_error=value.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ class HybridPartConfig:
     """A summand of the mixture, by a name of your choice: weight × transform(reward)."""
 
     manager: Literal["rule", "remote", "model"]  # Who judges.
-    weight: float = 1.0  # Not 0.
+    weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Not 0.
     # Of the part's reward: 1 / (1 + e^−r); its z-score within the prompt's group, or within all rows that the part
     # judged in the batch; or clipped.
     transform: Literal["identity", "sigmoid", "group_zscore", "batch_zscore", "clip"] = "identity"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megarl.config.setting import AT_LEAST_0, FRACTION, POSITIVE, SHARE, Range, setting
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
@@ -16,9 +18,9 @@ class AdvantageConfig:
     exclude_equal_groups: bool = False
     # reinforce_max: groups of equal rewards r train with r / group size instead of nothing.
     uniform_scale: bool = False
-    gamma: float = 1.0  # gae: discount; the other estimators take 1.
-    lam: float = 1.0  # gae: λ of the actor's advantages.
-    lam_critic: float | None = None  # gae: λ of the critic's returns; null: that of the actor.
+    gamma: float = setting(1.0, SHARE)  # gae: discount; the other estimators take 1.
+    lam: float = setting(1.0, FRACTION)  # gae: λ of the actor's advantages.
+    lam_critic: float | None = setting(None, FRACTION)  # gae: λ of the critic's returns; null: that of the actor.
     whiten: bool = True  # gae, critic_value: to mean 0 and variance 1 over the batch's loss tokens.
 
 
@@ -30,14 +32,14 @@ class CorrectionConfig:
     """
 
     name: str = "none"  # See docs/algorithms.md.
-    low: float = 0.5  # Lower threshold, inclusive; at most 1.
-    high: float = 5.0  # Upper threshold, inclusive; at least 1.
+    low: float = setting(0.5, AT_LEAST_0)  # Lower threshold, inclusive; at most 1.
+    high: float = setting(5.0, POSITIVE)  # Upper threshold, inclusive; at least 1.
     # sequence_mask: rows whose mean of −ln ρ, in nats, exceeds this are masked.
-    max_kl_nats: float = 0.1
+    max_kl_nats: float = setting(0.1, POSITIVE)
     # Bound of the weight of a token that a gate lets pass; null: none.
-    token_cap: float | None = None
+    token_cap: float | None = setting(None, POSITIVE)
     # Rows with a token of ρ above this, or below its inverse, get weight 0; null: none.
-    veto: float | None = None
+    veto: float | None = setting(None, Range(expected="> 1, or null for none", above=1))
     # The gate rejects only tokens of negative advantage.
     only_negative: bool = False
     # The weights of a step are divided by their mean over the tokens that the engine sampled.

@@ -1,0 +1,110 @@
+"""What a field of the configuration says about itself: the numbers it takes, and what a change of it affects."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from math import inf
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from megarl.errors import ConfigError
+
+T = TypeVar("T")
+
+# engines: the rollout engines may sample differently, or receive weights in another way, than before the change, so
+# that a resumed run has to pass the mismatch gate again.
+# workers: the processes of a running cluster were started with the value, so that a run with another cannot use them.
+Affected: TypeAlias = Literal["engines", "workers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The numbers that a setting takes: those within all bounds, but not `never`, and `also`.
+
+    `at_least` and `at_most` are inclusive bounds, `above` and `below` exclusive ones. `expected` says the same in
+    the words of an error message.
+    """
+
+    expected: str
+    at_least: float = -inf
+    above: float = -inf
+    at_most: float = inf
+    below: float = inf
+    also: float | None = None
+    never: float | None = None
+
+    def holds(self, number: float) -> bool:
+        """Whether the setting may have this value. All bounds count, and NaN is within none."""
+        within = self.at_least <= number <= self.at_most and self.above < number < self.below
+        return (within and number != self.never) or number == self.also
+
+
+ANY_NUMBER = Range(expected="any number")
+AT_LEAST_0 = Range(expected=">= 0", at_least=0)
+AT_LEAST_1 = Range(expected=">= 1", at_least=1)
+POSITIVE = Range(expected="> 0", above=0)
+SHARE = Range(expected="in (0, 1]", above=0, at_most=1)
+FRACTION = Range(expected="in [0, 1]", at_least=0, at_most=1)
+BELOW_1 = Range(expected="in [0, 1)", at_least=0, below=1)
+PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
+
+
+def setting(default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
+    """Declare a field of a configuration class with its default, its range and what a change of it affects.
+
+    The range of a list holds for each of its numbers; null is in every range.
+    """
+    return cast(T, field(default=default, metadata={"range": allowed, "affects": affects}))
+
+
+def section(factory: Callable[[], T], allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
+    """Declare a section of a configuration class; what is said of it holds for all of its fields.
+
+    A field of the section that names a range of its own has that one.
+    """
+    return cast(T, field(default_factory=factory, metadata={"range": allowed, "affects": affects}))
+
+
+def range_of(each: Field[Any], default: Range | None) -> Range | None:
+    """Return the range that a field was declared with, or else the default, which is its section's."""
+    return each.metadata.get("range") or default
+
+
+def affected(before: T, now: T, by: Affected) -> list[str]:
+    """Return the dotted names, in the schema's order, of what differs between two configurations and affects `by`.
+
+    A section that is declared with `affects=by` is named as a whole if anything in it differs, and is not looked
+    into. Every other section is searched for fields that are declared so. Where one of two sections is null, or
+    settings are lists or mappings, they are compared as a whole too.
+    """
+    found: list[str] = []
+    for each in fields(cast(Any, before)):
+        old, new = getattr(before, each.name), getattr(now, each.name)
+        if old == new:
+            continue
+        if by in each.metadata.get("affects", ()):
+            found.append(each.name)
+        elif is_dataclass(old) and is_dataclass(new):
+            found += [f"{each.name}.{name}" for name in affected(old, new, by)]
+    return found
+
+
+def require_ranges(config: object) -> None:
+    """Raise ConfigError for the first number of a configuration that is out of its range."""
+    for key, value, allowed in _values(config, "", None):
+        if type(value) in (int, float) and allowed is not None and not allowed.holds(value):
+            raise ConfigError(f"{key}: got {value}, expected {allowed.expected}")
+
+
+def _values(value: Any, key: str, allowed: Range | None) -> Iterator[tuple[str, Any, Range | None]]:
+    """Yield the dotted key, the value and the range of every setting; the numbers of a list share its key."""
+    if is_dataclass(value):
+        for each in fields(value):
+            name = f"{key}.{each.name}" if key else each.name
+            yield from _values(getattr(value, each.name), name, range_of(each, allowed))
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _values(item, f"{key}.{name}", allowed)
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _values(item, f"{key}[{i}]" if is_dataclass(item) else key, allowed)
+    else:
+        yield key, value, allowed
