@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from megarl.rewards.answers import MODES, last_boxed
-from megarl.rewards.mathematics import gold_answer, judge, judge_either, score_math_verify
+from megarl.rewards.mathematics import compare_either, gold_answer, reward_of_answer, score_math_verify
 from megarl.rewards.registry import SCORERS, Scorer, reward_of
 from megarl.types import Reward
 
@@ -39,7 +39,7 @@ def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any],
     solution = response.rpartition(_THINK_END)[2]
     if version.judge == "math_verify":
         return score_math_verify(solution, gold, extra_info)
-    return judge(last_boxed(solution, MODES["fix"]), gold, judge_either, MODES["fix"])
+    return reward_of_answer(last_boxed(solution, MODES["fix"]), gold, compare_either, MODES["fix"])
 
 
 for _number, _version in LUFFY_VERSIONS.items():

@@ -14,7 +14,7 @@ from megarl.rewards.answers import (
     MAX_ANSWER_CHARS,
     MODES,
     AnswerOptions,
-    Verdict,
+    Comparison,
     compare_answers,
     extract_answer,
     is_equiv,
@@ -35,11 +35,11 @@ _LETTER = re.compile(r"[A-Za-z]")
 _LETTER_ALONE = re.compile(r"\W*([A-Za-z])(?![A-Za-z])")
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*$]")
 
-Judge = Callable[[str, str, AnswerOptions], Verdict]
+Compare = Callable[[str, str, AnswerOptions], Comparison]
 
 
 def gold_answer(ground_truth: str) -> str:
-    """The ground truth, or what it has in a box. DataError if it is empty or too long to be compared."""
+    """The answer in a ground truth, boxed or not. DataError if it is empty or too long to be compared."""
     boxed = last_boxed(ground_truth, MODES["fix"]) if "boxed" in ground_truth else None
     gold = (boxed or ground_truth).strip()
     if not gold or len(gold) > MAX_ANSWER_CHARS:
@@ -49,45 +49,43 @@ def gold_answer(ground_truth: str) -> str:
     return gold
 
 
-def judge_meaning(answer: str, gold: str, options: AnswerOptions) -> Verdict:
-    """Equality of what the answers mean."""
-    return compare_answers(answer, gold, options)
-
-
-def judge_string(answer: str, gold: str, options: AnswerOptions) -> Verdict:
-    """Equality of strings: normalised as `doc` and `ref` do, or spelled alike."""
+def compare_strings(answer: str, gold: str, options: AnswerOptions) -> Comparison:
+    """Compare answers as strings: normalised as `doc` and `ref` do, or spelled alike."""
     if options.textual:
-        return Verdict.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
-    return Verdict.of(same_string(answer, gold))
+        return Comparison.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
+    return Comparison.of(same_string(answer, gold))
 
 
-def judge_either(answer: str, gold: str, options: AnswerOptions) -> Verdict:
-    """Equality as strings, else of what they mean."""
-    same = judge_string(answer, gold, options)
-    return same if same is Verdict.EQUAL else judge_meaning(answer, gold, options)
+def compare_either(answer: str, gold: str, options: AnswerOptions) -> Comparison:
+    """Compare answers as strings, and by meaning where the strings differ."""
+    same = compare_strings(answer, gold, options)
+    return same if same is Comparison.EQUAL else compare_answers(answer, gold, options)
 
 
 def gold_letter(ground_truth: str) -> str:
-    """The only letter of the ground truth; DataError if there is not one."""
+    """The only letter of a ground truth; DataError if it has none or several."""
     letters: list[str] = _LETTER.findall(ground_truth)
     if len(letters) != 1:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
     return letters[0]
 
 
-def judge_letter(answer: str, gold: str, options: AnswerOptions) -> Verdict:
-    """The answer's letter, alone or before the text of the choice; `doc` and `ref` take any word's first letter."""
+def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Comparison:
+    """Compare the letter of a choice, which stands alone or before the choice's text.
+
+    `doc` and `ref` take the first letter of any word.
+    """
     found = _LETTER.search(normalise(answer)) if options.textual else _LETTER_ALONE.match(_WRAPPER.sub(" ", answer))
     letter = found and _LETTER.search(found[0])
-    return Verdict.of(letter[0].upper() == gold.upper()) if letter else Verdict.UNPARSED
+    return Comparison.of(letter[0].upper() == gold.upper()) if letter else Comparison.UNPARSED
 
 
-def judge(answer: str | None, gold: str, judging: Judge, options: AnswerOptions) -> Reward:
-    """The reward of an answer; none, an empty one, and one over 512 characters could not be read."""
+def reward_of_answer(answer: str | None, gold: str, compare: Compare, options: AnswerOptions) -> Reward:
+    """The reward of an extracted answer; a missing, an empty and one over 512 characters count as unread."""
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return reward_of(False, parse_failed=True)
-    verdict = judging(answer, gold, options)
-    return reward_of(verdict is Verdict.EQUAL, parse_failed=verdict is Verdict.UNPARSED)
+    verdict = compare(answer, gold, options)
+    return reward_of(verdict is Comparison.EQUAL, parse_failed=verdict is Comparison.UNPARSED)
 
 
 def score_answer(
@@ -95,12 +93,12 @@ def score_answer(
     ground_truth: str,
     extra_info: Mapping[str, Any],
     *,
-    judging: Judge,
+    compare: Compare,
     options: AnswerOptions,
     read_gold: Callable[[str], str] = gold_answer,
 ) -> Reward:
     """1 if the answer that the response states equals the ground truth, else 0."""
-    return judge(extract_answer(response, options), read_gold(ground_truth), judging, options)
+    return reward_of_answer(extract_answer(response, options), read_gold(ground_truth), compare, options)
 
 
 def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
@@ -108,7 +106,7 @@ def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str,
     found = _ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
     answer = found[-1] if found else None
     boxed = last_boxed(answer, MODES["fix"]) if answer else None
-    return judge(boxed or answer, gold_answer(ground_truth), judge_string, MODES["fix"])
+    return reward_of_answer(boxed or answer, gold_answer(ground_truth), compare_strings, MODES["fix"])
 
 
 @lru_cache(maxsize=8192)
@@ -135,17 +133,18 @@ def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str,
     return reward_of(correct, parse_failed=not parsed)
 
 
-def _register(name: str, judging: Judge, read_gold: Callable[[str], str] = gold_answer) -> None:
-    for mode, options in MODES.items():
-        scorer: Scorer = partial(score_answer, judging=judging, options=options, read_gold=read_gold)
-        SCORERS.register(name if mode == "fix" else f"{name}@{mode}")(scorer)
+_LAST_NUMBER = replace(MODES["fix"], last_number=True)
 
-
-_LAST_NUMBER: Scorer = partial(score_answer, judging=judge_meaning, options=replace(MODES["fix"], last_number=True))
-
-_register("math", judge_meaning)
-_register("strict", judge_string)
-_register("letters", judge_letter, gold_letter)
-SCORERS.register("math/last_number")(_LAST_NUMBER)
+for _mode, _options in MODES.items():
+    _suffix = "" if _mode == "fix" else f"@{_mode}"
+    for _name, _compare, _read_gold in (
+        ("math", compare_answers, gold_answer),
+        ("strict", compare_strings, gold_answer),
+        ("letters", compare_letters, gold_letter),
+    ):
+        _scorer: Scorer = partial(score_answer, compare=_compare, options=_options, read_gold=_read_gold)
+        SCORERS.register(f"{_name}{_suffix}")(_scorer)
+_scorer = partial(score_answer, compare=compare_answers, options=_LAST_NUMBER)
+SCORERS.register("math/last_number")(_scorer)
 SCORERS.register("answer_line")(score_answer_line)
 SCORERS.register("math_verify")(score_math_verify)

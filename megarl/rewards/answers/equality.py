@@ -1,29 +1,32 @@
-"""Whether two answers mean the same: rules from cheap to costly, the first that applies decides."""
+"""Decides whether two answers mean the same: of rules from cheap to costly, the first that applies decides."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from megarl.rewards.answers import structure
-from megarl.rewards.answers.canonical import canonical, compact
-from megarl.rewards.answers.normalise import normalise
-from megarl.rewards.answers.numbers import are_loosely_close, parse_number
-from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions
+from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
+from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Comparison
+from megarl.rewards.answers.spelling import canonical, compact, normalise
 from megarl.rewards.answers.symbolic import compare_symbolic
-from megarl.rewards.answers.units import equal_quantities, parse_quantity, split_unit
-from megarl.rewards.answers.verdict import Verdict
+from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
 
 MAX_ITEMS = 64
 MAX_NESTING = 8
 
-Compare = Callable[[str, str], Verdict]
-# What a rule says of two texts; None: it is not about such texts.
-Rule = Callable[[str, str, Compare, AnswerOptions], Verdict | None]
+Compare = Callable[[str, str], Comparison]
+# A rule's verdict on two texts; None: it does not apply to such texts.
+Rule = Callable[[str, str, Compare, AnswerOptions], Comparison | None]
 
 _NAME = re.compile(
     r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?\w+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
 )
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+_OR = r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])"
+_NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
+_NUMBER_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+)\s*\)$")
 _NAMED_SET = r"\mathbb"
 _CHOICE = re.compile(r"\(?([A-Z])\)?[.:)]?")
 _SAME_WORDS = {
@@ -38,30 +41,40 @@ _SAME_WORDS = {
 }
 
 
-def math_equal(answer: str, gold: str, options: AnswerOptions) -> bool:
-    """Whether the answer equals gold; see `compare_answers`."""
-    return compare_answers(answer, gold, options) is Verdict.EQUAL
+def same_string(answer: str, gold: str) -> bool:
+    """Whether two answers are spelled alike, but for spacing, wrappers, `x=`, zeros and units: `(073)`, `73.0`, `73`.
+
+    For answers that have one way to be written: they are equal as strings, or as exact numbers.
+    """
+    plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
+    (a, unit_a), (g, unit_g) = (split_unit(_NUMBER_IN_BRACKETS.sub(r"\1", text)) for text in plain)
+    if unit_a and unit_g and unit_a != unit_g:
+        return False
+    numbers = parse_number(a), parse_number(g)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0].value == numbers[1].value
+    return bool(a) and compact(a) == compact(g)
 
 
-def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Verdict:
-    """Compare two answers without regard to spelling.
+def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Comparison:
+    """Compare what two answers mean, however they are spelled.
 
-    Texts, numbers (see `numbers.are_close`) and quantities; then lists, intervals, sets and matrices element by
-    element; equations by the difference of their sides, up to sign; at last the symbolic equality of expressions.
-    Symmetric in mode `fix`. No answer, and one longer than 512 characters, is `UNPARSED`.
+    Texts, numbers (see `numbers.are_close`) and quantities are compared first; then lists, intervals, sets and
+    matrices element by element; equations by the difference of their sides, up to sign; at last expressions by
+    symbolic equality. Symmetric in mode `fix`. An empty answer, and one over 512 characters, is `UNPARSED`.
     """
     if not answer.strip() or not gold.strip() or max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
     if options.textual:
         return _compare(normalise(answer), normalise(gold) if options.normalise_gold else gold, options, TEXTUAL_RULES)
     return _compare(canonical(answer), canonical(gold), options, RULES)
 
 
-def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Verdict:
+def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Comparison:
     if depth > MAX_NESTING:
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
 
-    def compare(a: str, g: str) -> Verdict:
+    def compare(a: str, g: str) -> Comparison:
         return _compare(a, g, options, rules, depth + 1)
 
     for rule in rules:
@@ -71,189 +84,189 @@ def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rul
     return compare_symbolic(answer, gold)
 
 
-def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
+def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
     """The same text is equal; an empty one, and one with open brackets, means nothing."""
     if not answer or not gold:
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
     if compact(answer) == compact(gold):
-        return Verdict.EQUAL
-    return None if structure.is_balanced(answer) and structure.is_balanced(gold) else Verdict.UNPARSED
+        return Comparison.EQUAL
+    return None if structure.is_balanced(answer) and structure.is_balanced(gold) else Comparison.UNPARSED
 
 
-def _words(text: str) -> str:
-    words = " ".join(text.casefold().split())
-    return _SAME_WORDS.get(words, words)
-
-
-def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    """Words compare without case; a word is no product of its letters, and no number."""
+def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
+    """Words compare without case; a word is not a product of its letters, nor a number."""
     letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
-        return Verdict.of(letters[0][1] == letters[1][1])
-    a, g = _words(answer), _words(gold)
+        return Comparison.of(letters[0][1] == letters[1][1])
+    a, g = (" ".join(text.casefold().split()) for text in (answer, gold))
+    a, g = _SAME_WORDS.get(a, a), _SAME_WORDS.get(g, g)
     is_text = [_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()) for text in (a, g)]
     if a == g and (any(is_text) or len(a) > 2 or a == "no"):
-        return Verdict.EQUAL
-    return Verdict.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
+        return Comparison.EQUAL
+    return Comparison.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
 
 
-def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    """Two numbers, with units or without."""
+def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
+    """Numbers with units: an answer may leave the unit out, but must not have another one.
+
+    A percentage also equals its value as a plain number, 50% = 0.5.
+    """
     a, g = parse_quantity(answer), parse_quantity(gold)
     if a is None or g is None:
         return None
-    return Verdict.of(equal_quantities(a, g))
+    (number_a, unit_a), (number_g, unit_g) = a, g
+    if unit_a and unit_g:
+        return Comparison.of(unit_a == unit_g and are_close(number_a, number_g))
+    if are_close(number_a, number_g):
+        return Comparison.EQUAL
+    if PERCENT not in (unit_a, unit_g):
+        return Comparison.DIFFERENT
+    percent, plain = (number_a, number_g) if unit_a == PERCENT else (number_g, number_a)
+    return Comparison.of(are_close(Number(value=percent.value * Fraction(1, 100), rounded=percent.rounded), plain))
 
 
-def same_number(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    """Two numbers, as loosely as the options say."""
+def same_number(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
+    """Two numbers: integers exactly, others within 1e-4 relative, with `percent_factors` also a factor of 100 apart."""
     a, g = parse_number(answer), parse_number(gold)
     if a is None or g is None:
         return None
-    return Verdict.of(are_loosely_close(a, g, percent_factors=options.percent_factors))
+    factors = (Fraction(1), Fraction(1, 100), Fraction(100)) if options.percent_factors else (Fraction(1),)
+    values = [g.value * factor for factor in factors]
+    if a.value.denominator == 1 and g.value.denominator == 1:
+        return Comparison.of(a.value in values)
+    return Comparison.of(any(math.isclose(a.value, value, rel_tol=REL_TOLERANCE) for value in values))
 
 
-def without_units(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    """Expressions with units: `5\\pi cm` equals `5\\pi`, but not `5\\pi m`."""
+def without_units(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
+    r"""Expressions with units: `5\pi cm` equals `5\pi`, but not `5\pi m`."""
     a, g = split_unit(answer), split_unit(gold)
     if not a.unit and not g.unit:
         return None
     if a.unit and g.unit and a.unit != g.unit:
-        return Verdict.DIFFERENT
+        return Comparison.DIFFERENT
     return compare(a.body, g.body)
 
 
-def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
+def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
     """Matrices of one shape, element by element."""
     a, g = structure.parse_matrix(answer), structure.parse_matrix(gold)
     if a is None or g is None:
         return None
     if [len(row) for row in a] != [len(row) for row in g]:
-        return Verdict.DIFFERENT
+        return Comparison.DIFFERENT
     return _all_equal([x for row in a for x in row], [x for row in g for x in row], compare)
 
 
-def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
+def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
     r"""`\pm` stands for two values: `\pm 2` equals `2, -2`."""
     a, g = structure.expand_signs(answer), structure.expand_signs(gold)
     if a is None and g is None:
         return None
-    sides = [pair or _items(text) for pair, text in ((a, answer), (g, gold))]
-    return _same_multiset(list(sides[0]), list(sides[1]), compare)
+    sides: list[Sequence[str]] = []
+    for text, pair in ((answer, a), (gold, g)):
+        group = structure.parse_group(text)
+        items = group.items if group is not None and not group.ordered else (text,)
+        sides.append(pair or items)
+    return _same_multiset(sides[0], sides[1], compare)
 
 
-def _items(text: str) -> Sequence[str]:
-    group = structure.parse_group(text)
-    return group.items if group is not None and not group.ordered else (text,)
+def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
+    r"""Inequalities in one variable are intervals: `x > 3`, `x \in (3,\infty)` and `(3,\infty)` are equal.
 
-
-def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    r"""Inequalities in one variable are intervals: `x > 3`, `x \in (3,\infty)` and `(3,\infty)` are equal."""
-    a, g = _interval_union(answer), _interval_union(gold)
-    if a is None and g is None:
+    Several of them may be joined by "or".
+    """
+    names, unions = set(), []
+    for text in (answer, gold):
+        found = [structure.as_interval(part) for part in structure.split_top(text, _OR)]
+        pairs = [pair for pair in found if pair is not None]
+        variables = {name for name, _ in pairs}
+        if len(pairs) == len(found) and len(variables) == 1:
+            names |= variables
+            unions.append(r" \cup ".join(interval for _, interval in pairs))
+        else:
+            unions.append(text)
+    if not names:
         return None
-    names = [side[0] for side in (a, g) if side is not None]
-    if len(set(names)) > 1:
-        return Verdict.DIFFERENT
-    return compare(a[1] if a else answer, g[1] if g else gold)
+    return Comparison.DIFFERENT if len(names) > 1 else compare(unions[0], unions[1])
 
 
-def _interval_union(text: str) -> tuple[str, str] | None:
-    """The only variable, and the union of the intervals, of inequalities joined by "or"."""
-    parts = structure.split_top(text, r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])")
-    found = [structure.as_interval(part) for part in parts]
-    pairs = [pair for pair in found if pair is not None]
-    if len(pairs) < len(found) or len({name for name, _ in pairs}) != 1:
-        return None
-    return pairs[0][0], r" \cup ".join(interval for _, interval in pairs)
-
-
-def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
+def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
     """Unions part by part in any order; parts that overlap are left to set algebra."""
-    a, g = structure.parse_union(answer), structure.parse_union(gold)
-    if a is None and g is None:
+    a, g = (structure.split_top(text, r"\\cup(?![a-zA-Z])") for text in (answer, gold))
+    is_union = [len(parts) > 1 and all(parts) for parts in (a, g)]
+    if not any(is_union):
         return None
-    same = a is not None and g is not None and _same_multiset(list(a), list(g), compare) is Verdict.EQUAL
-    return Verdict.EQUAL if same else compare_symbolic(answer, gold)
+    same = all(is_union) and _same_multiset(a, g, compare) is Comparison.EQUAL
+    return Comparison.EQUAL if same else compare_symbolic(answer, gold)
 
 
-def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
-    """Tuples and intervals in order, with the same brackets; sets and bare lists in any order."""
+def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
+    """Tuples and intervals in order, with the same brackets; sets and bare lists in any order.
+
+    One thing in brackets equals it without them; several things do not equal one.
+    """
     a, g = structure.parse_group(answer), structure.parse_group(gold)
-    if a is None:
-        return None if g is None or _NAMED_SET in answer else _same_single(g, answer, compare)
-    if g is None:
-        return None if _NAMED_SET in gold else _same_single(a, gold, compare)
+    if a is None or g is None:
+        group, other = (a, gold) if a is not None else (g, answer)
+        if group is None or _NAMED_SET in other:
+            return None
+        return compare(group.items[0], other) if len(group.items) == 1 else Comparison.DIFFERENT
     if len(a.items) != len(g.items):
-        return Verdict.DIFFERENT
+        return Comparison.DIFFERENT
     if a.ordered and g.ordered:
         if not options.ignore_brackets and (a.opening, a.closing) != (g.opening, g.closing):
-            return Verdict.DIFFERENT
-        return _all_equal(a.items, g.items, compare)
-    if r"\{" in (a.opening, g.opening) and (a.ordered or g.ordered) and not options.ignore_brackets:
-        return Verdict.DIFFERENT
+            return Comparison.DIFFERENT
+    elif r"\{" in (a.opening, g.opening) and (a.ordered or g.ordered) and not options.ignore_brackets:
+        return Comparison.DIFFERENT
     if a.ordered or g.ordered:
         return _all_equal(a.items, g.items, compare)
-    return _same_multiset(list(a.items), list(g.items), compare)
+    return _same_multiset(a.items, g.items, compare)
 
 
-def _same_single(group: structure.Group, other: str, compare: Compare) -> Verdict:
-    """One thing in brackets equals it without them; several things are not one."""
-    return compare(group.items[0], other) if len(group.items) == 1 else Verdict.DIFFERENT
-
-
-def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Verdict | None:
+def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
     """Two equations by the difference of their sides up to sign; `name = value` equals the value."""
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
-    if (len(a) == 1 and len(g) == 1) or _is_list(answer) or _is_list(gold):
+    groups = [structure.parse_group(text) for text in (answer, gold)]
+    is_list = any(group is not None and not group.opening for group in groups)
+    if (len(a) == 1 and len(g) == 1) or is_list:
         return None
     if len(a) > 1 and len(g) > 1:
-        return _same_equations(a, g, compare)
+        if compare(a[0], g[0]) is Comparison.EQUAL and _NAME.fullmatch(g[0]):
+            return compare(a[-1], g[-1])
+        if len(a) > 2 or len(g) > 2:
+            return Comparison.DIFFERENT
+        left, right = (f"{side[0]}-({side[1]})" for side in (a, g))
+        verdict = compare_symbolic(left, right)
+        return verdict if verdict is Comparison.EQUAL else compare_symbolic(f"-({left})", right)
     parts, value = (a, gold) if len(a) > 1 else (g, answer)
-    if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Verdict.EQUAL for part in parts[:-1]):
-        return Verdict.DIFFERENT
+    if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Comparison.EQUAL for part in parts[:-1]):
+        return Comparison.DIFFERENT
     return compare(parts[-1], value)
 
 
-def _is_list(text: str) -> bool:
-    group = structure.parse_group(text)
-    return group is not None and not group.opening
-
-
-def _same_equations(a: list[str], g: list[str], compare: Compare) -> Verdict:
-    if compare(a[0], g[0]) is Verdict.EQUAL and _NAME.fullmatch(g[0]):
-        return compare(a[-1], g[-1])
-    if len(a) > 2 or len(g) > 2:
-        return Verdict.DIFFERENT
-    left, right = (f"{side[0]}-({side[1]})" for side in (a, g))
-    verdict = compare_symbolic(left, right)
-    return verdict if verdict is Verdict.EQUAL else compare_symbolic(f"-({left})", right)
-
-
-def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Verdict:
+def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Comparison:
     if len(a) > MAX_ITEMS:
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
     verdicts = []
     for x, y in zip(a, g, strict=True):
         verdicts.append(compare(x, y))
-        if verdicts[-1] is Verdict.DIFFERENT:
-            return Verdict.DIFFERENT
-    return Verdict.UNPARSED if Verdict.UNPARSED in verdicts else Verdict.EQUAL
+        if verdicts[-1] is Comparison.DIFFERENT:
+            return Comparison.DIFFERENT
+    return Comparison.UNPARSED if Comparison.UNPARSED in verdicts else Comparison.EQUAL
 
 
-def _same_multiset(a: list[str], g: list[str], compare: Compare) -> Verdict:
+def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Comparison:
     if len(a) != len(g):
-        return Verdict.DIFFERENT
+        return Comparison.DIFFERENT
     if len(a) > MAX_ITEMS:
-        return Verdict.UNPARSED
-    unparsed = False
+        return Comparison.UNPARSED
+    left = list(g)
     for item in a:
-        verdicts = [compare(item, other) for other in g]
-        if Verdict.EQUAL not in verdicts:
-            unparsed = unparsed or Verdict.UNPARSED in verdicts
-            return Verdict.UNPARSED if unparsed else Verdict.DIFFERENT
-        g = [other for index, other in enumerate(g) if index != verdicts.index(Verdict.EQUAL)]
-    return Verdict.EQUAL
+        verdicts = [compare(item, other) for other in left]
+        if Comparison.EQUAL not in verdicts:
+            return Comparison.UNPARSED if Comparison.UNPARSED in verdicts else Comparison.DIFFERENT
+        del left[verdicts.index(Comparison.EQUAL)]
+    return Comparison.EQUAL
 
 
 RULES: Sequence[Rule] = (

@@ -1,4 +1,4 @@
-"""The answer that a response states."""
+"""Finds the answer that a response states."""
 
 import re
 
@@ -16,17 +16,22 @@ _NUMBER = re.compile(r"-?\d*\.?\d+")
 
 
 def extract_answer(response: str, options: AnswerOptions) -> str | None:
-    """The raw answer: of the last box, else after the last "the answer is", else what `options` still allow.
+    """Find the raw answer of a response, not normalised; None if it states none.
 
-    None if there is no answer; the text is not normalised.
+    The last box counts, else what follows the last "the answer is", else what `options` still allow.
     """
     if options.skip_thinking:
         response = response.rpartition(_THINK_END)[2]
-    for find in (_boxed, _stated, _last_math, _last_number):
-        found, answer = find(response, options)
-        if found:
-            return answer
-    return None
+    found, answer = _boxed(response, options)
+    if found:
+        return answer
+    if ends := [match.end() for match in (_STATED_REF if options.textual else _STATED).finditer(response)]:
+        text = response[ends[-1] :]
+        return _first_line(text if options.textual else _SENTENCE_END.split(text.lstrip(), maxsplit=1)[0])
+    if options.last_math and (formulas := _MATH.findall(response[-SEARCH_CHARS:])):
+        return _first_line("".join(formulas[-1]))
+    numbers = _NUMBER.findall(response.replace(",", "")) if options.last_number else []
+    return numbers[-1] if numbers else None
 
 
 def last_boxed(response: str, options: AnswerOptions) -> str | None:
@@ -42,15 +47,18 @@ def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
     text = response[max(ends) :]
     if not text.startswith("{"):
         return True, _first_line(re.split(r"[$\n]", text, maxsplit=1)[0])
-    end = _matching_brace(text)
-    if end is None:
-        return True, _first_line(text[1:]) if options.accept_unclosed else None
-    content = text[1:end]
-    return True, " ".join(content.split("\n")).strip() if options.join_lines else _first_line(content)
+    depth = 0
+    # Escaped braces are brackets of sets, yet they are balanced too.
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            content = text[1 : brace.start()]
+            return True, " ".join(content.split("\n")).strip() if options.join_lines else _first_line(content)
+    return True, _first_line(text[1:]) if options.accept_unclosed else None
 
 
 def _last_command(response: str, name: str, options: AnswerOptions) -> int | None:
-    """Where the last command of this name ends, spaces after it included."""
+    """Index at which the last command of this name ends, spaces after it included."""
     if options.bare_box:
         start = response.rfind(name)
         return start + len(name) if start >= 0 else None
@@ -62,35 +70,7 @@ def _last_command(response: str, name: str, options: AnswerOptions) -> int | Non
     return None
 
 
-def _matching_brace(text: str) -> int | None:
-    """Index of the brace that closes the one at 0; escaped braces are brackets of sets, yet balanced too."""
-    depth = 0
-    for match in re.finditer(r"[{}]", text):
-        depth += 1 if match[0] == "{" else -1
-        if depth == 0:
-            return match.start()
-    return None
-
-
-def _stated(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    ends = [m.end() for m in (_STATED_REF if options.textual else _STATED).finditer(response)]
-    if not ends:
-        return False, None
-    text = response[ends[-1] :]
-    return True, _first_line(text if options.textual else _SENTENCE_END.split(text.lstrip(), maxsplit=1)[0])
-
-
-def _last_math(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    found = _MATH.findall(response[-SEARCH_CHARS:]) if options.last_math else []
-    return bool(found), _first_line("".join(found[-1])) if found else None
-
-
-def _last_number(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    found = _NUMBER.findall(response.replace(",", "")) if options.last_number else []
-    return bool(found), found[-1] if found else None
-
-
 def _first_line(text: str) -> str:
-    """Without the marks that surround an answer in a sentence."""
+    """The first line of a text, without the marks that surround an answer in a sentence."""
     line = text.strip().split("\n")[0].lstrip(":")
     return line.removesuffix(".").removesuffix("/").strip()

@@ -1,4 +1,4 @@
-"""What sympy is never given: text that is cheap to write and costly, or unsafe, to compute."""
+"""Keeps text from sympy that is cheap to write but costly, or unsafe, to compute."""
 
 import math
 import re
@@ -28,7 +28,11 @@ def refusal(text: str) -> str | None:
 
 def costly(text: str) -> str | None:
     """Why evaluation may take long, or None; the bounds are on what the numbers of the text can become."""
-    if _depth(text) > MAX_DEPTH:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "({[") - (character in ")}]")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
         return "nested too deeply"
     if _has_large_power(text):
         return "power too large"
@@ -37,19 +41,19 @@ def costly(text: str) -> str | None:
     return None
 
 
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
-    return deepest
-
-
 def _has_large_power(text: str) -> bool:
     if "^" not in text:
         return re.search(rf"\d{{{4 * MAX_DIGITS},}}", text) is not None
-    if re.search(rf"\d{{{MAX_DIGITS + 1},}}", text) or _has_tower(text):
+    if re.search(rf"\d{{{MAX_DIGITS + 1},}}", text) or _CHAINED_POWER.search(text):
         return True
+    for match in re.finditer(r"\^\s*\{", text):
+        depth, end = 1, match.end()
+        while end < len(text) and depth:
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        # The closing brace is no part of a power.
+        if _POWER_OF_NUMBER.search(text[match.end() : end - (depth == 0)]):
+            return True
     largest, stacked = 1, 1
     for bracket, braced, single in _EXPONENT.findall(text):
         size = math.prod(int(digits[:10]) or 1 for digits in re.findall(r"\d+", braced or single))
@@ -58,22 +62,6 @@ def _has_large_power(text: str) -> bool:
         if largest * stacked > MAX_EXPONENT:
             return True
     return False
-
-
-def _has_tower(text: str) -> bool:
-    if _CHAINED_POWER.search(text):
-        return True
-    return any(_POWER_OF_NUMBER.search(_braced(text[match.end() :])) for match in re.finditer(r"\^\s*\{", text))
-
-
-def _braced(text: str) -> str:
-    """The text up to the brace that closes the one before it."""
-    depth = 1
-    for index, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[:index]
-    return text
 
 
 def _has_large_factorial(text: str) -> bool:

@@ -1,7 +1,8 @@
-"""How answers are found and compared: what the modes `fix`, `doc` and `ref` mean."""
+"""The modes `fix`, `doc` and `ref` in which answers are found and compared, and what a comparison can yield."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Literal, TypeAlias
 
 Mode: TypeAlias = Literal["fix", "doc", "ref"]
@@ -9,17 +10,33 @@ Mode: TypeAlias = Literal["fix", "doc", "ref"]
 MAX_ANSWER_CHARS = 512
 
 
+class Comparison(StrEnum):
+    """Result of comparing two answers.
+
+    `UNPARSED`: the texts differ and what they mean could not be read; it scores as wrong but is counted apart.
+    """
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    UNPARSED = "unparsed"
+
+    @classmethod
+    def of(cls, equal: bool) -> "Comparison":
+        return cls.EQUAL if equal else cls.DIFFERENT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """The defaults are the mode `fix`; see `MODES` for the others.
+    """How answers are found and compared; the defaults are the mode `fix`, see `MODES` for the others.
 
-    boxes: commands whose argument is an answer, and whether a backslash must precede them (`bare_box`: need not).
-    accept_unclosed: text after an unbalanced brace counts up to the end.
+    boxes: commands whose argument is an answer.
+    bare_box: `boxes` also count without a backslash before them.
+    accept_unclosed: a box whose brace is not closed extends to the end of its line.
     join_lines: a boxed answer may span lines; otherwise its first line counts.
-    last_math, last_number: what counts if there is neither a box nor "the answer is".
+    last_math, last_number: the last formula, or number, counts if there is neither a box nor "the answer is".
     skip_thinking: only text after the last `</think>` counts.
-    textual: drop units, percent signs and the like from the text, as `normalise.normalise` lists, and take any two
-        numbers but integers for equal within the tolerance, also fractions.
+    textual: drop units, percent signs and the like from the text (see `spelling.normalise`), and take any two numbers
+        except integers for equal within the tolerance, fractions too.
     normalise_gold: gold is normalised as answers are.
     percent_factors: numbers that differ by a factor of 100 are equal, with a percent sign or without.
     ignore_brackets: `[1,2]` equals `(1,2)`.

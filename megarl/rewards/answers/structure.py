@@ -1,4 +1,4 @@
-"""How answers are put together: lists, brackets, unions, matrices, alternatives and intervals."""
+"""Takes answers apart: lists, brackets, matrices, alternatives and intervals."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _INFINITY = r"\infty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    r"""Items between brackets; "" as brackets of a bare list. `ordered`: not so sets `\{…\}` and bare lists."""
+    r"""Items between brackets; a bare list has "" for brackets. Sets `\{…\}` and bare lists are not `ordered`."""
 
     opening: str
     closing: str
@@ -33,7 +33,7 @@ class Group:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split at a regular expression, but not inside brackets, braces or environments."""
+    """Split a text at a regular expression, but not inside brackets, braces or environments."""
     parts, depth, start, position = [], 0, 0, 0
     pattern = re.compile(rf"\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
     while match := pattern.search(text, position):
@@ -49,22 +49,24 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def parse_group(text: str) -> Group | None:
-    r"""`(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2`, `x=1; y=2`; None if the text is one thing without brackets."""
-    opening, closing, inside = _outer_brackets(text)
+    r"""Read a group such as `(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2` or `x=1; y=2`.
+
+    None if the text is one thing without brackets.
+    """
+    if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text[1:-2] + text[-1]):
+        opening, closing, inside = r"\{", r"\}", text[2:-2]
+    elif len(text) > 1 and text[0] in "([" and text[-1] in ")]" and _closes_at_end(text):
+        opening, closing, inside = text[0], text[-1], text[1:-1]
+    else:
+        opening, closing, inside = "", "", text
     items = [item for item in split_top(inside, _LIST_SEPARATORS) if item]
     if not items or (len(items) == 1 and opening not in ("(", r"\{")):
         return None
     return Group(opening=opening, closing=closing, items=tuple(items))
 
 
-def parse_union(text: str) -> tuple[str, ...] | None:
-    """Parts of a union, or None if it is none."""
-    parts = split_top(text, r"\\cup(?![a-zA-Z])")
-    return tuple(parts) if len(parts) > 1 and all(parts) else None
-
-
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
-    """Rows of a matrix in round or square brackets, or None; determinants `vmatrix` are none."""
+    """Read the rows of a matrix in round or square brackets; None for anything else, determinants (`vmatrix`) too."""
     match = _MATRIX.fullmatch(text.strip().removeprefix("(").removeprefix("[").removesuffix(")").removesuffix("]"))
     if match is None:
         return None
@@ -73,16 +75,14 @@ def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
 
 
 def expand_signs(text: str) -> tuple[str, str] | None:
-    r"""`a \pm b` → `a + b` and `a - b`; None without such a sign."""
+    r"""Expand `a \pm b` to `a + b` and `a - b`; None without such a sign."""
     if r"\pm" not in text and r"\mp" not in text:
         return None
     plus = text.replace(r"\pm", "+").replace(r"\mp", "-")
     minus = text.replace(r"\pm", "-").replace(r"\mp", "+")
-    return _tidy_sign(plus), _tidy_sign(minus)
-
-
-def _tidy_sign(text: str) -> str:
-    return re.sub(r"(^|[=(,{])\s*\+\s*", r"\1", text)
+    # A plus sign that nothing precedes goes.
+    plus, minus = (re.sub(r"(^|[=(,{])\s*\+\s*", r"\1", side) for side in (plus, minus))
+    return plus, minus
 
 
 def as_interval(text: str) -> tuple[str, str] | None:
@@ -91,7 +91,12 @@ def as_interval(text: str) -> tuple[str, str] | None:
         return match[1], match[2]
     if match := _TWO_SIDED.fullmatch(text):
         low, first, name, second, high = match.groups()
-        return (name, _two_sided(low, first, second, high)) if _points_alike(first, second) else None
+        if (first in ("<", r"\leq")) != (second in ("<", r"\leq")):
+            return None
+        if first in (">", r"\geq"):
+            low, first, second, high = high, second, first, low
+        left, right = "[" if first.startswith("\\") else "(", "]" if second.startswith("\\") else ")"
+        return name, f"{left}{low},{high}{right}"
     if match := _ONE_SIDED.fullmatch(text):
         name, relation, bound = match.groups()
     elif match := _ONE_SIDED_BACK.fullmatch(text):
@@ -105,27 +110,8 @@ def as_interval(text: str) -> tuple[str, str] | None:
     return name, f"(-{_INFINITY},{bound}{']' if closed else ')'}"
 
 
-def _points_alike(first: str, second: str) -> bool:
-    less = ("<", r"\leq")
-    return (first in less) == (second in less)
-
-
-def _two_sided(low: str, first: str, second: str, high: str) -> str:
-    if first in (">", r"\geq"):
-        low, first, second, high = high, second, first, low
-    return f"{'[' if first.startswith(chr(92)) else '('}{low},{high}{']' if second.startswith(chr(92)) else ')'}"
-
-
-def _outer_brackets(text: str) -> tuple[str, str, str]:
-    """The brackets around the whole text, "" if there are none, and what is between them."""
-    if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text[1:-2] + text[-1]):
-        return r"\{", r"\}", text[2:-2]
-    if len(text) > 1 and text[0] in "([" and text[-1] in ")]" and _closes_at_end(text):
-        return text[0], text[-1], text[1:-1]
-    return "", "", text
-
-
 def _closes_at_end(text: str) -> bool:
+    """Whether the bracket that opens a text closes at its last character."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
@@ -135,7 +121,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every bracket closes, if need be by one of another kind, as in `[0,1)`."""
+    """Whether every bracket is closed, perhaps by one of another kind, as in `[0,1)`."""
     depth = 0
     for character in text:
         depth += (character in _OPENING) - (character in _CLOSING)

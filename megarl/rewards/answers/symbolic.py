@@ -1,4 +1,4 @@
-"""Equality by computer algebra: latex2sympy2_extended reads LaTeX, math-verify and sympy compare."""
+"""Compares answers by computer algebra: latex2sympy2_extended reads LaTeX, math-verify and sympy compare."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from math_verify.grader import sympy_expr_eq
 
 from megarl.rewards.answers.guard import refusal
 from megarl.rewards.answers.numbers import REL_TOLERANCE
-from megarl.rewards.answers.verdict import Verdict
+from megarl.rewards.answers.options import Comparison
 
 _READ_AS_WRITTEN = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
@@ -40,7 +40,7 @@ _ZERO = 1e-60
 
 @lru_cache(maxsize=8192)
 def parse_latex(text: str, *, is_complex: bool = False) -> Any:
-    """The sympy object of `text`, or None if it is refused or no LaTeX; never evaluates Python.
+    """Parse LaTeX to a sympy object without ever evaluating Python; None if the text is refused or not LaTeX.
 
     Variables are real; `is_complex`: they are not, and i is the imaginary unit.
     """
@@ -59,7 +59,7 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
         return None
 
 
-def compare_symbolic(answer: str, gold: str) -> Verdict:
+def compare_symbolic(answer: str, gold: str) -> Comparison:
     """Whether two expressions are equal for all values of their variables.
 
     Expressions are evaluated at a few points, which refutes or, to 12 digits, confirms most pairs without the search
@@ -68,20 +68,25 @@ def compare_symbolic(answer: str, gold: str) -> Verdict:
     is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
     a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
     if a is None or g is None:
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
     try:
         if isinstance(a, sympy.Expr) and isinstance(g, sympy.Expr):
-            if any(_DECIMAL.search(text) for text in (answer, gold)) and _close(a, g):
-                return Verdict.EQUAL
+            # Constants of which one is written with decimals are equal within the tolerance; integers are exact.
+            has_decimals = any(_DECIMAL.search(text) for text in (answer, gold))
+            if has_decimals and a.is_number and g.is_number and not (a.is_Integer or g.is_Integer):
+                x, y = sympy.N(a), sympy.N(g)
+                is_real = all(value.is_real and value.is_finite for value in (x, y))
+                if is_real and math.isclose(float(x), float(y), rel_tol=REL_TOLERANCE):
+                    return Comparison.EQUAL
             agree = agree_at_points(a, g)
             if agree is not None:
-                return Verdict.of(agree)
-        return Verdict.of(
+                return Comparison.of(agree)
+        return Comparison.of(
             sympy_expr_eq(g, a, _FLOAT_ROUNDING, _NUMERIC_PRECISION)
             or sympy_expr_eq(a, g, _FLOAT_ROUNDING, _NUMERIC_PRECISION)
         )
     except Exception:  # as above: sympy has no base class of its errors
-        return Verdict.UNPARSED
+        return Comparison.UNPARSED
 
 
 def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
@@ -101,11 +106,3 @@ def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
         if not names:
             return True
     return True if agreements >= _MIN_AGREEMENTS else None
-
-
-def _close(a: Any, g: Any) -> bool:
-    """Within the tolerance, for constants of which one is written with decimals; integers are exact."""
-    values = [sympy.N(x) for x in (a, g) if isinstance(x, sympy.Expr) and x.is_number]
-    if len(values) < 2 or any(x.is_Integer for x in (a, g)) or not all(v.is_real and v.is_finite for v in values):
-        return False
-    return math.isclose(float(values[0]), float(values[1]), rel_tol=REL_TOLERANCE)

@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import NamedTuple
 
-from megarl.rewards.answers.numbers import Number, are_close, parse_number
+from megarl.rewards.answers.numbers import Number, parse_number
 
 PERCENT = "%"
 
@@ -56,49 +55,48 @@ _TRAILING = re.compile(
 
 
 class Quantity(NamedTuple):
-    """`unit` is "" if there is none, else its one spelling, or the words as they are."""
+    """An answer split into what is measured and its unit: "" if there is none, else the unit in one spelling."""
 
     body: str
     unit: str
 
 
 def split_unit(text: str) -> Quantity:
-    r"""`5 cm` → (`5`, `cm`), `$5` → (`5`, `$`), `50%` → (`50`, `%`), `2\pi` → (`2\pi`, ``)."""
+    r"""Split off the unit: `5 cm` → (`5`, `cm`), `$5` → (`5`, `$`), `50%` → (`50`, `%`), `2\pi` → (`2\pi`, ``).
+
+    Letters after a number may be a variable: `5x` has no unit, `5 m` has one.
+    """
     if (match := _CURRENCY.match(text)) and parse_number(text[match.end() :]):
         return Quantity(match[1] + text[match.end() :].strip(), match[2])
     match = _TRAILING.match(text)
     if match is None:
         return Quantity(text, "")
-    body, words = match["body"].strip(), match["unit"]
+    body, words = match["body"].strip(), match["unit"].strip()
     unit = _unit(words)
-    spaced = text[len(match["body"]) : match.start("unit")] != ""
-    if not unit or not _may_be_unit(words.strip(), spaced=spaced, of_number=parse_number(body) is not None):
-        return Quantity(text, "")
-    return Quantity(body, unit)
-
-
-def _may_be_unit(words: str, *, spaced: bool, of_number: bool) -> bool:
-    """Letters after a number may be a variable: `5x` has no unit, `5 m` has one."""
+    is_spaced = text[len(match["body"]) : match.start("unit")] != ""
     if not words.isascii() or words in "%$":
-        return True
-    parts = re.split(r"[\s/.^*{}-]+", words.lower())
-    if parts[0] in _NOT_UNITS:
-        return False
-    known = _unit(words) in _SPELLINGS.values()
-    if len(words) == 1:
-        return known and spaced and of_number
-    return known or (spaced and len(parts[0]) > 1)
+        is_unit = True
+    else:
+        first = re.split(r"[\s/.^*{}-]+", words.lower())[0]
+        is_known = unit in _SPELLINGS.values()
+        if first in _NOT_UNITS:
+            is_unit = False
+        elif len(words) == 1:
+            is_unit = is_known and is_spaced and parse_number(body) is not None
+        else:
+            is_unit = is_known or (is_spaced and len(first) > 1)
+    return Quantity(body, unit) if unit and is_unit else Quantity(text, "")
 
 
 def _unit(words: str) -> str:
-    """The one spelling of a unit."""
+    """The one spelling of a unit; words that are no known unit stay as they are, without a plural s."""
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
     return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")
 
 
 def parse_quantity(text: str) -> tuple[Number, str] | None:
-    """A number and its unit; `5 million` is a number. None if the text without its unit is no number."""
+    """Read a number and its unit, with `million` and the like multiplied in; None if the rest is not a number."""
     body, unit = split_unit(text)
     number = parse_number(body)
     if number is None:
@@ -108,16 +106,3 @@ def parse_quantity(text: str) -> tuple[Number, str] | None:
         return number, unit
     scaled = Number(value=number.value * _SCALES[scale], rounded=number.rounded, scientific=number.scientific)
     return scaled, _unit(rest)
-
-
-def equal_quantities(a: tuple[Number, str], b: tuple[Number, str]) -> bool:
-    """Same number and no contradicting unit; a percentage also equals its value as a plain number, 50% = 0.5."""
-    (number_a, unit_a), (number_b, unit_b) = a, b
-    if unit_a and unit_b:
-        return unit_a == unit_b and are_close(number_a, number_b)
-    if are_close(number_a, number_b):
-        return True
-    if PERCENT in (unit_a, unit_b):
-        percent, plain = (number_a, number_b) if unit_a == PERCENT else (number_b, number_a)
-        return are_close(Number(value=percent.value * Fraction(1, 100), rounded=percent.rounded), plain)
-    return False

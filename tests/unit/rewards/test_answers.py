@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from megarl.rewards.answers import (
     MAX_ANSWER_CHARS,
     MODES,
-    Verdict,
+    AnswerOptions,
+    Comparison,
     compare_answers,
     extract_answer,
     is_equiv,
-    math_equal,
     normalise,
     same_string,
 )
@@ -22,6 +22,10 @@ from megarl.rewards.answers.numbers import parse_number
 from megarl.rewards.answers.units import split_unit
 
 FIX, DOC, REF = MODES["fix"], MODES["doc"], MODES["ref"]
+
+
+def math_equal(answer: str, gold: str, options: AnswerOptions) -> bool:
+    return compare_answers(answer, gold, options) is Comparison.EQUAL
 
 
 def test_golden_extract(golden: Any) -> None:
@@ -151,7 +155,7 @@ def test_what_is_no_number(text: str) -> None:
 )
 def test_costly_text_never_reaches_the_algebra(text: str) -> None:
     assert costly(text)
-    assert compare_answers(text, "7", FIX) is Verdict.UNPARSED
+    assert compare_answers(text, "7", FIX) is Comparison.UNPARSED
 
 
 @pytest.mark.parametrize(
@@ -192,14 +196,14 @@ def test_expressions_are_compared_at_points(answer: str, gold: str, equal: bool)
 
 def test_length_is_bounded() -> None:
     longest = "1" * MAX_ANSWER_CHARS
-    assert compare_answers(longest, longest, FIX) is Verdict.EQUAL
-    assert compare_answers(longest + "1", longest + "1", FIX) is Verdict.UNPARSED
-    assert compare_answers(",".join("1" * 200), ",".join("1" * 199 + "2"), FIX) is Verdict.UNPARSED
+    assert compare_answers(longest, longest, FIX) is Comparison.EQUAL
+    assert compare_answers(longest + "1", longest + "1", FIX) is Comparison.UNPARSED
+    assert compare_answers(",".join("1" * 200), ",".join("1" * 199 + "2"), FIX) is Comparison.UNPARSED
 
 
 def test_model_text_is_never_run_as_python(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("print(1)", "__import__('os').system('echo 1')", "exec('print(1)')"):
-        assert compare_answers(text, "7", FIX) is not Verdict.EQUAL
+        assert compare_answers(text, "7", FIX) is not Comparison.EQUAL
     assert capfd.readouterr().out == ""
 
 
@@ -218,7 +222,7 @@ GROUPS = st.tuples(
 @given(GROUPS, GROUPS)
 def test_comparison_is_symmetric_and_everything_equals_itself(a: str, b: str) -> None:
     assert compare_answers(a, b, FIX) is compare_answers(b, a, FIX)
-    assert compare_answers(a, a, FIX) is Verdict.EQUAL
+    assert compare_answers(a, a, FIX) is Comparison.EQUAL
 
 
 @settings(deadline=None)
@@ -233,6 +237,6 @@ def test_another_integer_is_never_equal(number: int, difference: int) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.text(alphabet=r"0123456789+-*/^(){}[]=,.\ xyfracsqt%$&!|_<>", max_size=24))
 def test_no_text_makes_the_comparison_fail(text: str) -> None:
-    assert compare_answers(text, "(1,x)", FIX) in set(Verdict)
+    assert compare_answers(text, "(1,x)", FIX) in set(Comparison)
     extract_answer(text, DOC)
     normalise(text)

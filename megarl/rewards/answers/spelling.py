@@ -1,0 +1,183 @@
+r"""Spellings of answers: `canonical` keeps the mathematics, `normalise` also drops units, words and signs."""
+
+import re
+import unicodedata
+from collections.abc import Mapping
+
+_UNICODE: Mapping[int, str] = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": r"\cdot ",
+        "∙": r"\cdot ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": "/",
+        "⁄": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "√": r"\sqrt ",
+        "±": r"\pm ",
+        "∓": r"\mp ",
+        "≤": r"\leq ",
+        "≥": r"\geq ",
+        "≠": r"\neq ",
+        "≈": r"\approx ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∈": r"\in ",
+        "∅": r"\emptyset ",
+        "ℝ": r"\mathbb{R}",
+        "θ": r"\theta ",
+        "α": r"\alpha ",
+        "β": r"\beta ",
+        "λ": r"\lambda ",
+        "°": r"^{\circ}",
+        "،": ",",
+        "、": ",",
+        "。": ".",
+        "′": "'",
+        "⟨": r"\langle ",
+        "⟩": r"\rangle ",
+    }
+)
+_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_WRAPPERS = r"text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname|emph|bm|boldsymbol"
+_FUNCTIONS = r"arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp"
+_GREEK = r"pi|theta|alpha|beta|gamma|lambda|infty"
+_SIZES = r"left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits"
+_UNWRAPPED = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
+
+# `\frac12` → `\frac{1}{2}`, `\frac{1}2` → `\frac{1}{2}`.
+_FRACTIONS = ((r"\\frac\s*([^\s{\\])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*([^\s{\\])", r"\1{\2}"))
+
+
+def _compiled(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
+    return tuple((re.compile(pattern), replacement) for pattern, replacement in rows)
+
+
+# Patterns and their replacements; the order is part of the definition of both spellings.
+_DELIMITERS = _compiled(
+    (r"\\\$", "$"),
+    (r"(?<!\\)\\[()\[\]]", " "),
+    (r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),
+    (r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![a-zA-Z])|\\space(?![a-zA-Z])", " "),
+    (rf"\\(?:{_SIZES})(?![a-zA-Z])", ""),
+)
+_SYMBOLS = _compiled(
+    (r"\{,\}", ","),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\%", "%"),
+    (r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])|\\circ(?![a-zA-Z])", " degree "),
+    (r"\\(?:times|ast|cdotp|bullet)(?![a-zA-Z])", r"\\cdot "),
+    (r"\*\*", "^"),
+    (r"\*", r"\\cdot "),
+    (r"\\(?:le|leqslant)(?![a-zA-Z])|<=", r"\\leq "),
+    (r"\\(?:ge|geqslant)(?![a-zA-Z])|>=", r"\\geq "),
+    (r"\\ne(?![a-zA-Z])|!=", r"\\neq "),
+    (r"\\lt(?![a-zA-Z])", "<"),
+    (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+    (r"\\langle(?![a-zA-Z])", "("),
+    (r"\\rangle(?![a-zA-Z])", ")"),
+    (r"\\[lr]vert(?![a-zA-Z])|\\vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
+    (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset"),
+    (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])|\\infinity", r"\\infty"),
+    (rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?=\s*[(\d^_{{]|\s+[a-zA-Z\\])", r"\\\1 "),
+    (rf"(?<![\\a-zA-Z])({_GREEK})(?![a-zA-Z])", r"\\\1 "),
+    (r"(?<![\\a-zA-Z])sqrt", r"\\sqrt"),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    *_FRACTIONS,
+    (r"(?<![\d.])\.(?=\d)", "0."),
+    # Punctuation around an answer.
+    (r"^[,:;\s]+", ""),
+    (r"(?<!\\)[.,:;\s]+$", ""),
+)
+_BEFORE_UNIT = _compiled(
+    (r"\n", ""),
+    (r"\.+\Z", ""),
+    (r"\\!", ""),
+    (r"\\ ", ""),
+    (r"\\\\", r"\\"),
+    (r"\\[td]frac", r"\\frac"),
+    (r"\\left", ""),
+    (r"\\right", ""),
+)
+_AFTER_UNIT = _compiled(
+    *((re.escape(word), "") for word in (r"^{\circ}", r"^\circ", "$", r"\$", r"\text", r"x\in", r"\%", "%", r"\cdot")),
+    ("and", ""),
+    (r"\\mathbf", ""),
+    (r"\\mbox\{[^{}]*\}", ""),
+    (r" \.", " 0."),
+    (r"\{\.", "{0."),
+    (r"infinity|(?<!\\)inf(?!ty)", r"\\infty"),
+)
+_DECIMALS = _compiled((r"(\d+)\.0+(?!\d)", r"\1"), (r"^\.", "0."))
+_AFTER_NAME = _compiled(
+    (r"\\sqrt(\w)", r"\\sqrt{\1}"), (" ", ""), *_FRACTIONS, (r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}")
+)
+
+
+def canonical(text: str) -> str:
+    r"""Write an answer in one spelling without changing its mathematics.
+
+    Unicode signs become LaTeX; delimiters, sizes and text wrappers go: `$\dfrac12\,\text{cm}$` → `\frac{1}{2} cm`,
+    `x × ２` → `x \cdot 2`, `90°` → `90 degree`.
+    """
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
+    text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
+    text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    for pattern, replacement in _DELIMITERS:
+        text = pattern.sub(replacement, text)
+    # `\text{ cm}` → ` cm `, from the inside out.
+    while (unwrapped := _UNWRAPPED.sub(r" \1 ", text)) != text:
+        text = unwrapped
+    for pattern, replacement in _SYMBOLS:
+        text = pattern.sub(replacement, text)
+    while re.fullmatch(r"\{[^{}]*\}", text):
+        text = text[1:-1].strip()
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def compact(text: str) -> str:
+    """Remove all spaces except between digits, where they tell `2 3` from `23`, and between words."""
+    return re.sub(r"(?<![\w])\s+|\s+(?![\w])", "", text)
+
+
+def normalise(text: str) -> str:
+    r"""Drop units, spaces, sizes and signs from an answer: `x=7.00 \text{ cm}` → `7`, `3/4` → `\frac{3}{4}`.
+
+    This is the textual normalisation of the modes `doc` and `ref`.
+    """
+    text = text.strip()
+    for pattern, replacement in _BEFORE_UNIT:
+        text = pattern.sub(replacement, text)
+    # `5 \text{ cm}` → `5`; an answer that is nothing but text stays.
+    text = re.sub(r"\\text\s*\{[^{}]*\}$", "", text).strip() or text
+    for pattern, replacement in _AFTER_UNIT:
+        text = pattern.sub(replacement, text)
+    if "i" not in text:
+        text = text.replace("j", "i")
+    for pattern, replacement in _DECIMALS:
+        text = pattern.sub(replacement, text)
+    # `x=5` → `5`: a name of at most two characters before the only equals sign.
+    name, _, value = text.partition("=")
+    if text.count("=") == 1 and len(name.strip()) <= 2:
+        text = value
+    for pattern, replacement in _AFTER_NAME:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def is_equiv(answer: str | None, gold: str | None, *, none_equals_none: bool = False) -> bool:
+    r"""Whether two answers are equal as normalised strings, with 0.5 = 1/2 and all after `\text{ ` taken for a unit."""
+    if answer is None or gold is None:
+        return none_equals_none and answer is gold
+    normal = []
+    for text in (answer, gold):
+        before = text.split(r"\text{ ", 1)[0]
+        normal.append(normalise(before if before.strip() else text))
+    first, second = (r"\frac{1}{2}" if text == "0.5" else text for text in normal)
+    return first == second
