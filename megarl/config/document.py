@@ -1,33 +1,43 @@
-"""docs/configuration.md, written from the schema: `python -m megarl.config.document`."""
+"""The key reference and the JSON schema, both written from the configuration classes.
+
+`python -m megarl.config.document` writes docs/configuration.md, for people, and docs/config.schema.json, with which
+editors check and complete run files.
+"""
 
 import ast
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from math import inf
 from pathlib import Path
-from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from megarl.config.parse import describe_type
 from megarl.config.schema import Config
 from megarl.config.setting import Range, range_of
 
 PAGE = Path("docs/configuration.md")
+JSON_SCHEMA = Path("docs/config.schema.json")
 COMMAND = "python -m megarl.config.document"
 HEADER = f"""# Configuration
 
-Written by `{COMMAND}` from the classes of `megarl/config/`; edit those instead.
+Written by `{COMMAND}` from the classes of `megarl/config/`; edit those instead. The same
+command writes `docs/config.schema.json`, a JSON schema with which editors check and complete run files. A run file
+names it in its first line: `# yaml-language-server: $schema=../../docs/config.schema.json`.
 
-A run file in `configs/run/` names a model and an algorithm and holds what differs; `key=value` on the command line
-goes before it. Unknown keys, wrong types and values out of range are errors, and `megarl train CONFIG --dry-run` finds
-them without starting anything. Paths are relative to the working directory. Names that end in `_tokens`, `_s`, `_mib`,
-`_gib`, `_nats`, `_frac` say their unit; `num_` counts.
+A run file in `configs/run/` names a model and an algorithm and sets what differs from them; `key=value` on the command
+line overrides it. Unknown keys, wrong types and values out of range are errors, which `megarl train CONFIG --dry-run`
+reports without starting anything. Paths are relative to the working directory. The suffixes `_tokens`, `_s`, `_mib`,
+`_gib`, `_nats` and `_frac` give a key's unit; keys that start with `num_` are counts.
 """
+_JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the page."""
+    """One key of the reference: its name, the values it takes, its default and what it means."""
 
     key: str
     expects: str
@@ -36,107 +46,156 @@ class Entry:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the text of docs/configuration.md."""
     parts = [HEADER]
     for section, cls, allowed in _sections(Config, ""):
-        parts.append(f"## {section}\n\n{_one_line(cls)}\n")
-        entries = list(_entries(cls, section, allowed))
-        if entries:
-            rows = [f"| `{e.key}` | {e.expects} | {e.default} | {e.description} |" for e in entries]
+        parts.append(f"## {section}\n\n{_summary(cls)}\n")
+        rows = [f"| `{e.key}` | {e.expects} | {e.default} | {e.description} |" for e in _entries(cls, section, allowed)]
+        if rows:
             parts.append("\n".join(["| key | expects | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 
 def entries() -> list[Entry]:
-    """Every key of the schema."""
+    """Return every key of the schema, in the order of the page."""
     return [entry for section, cls, allowed in _sections(Config, "") for entry in _entries(cls, section, allowed)]
 
 
+def render_json_schema() -> str:
+    """Return the text of docs/config.schema.json: a JSON schema (draft 2020-12) of the files below configs/.
+
+    Cross-field rules are not part of it, nor are the spellings that only this parser accepts, such as `yes` in
+    quotation marks for true.
+    """
+    tree = _object_schema(Config, None)
+    use = {
+        "type": "object",
+        "description": "In run files: the files to build upon by group, as in {model: qwen3-tiny, algo: grpo}; a "
+        "name in configs/GROUP, or a path that ends in .yaml.",
+        "additionalProperties": {"type": "string"},
+    }
+    tree["properties"] = {"use": use, **tree["properties"]}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megarl configuration", **tree}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
+    """Describe a section, whose numbers without a range of their own have the default one."""
+    hints, comments = get_type_hints(cls), _comments(cls)
+    properties = {}
+    for field in fields(cls):
+        schema = _value_schema(hints[field.name], range_of(field, default))
+        if field.name in comments:
+            schema["description"] = comments[field.name]
+        if field.default is not MISSING:
+            schema["default"] = field.default
+        properties[field.name] = schema
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    return {
+        "type": "object",
+        "description": _summary(cls),
+        "properties": properties,
+        **({"required": required} if required else {}),
+        "additionalProperties": False,
+    }
+
+
+def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
+    """Describe the values of one type; the range applies to the numbers in it."""
+    args, origin = get_args(hint), get_origin(hint)
+    if is_dataclass(hint):
+        return _object_schema(cast(type, hint), allowed)
+    if origin in (UnionType, Union):
+        return {"anyOf": [_value_schema(arg, allowed) for arg in args]}
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin is Mapping:
+        return {"type": "object", "additionalProperties": _value_schema(args[1], allowed)}
+    if origin is tuple:
+        size = {} if Ellipsis in args else {"minItems": len(args), "maxItems": len(args)}
+        return {"type": "array", "items": _value_schema(args[0], allowed), **size}
+    schema: dict[str, Any] = {"type": _JSON_TYPES[hint]}
+    if hint not in (int, float) or allowed is None:
+        return schema
+    bounds = {
+        "minimum": allowed.at_least,
+        "exclusiveMinimum": allowed.above,
+        "maximum": allowed.at_most,
+        "exclusiveMaximum": allowed.below,
+    }
+    schema |= {name: bound for name, bound in bounds.items() if abs(bound) != inf}
+    if allowed.never is not None:
+        schema["not"] = {"const": allowed.never}
+    return schema if allowed.also is None else {"anyOf": [schema, {"const": allowed.also}]}
+
+
 def _sections(cls: type, path: str, default: Range | None = None) -> Iterator[tuple[str, type, Range | None]]:
-    """Dotted name, class and default range of every section, parents first; then the records of lists and mappings."""
+    """Yield name, class and default range of every section, parents first, and of records in lists and mappings."""
     hints = get_type_hints(cls)
     for field in fields(cls):
-        hint, allowed = hints[field.name], range_of(field, default)
+        hint, allowed, section = hints[field.name], range_of(field, default), f"{path}{field.name}"
         if is_dataclass(hint):
-            section = f"{path}{field.name}"
             yield section, cast(type, hint), allowed
             yield from _sections(cast(type, hint), f"{section}.", allowed)
-        else:
+        elif get_origin(hint) in (Mapping, tuple):
+            # A tuple's items may be of a plain type or a record.
+            items = [kind for item in get_args(hint) for kind in (item, *get_args(item))]
             place = ".NAME" if get_origin(hint) is Mapping else "[i]"
-            yield from ((f"{path}{field.name}{place}", record, allowed) for record in _records(hint))
-
-
-def _records(hint: Any) -> list[type]:
-    """Dataclasses within the type of a list or of a mapping."""
-    if get_origin(hint) is Mapping:
-        return [cast(type, kind) for kind in get_args(hint) if is_dataclass(kind)]
-    items = get_args(hint)[:1] if get_origin(hint) is tuple else ()
-    kinds = (kind for item in items if isinstance(item, UnionType) for kind in get_args(item))
-    return [cast(type, kind) for kind in kinds if is_dataclass(kind)]
+            yield from ((f"{section}{place}", cast(type, kind), allowed) for kind in items if is_dataclass(kind))
 
 
 def _entries(cls: type, section: str, default: Range | None) -> Iterator[Entry]:
+    """Yield the keys of a section that are not sections themselves."""
     hints, comments = get_type_hints(cls), _comments(cls)
     for field in fields(cls):
         if is_dataclass(hints[field.name]):
             continue
-        key = f"{section}.{field.name}"
         allowed = range_of(field, default)
         expects = describe_type(hints[field.name]) + (f"; {allowed.expected}" if allowed else "")
+        # A | would end the table's cell.
         yield Entry(
-            key=key,
-            expects=_cell(expects),
-            default=_cell(_default(field)),
-            description=_cell(comments.get(field.name, "")),
+            key=f"{section}.{field.name}",
+            expects=expects.replace("|", "\\|"),
+            default=_default(field),
+            description=comments.get(field.name, "").replace("|", "\\|"),
         )
 
 
 def _default(field: Field[Any]) -> str:
-    if field.default_factory is dict:
-        return "`{}`"
-    if field.default is MISSING:
+    """Write a field's default as YAML in a table's cell."""
+    value = {} if field.default_factory is dict else field.default
+    if value is MISSING:
         return "required"
-    words = {None: "null", True: "true", False: "false", "": '""', (): "[]"}
-    value = field.default
-    if isinstance(value, tuple) and value:
-        return f"`{list(value)}`"
-    # By identity of type, since 1 == True.
-    plain = value is None or isinstance(value, bool | str) or value == ()
-    return f"`{words.get(value, value) if plain else value}`"
+    if isinstance(value, str) and value:
+        return f"`{value}`"
+    return f"`{json.dumps(value) if not isinstance(value, float) else value}`"
 
 
-def _one_line(cls: type) -> str:
+def _summary(cls: type) -> str:
+    """Return a class's docstring on one line."""
     return " ".join((inspect.getdoc(cls) or "").split())
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
 def _comments(cls: type) -> dict[str, str]:
-    """The comment above each field, and that on its line; of inherited fields too."""
-    bases = [_comments(base) for base in cls.__bases__ if is_dataclass(base)]
-    inherited = {name: comment for base in bases for name, comment in base.items()}
-    return inherited | _own_comments(cls)
-
-
-def _own_comments(cls: type) -> dict[str, str]:
-    lines = Path(inspect.getfile(cls)).read_text().splitlines()
-    tree = ast.parse("\n".join(lines))
-    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+    """Return the comment above each field and beside it, by the field's name; of inherited fields too."""
     found: dict[str, str] = {}
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            above: list[str] = []
-            at = statement.lineno - 2
-            while lines[at].lstrip().startswith("#"):
-                above.insert(0, lines[at].strip().removeprefix("#").strip())
-                at -= 1
-            beside = lines[(statement.end_lineno or 0) - 1][statement.end_col_offset :].partition("#")[2].strip()
-            found[statement.target.id] = " ".join([*above, beside]).strip()
+    for owner in filter(is_dataclass, reversed(cls.__mro__)):
+        lines = Path(inspect.getfile(owner)).read_text().splitlines()
+        tree = ast.parse("\n".join(lines))
+        node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner.__name__)
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                above: list[str] = []
+                at = statement.lineno - 2
+                while lines[at].lstrip().startswith("#"):
+                    above.insert(0, lines[at].strip().removeprefix("#").strip())
+                    at -= 1
+                beside = lines[(statement.end_lineno or 0) - 1][statement.end_col_offset :].partition("#")[2].strip()
+                found[statement.target.id] = " ".join([*above, beside]).strip()
     return found
 
 
 if __name__ == "__main__":
     PAGE.write_text(render())
-    print(f"wrote {PAGE}")
+    JSON_SCHEMA.write_text(render_json_schema())
+    print(f"wrote {PAGE} and {JSON_SCHEMA}")

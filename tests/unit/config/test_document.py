@@ -1,10 +1,22 @@
-"""The configuration page: what it says of a key, and that it is not stale."""
+"""The key reference and the JSON schema: what they say of a key, and that they are not stale."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from megarl.config.document import COMMAND, PAGE, Entry, entries, render
+import jsonschema
+import pytest
+
+from megarl.config import Config
+from megarl.config.document import COMMAND, JSON_SCHEMA, PAGE, Entry, entries, render, render_json_schema
+from megarl.config.load import read_yaml
 
 ROOT = Path(__file__).parents[3]
+SCHEMA = json.loads(render_json_schema())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+# The files that a run is composed of; those of configs/study list runs.
+FILES = sorted(path for group in ("run", "model", "algo") for path in (ROOT / "configs" / group).glob("*.yaml"))
 
 
 def test_the_page_is_what_the_schema_says() -> None:
@@ -31,3 +43,63 @@ def test_entries() -> None:
     assert found["data.train"].default == "`[]`"
     assert found["logging.profile_steps"].default == "`null`"
     assert found["trainer.mismatch_gate_nats"].description.count("\\|") == 2
+
+
+def test_the_json_schema_is_what_the_classes_say() -> None:
+    written = (ROOT / JSON_SCHEMA).read_text()
+    assert written == render_json_schema(), f"{JSON_SCHEMA} is stale; renew it in the repository's root: {COMMAND}"
+
+
+def test_the_json_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_file_of_configs_fits_the_json_schema(path: Path) -> None:
+    VALIDATOR.validate(read_yaml(path))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "run"], ids=lambda path: path.name)
+def test_a_run_file_names_the_json_schema(path: Path) -> None:
+    comment, _, name = path.read_text().splitlines()[0].partition("=")
+    assert comment == "# yaml-language-server: $schema"
+    assert (path.parent / name).resolve() == ROOT / JSON_SCHEMA
+
+
+def test_the_defaults_fit_the_json_schema() -> None:
+    VALIDATOR.validate(json.loads(json.dumps(asdict(Config()))))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"trainer": {"total_step": 3}},
+        {"trainer": {"total_steps": 0}},
+        {"trainer": {"total_steps": 1.5}},
+        {"rollout": {"top_k": 0}},
+        {"rollout": {"temperature": 0.0}},
+        {"model": {"dtype": "float16"}},
+        {"actor": {"optimizer": {"betas": [0.9]}}},
+        {"actor": {"optimizer": {"betas": [0.9, 1.0]}}},
+        {"critic": {"layout": {"tp": 0}}},
+        {"data": {"train": [{"weight": 1.0}]}},
+        {"rewards": {"hybrid": {"parts": {"judge": {"manager": "rule", "weight": 0}}}}},
+        {"rewards": {"code": {"limits": {"files": 0}}}},
+    ],
+)
+def test_what_does_not_fit_the_json_schema(tree: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        VALIDATOR.validate(tree)
+
+
+def test_what_fits_the_json_schema() -> None:
+    tree = {
+        "use": {"model": "qwen3-tiny"},
+        "rollout": {"top_k": -1},
+        "critic": {"layout": {"tp": 2}, "value_clip": None},
+        "data": {"train": ["a.parquet", {"path": "b.parquet", "weight": 2}]},
+        "rewards": {"hybrid": {"parts": {"judge": {"manager": "rule", "weight": -1}}}},
+    }
+    VALIDATOR.validate(tree)
+    key = SCHEMA["properties"]["rollout"]["properties"]["temperature"]
+    assert {**key, "description": ""} == {"type": "number", "exclusiveMinimum": 0, "default": 1.0, "description": ""}
