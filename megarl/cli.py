@@ -210,8 +210,9 @@ def _serve_reward(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> None:
     from megarl.doctor.render import print_diagnosis
+    from megarl.parallel.backend import check_megatron
 
-    if not print_diagnosis(as_json=arguments.json):
+    if not print_diagnosis(check_megatron, as_json=arguments.json):
         raise SystemExit(EXIT_FAILED)
 
 

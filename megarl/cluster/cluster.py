@@ -83,7 +83,7 @@ class Cluster:
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
         cluster = self._config.cluster
-        device, other_layouts = platform().device_resources(), list(self._roles)[1:]
+        device, other_layouts = dict(platform().resources), list(self._roles)[1:]
         plan = plan_placement(
             self._config,
             device,

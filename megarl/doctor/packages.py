@@ -4,13 +4,14 @@ import importlib.metadata
 import importlib.util
 import platform as host
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
 from megarl.device.accelerators import torch_build
-from megarl.device.platform import TESTED_MEGATRON, check_megatron, platform
+from megarl.device.platform import TESTED_MEGATRON, platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError
 
@@ -26,8 +27,11 @@ ABSENT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 NVIDIA_APEX_MODULE = "multi_tensor_apply"
 
 
-def check_packages() -> Iterator[Finding]:
-    """Python, megarl, and every package that it requires on this platform."""
+def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
+    """Python, megarl, and every package that it requires on this platform.
+
+    check_megatron: raises a ConfigError where another megatron-core than the tested one lacks something.
+    """
     yield _python()
     yield Finding(subject="megarl", found=megarl.__version__)
     try:
@@ -45,7 +49,7 @@ def check_packages() -> Iterator[Finding]:
 
     for requirement in map(Requirement, declared):
         if requirement.marker is None or requirement.marker.evaluate({"extra": platform().name}):
-            yield _package(requirement)
+            yield _package(requirement, check_megatron)
     if platform().name == "cpu":
         yield from _unwanted_on_cpu()
 
@@ -68,9 +72,13 @@ def _python() -> Finding:
     )
 
 
-def _package(requirement: "Requirement") -> Finding:
+def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> Finding:
     name = requirement.name
-    special = {"torch": _torch, "megatron-core": _megatron, "apex": _apex}.get(name)
+    special: Mapping[str, Callable[[Requirement, str], Finding]] = {
+        "torch": _torch,
+        "megatron-core": partial(_megatron, check_megatron),
+        "apex": _apex,
+    }
     version = installed_version(name)
     if version is None:
         needed = name not in OPTIONAL
@@ -80,9 +88,7 @@ def _package(requirement: "Requirement") -> Finding:
             status=Status.MISSING if needed else Status.WARN,
             advice=_install(requirement),
         )
-    if special is not None:
-        return special(requirement, version)
-    return _versioned(requirement, version)
+    return special.get(name, _versioned)(requirement, version)
 
 
 def _versioned(requirement: "Requirement", version: str, detail: str = "") -> Finding:
@@ -114,7 +120,7 @@ def _torch(requirement: "Requirement", version: str) -> Finding:
     return _versioned(requirement, version, f", built for {target}")
 
 
-def _megatron(requirement: "Requirement", version: str) -> Finding:
+def _megatron(check_megatron: Callable[[], None], requirement: "Requirement", version: str) -> Finding:
     if version == TESTED_MEGATRON:
         return Finding(subject="megatron-core", found=f"{version}, the tested version")
     try:

@@ -1,7 +1,7 @@
 """`megarl doctor`: the diagnosis as a table or as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from megarl.device.platform import platform
@@ -11,9 +11,9 @@ from megarl.doctor.packages import check_packages
 from megarl.doctor.sandbox import check_sandbox
 
 
-def print_diagnosis(*, as_json: bool) -> bool:
+def print_diagnosis(check_megatron: Callable[[], None], *, as_json: bool) -> bool:
     """Look, print, and say whether a run can start."""
-    findings = [*check_packages(), *check_machine(platform()), *check_sandbox()]
+    findings = [*check_packages(check_megatron), *check_machine(platform()), *check_sandbox()]
     print(to_json(findings) if as_json else to_text(findings))
     return can_start(findings)
 

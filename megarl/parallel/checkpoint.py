@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.device.platform import platform
@@ -48,7 +49,12 @@ class RankCheckpoints:
     def start_save(self, directory: Path) -> None:
         """Start writing into an empty directory; what is there is complete once `finish_save` says so."""
         for role_name in self._roles:
-            torch.save(platform().rng_state(), directory / _rng_file(role_name, self._rank))
+            states = {
+                "host": torch.get_rng_state(),
+                "device": platform().generator().get_state(),
+                "tracker": get_cuda_rng_tracker().get_states(),
+            }
+            torch.save(states, directory / _rng_file(role_name, self._rank))
         for name, role in self._trained.items():
             _give_moments(_optimizer(role))
             (directory / name).mkdir(exist_ok=True)
@@ -81,7 +87,10 @@ class RankCheckpoints:
             with torch.no_grad():
                 _optimizer(role).load_state_dict(state["optimizer"])
         for role_name in (name for name in self._roles if name in same_layout):
-            platform().set_rng_state(torch.load(directory / _rng_file(role_name, self._rank), weights_only=True))
+            states = torch.load(directory / _rng_file(role_name, self._rank), weights_only=True)
+            platform().generator().set_state(states["device"])
+            torch.set_rng_state(states["host"])
+            get_cuda_rng_tracker().set_states(states["tracker"])
             break
 
 

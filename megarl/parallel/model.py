@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.device.platform import platform
+from megarl.parallel.backend import BACKENDS
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -26,6 +27,7 @@ from megarl.parallel.head.policy import HeadRequest, PolicyHead
 from megarl.parallel.head.shard import vocab_shard
 from megarl.parallel.latent import latent_options, scale_rotary_embedding
 from megarl.parallel.layout import Layout
+from megarl.parallel.modules import block_spec
 from megarl.parallel.moe.setup import expert_options, rate_groups
 from megarl.parallel.packing import Pack
 from megarl.types.messages import Head
@@ -61,7 +63,7 @@ class PackedModel(GPTModel):
         padded_vocab = _round_up(spec.dims.vocab, vocab_multiple * layout.config.tp)
         super().__init__(
             config=config,
-            transformer_layer_spec=platform().block_spec(config, vp_stage),
+            transformer_layer_spec=block_spec(config, vp_stage),
             vocab_size=padded_vocab,
             max_sequence_length=spec.max_positions,
             pre_process=layout.is_first_chunk(vp_stage),
@@ -253,7 +255,7 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         bf16=dtype is torch.bfloat16,
         # We divide by our own global denominators; Megatron must not divide again.
         calculate_per_token_loss=True,
-        **{**platform().config_overrides(), **_ACTIVATIONS[family.activation]},
+        **{**BACKENDS[platform().name].options, **_ACTIVATIONS[family.activation]},
     )
 
 

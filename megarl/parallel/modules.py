@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.device.platform import platform
+from megarl.parallel.backend import BACKENDS
 from megarl.parallel.latent import ReplicatedLinear
 from megarl.parallel.moe.router import with_pack_routers
 from megarl.parallel.packing import zigzag_indices
@@ -119,6 +121,15 @@ class PackedAttention(torch.nn.Module):
         parts = gather_from_sequence_parallel_region(local, group=self.cp_group)
         order = np.concatenate([zigzag_indices(lengths, cp, rank) for rank in range(cp)])
         return parts[torch.from_numpy(np.argsort(order)).to(local.device)]
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The decoder block's layers for this pipeline stage (and model chunk): those of the device's backend."""
+    if not BACKENDS[platform().name].uses_transformer_engine:
+        return local_block_spec(config, vp_stage)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    with_pack_routers(block.layer_specs)
+    return block
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -30,9 +30,9 @@ class PolicyWorker:
 
     def prepare(self) -> str:
         """Import what takes long and offer an address for the process group (rank 0's is used)."""
-        from megarl.device.platform import platform
+        from megarl.parallel.backend import prepare_megatron
 
-        platform().prepare()
+        prepare_megatron()
         import megarl.parallel.passes  # noqa: F401
 
         with socket.socket() as probe:
@@ -49,14 +49,19 @@ class PolicyWorker:
 
     def load(self, request: LoadRequest) -> None:
         """Build the models and read their weights; a later call starts a new run on the same processes."""
-        from megarl.device.platform import platform
+        import torch
+        from megatron.core import tensor_parallel
+
         from megarl.parallel.checkpoint import RankCheckpoints
         from megarl.parallel.offload import Offloader
         from megarl.parallel.roles import load_role
 
         self._forget_models()
-        platform().seed(request.seed)
-        platform().use_deterministic_algorithms(request.deterministic)
+        torch.manual_seed(request.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(request.seed)
+        # cuBLAS reads it when it is first used. torch warns of operations that have no deterministic algorithm.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(request.deterministic, warn_only=True)
         self.roles = {spec.role: load_role(spec, self.layout) for spec in request.roles}
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)

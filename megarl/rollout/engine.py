@@ -185,20 +185,37 @@ class VllmEngine:
         return [checksums for checksums, _ in results]
 
     def sleep(self) -> None:
-        """Drop weights and KV cache where the platform can; `wake` both before generating."""
-        platform().sleep_engine(self.llm)
+        """Drop weights and KV cache where the device can; `wake` both before generating."""
+        if platform().name in _SLEEPING_DEVICES:
+            self.llm.sleep(level=2)
 
     def wake(self, parts: Sequence[str]) -> None:
         """Bring back `weights`, which the next sync fills, or `kv_cache`."""
-        platform().wake_engine(self.llm, parts)
+        if platform().name in _SLEEPING_DEVICES:
+            self.llm.wake_up(tags=list(parts))
 
     def close(self) -> None:
         """Stop the engine and the processes it started."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
+# vLLM's engines sleep on these devices.
+_SLEEPING_DEVICES = frozenset({"cuda"})
+# Engine arguments by device where the configuration leaves the choice open.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+        "enforce_eager": True,
+        # vLLM rewinds a seeded request's generator after a chunk of prefill; CPU generators cannot be rewound.
+        "enable_chunked_prefill": False,
+    },
+    "cuda": {},
+}
+
+
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    config = spec.config
+    config, device = spec.config, platform().name
     chosen: dict[str, Any] = {
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
         "block_size": config.block_size,
@@ -220,8 +237,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_log_stats": True,
         "skip_tokenizer_init": False,
         "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",
-        **platform().engine_defaults(),
-        **(platform().sleep_arguments() if spec.can_sleep else {}),
+        **_DEFAULTS[device],
+        **({"enable_sleep_mode": True} if spec.can_sleep and device in _SLEEPING_DEVICES else {}),
         **{key: value for key, value in chosen.items() if value is not None},
     }
 

@@ -12,7 +12,8 @@ import torch
 
 from megarl.cluster import residency
 from megarl.config.schema import ActorConfig, ModelConfig
-from megarl.device.platform import CudaPlatform, platform
+from megarl.device.platform import platform
+from megarl.parallel.backend import BACKENDS, cuda_backend
 from megarl.rollout.engine import EngineSpec, VllmEngine
 from megarl.sync.plan.build import build_plan
 from megarl.sync.wire.collective import Meeting, WeightChannel, open_store
@@ -30,7 +31,7 @@ from tests.helpers.rank_pool import RankContext
 
 def use_local_layers(context: RankContext) -> None:
     """Models of this process are built from megarl's own layers: Transformer Engine has no packed float32 attention."""
-    CudaPlatform.has_transformer_engine = property(lambda _: False)  # type: ignore[method-assign]
+    BACKENDS["cuda"] = cuda_backend(transformer_engine=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

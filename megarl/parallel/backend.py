@@ -1,0 +1,115 @@
+"""How Megatron-Core runs on each kind of device.
+
+Nothing of Megatron is imported before it is needed: on a CPU the shim must come first, and `megarl doctor` calls
+`check_megatron` where Megatron may not be installed.
+"""
+
+import importlib.metadata
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from megarl.device.platform import TESTED_MEGATRON, platform
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """How Megatron runs on a kind of device.
+
+    needs_shim: whether `cpu_shim` must stand in for CUDA. uses_transformer_engine: whether layers are Transformer
+    Engine's, not Megatron's local ones with our norm and attention. options: of Megatron's TransformerConfig.
+    """
+
+    needs_shim: bool
+    uses_transformer_engine: bool
+    options: Mapping[str, Any]
+
+
+def cuda_backend(*, transformer_engine: bool) -> Backend:
+    """Return the backend of a GPU, with Transformer Engine's layers and fused kernels or without."""
+    return Backend(
+        needs_shim=False,
+        uses_transformer_engine=transformer_engine,
+        options={
+            "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
+            "masked_softmax_fusion": transformer_engine,
+            "persist_layer_norm": transformer_engine,
+            "apply_rope_fusion": transformer_engine,
+            "moe_grouped_gemm": transformer_engine,
+            "bias_dropout_fusion": True,
+            "bias_activation_fusion": True,
+            "attention_softmax_in_fp32": True,
+        },
+    )
+
+
+# By the platform's name.
+BACKENDS = {
+    "cpu": Backend(
+        needs_shim=True,
+        uses_transformer_engine=False,
+        options={
+            "use_cpu_initialization": True,
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
+            "apply_rope_fusion": False,
+            "bias_dropout_fusion": False,
+            "bias_activation_fusion": False,
+            "attention_softmax_in_fp32": True,
+            "deallocate_pipeline_outputs": False,
+            "batch_p2p_sync": False,
+        },
+    ),
+    "cuda": cuda_backend(transformer_engine=find_spec("transformer_engine") is not None),
+}
+
+
+def prepare_megatron() -> None:
+    """Make this process ready for Megatron-Core; call it once, before anything of Megatron is imported."""
+    check_megatron()
+    platform().activate()
+    if BACKENDS[platform().name].needs_shim:
+        from megarl.parallel import cpu_shim
+
+        cpu_shim.install()
+
+
+def check_megatron() -> None:
+    """Refuse a megatron-core that lacks something we rely on; the tested version passes by definition.
+
+    Raises:
+        ConfigError: with the names of what it lacks.
+    """
+    version = importlib.metadata.version("megatron-core")
+    if version == TESTED_MEGATRON:
+        return
+    missing = [name for name, present in probe_megatron().items() if not present]
+    if missing:
+        raise ConfigError(
+            f"megatron-core {version} lacks {', '.join(missing)}; install the tested megatron-core=={TESTED_MEGATRON}"
+        )
+
+
+def probe_megatron() -> dict[str, bool]:
+    """Look up, in the installed megatron-core, each thing that we rely on and that other versions may lack."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    postprocess = getattr(GPTModel, "_postprocess", None)
+    fields = TransformerConfig.__dataclass_fields__
+    return {
+        "GPTModel._postprocess(hidden_states)": postprocess is not None
+        and "hidden_states" in inspect.signature(postprocess).parameters,
+        "GPTModel(pg_collection)": "pg_collection" in inspect.signature(GPTModel.__init__).parameters,
+        "PackedSeqParams.cu_seqlens_q": "cu_seqlens_q" in PackedSeqParams.__dataclass_fields__,
+        "TransformerConfig.calculate_per_token_loss": "calculate_per_token_loss" in fields,
+        "finalize_model_grads(num_tokens)": "num_tokens" in inspect.signature(finalize_model_grads).parameters,
+        "schedules.get_forward_backward_func": hasattr(schedules, "get_forward_backward_func"),
+    }
