@@ -12,10 +12,9 @@ from megarl.sync.plan.build import Holding, Plan, build_plan
 from megarl.sync.plan.needs import engine_needs
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs
-from megarl.train.export import weight_specs
 from megarl.weights.boxes import Box
 from megarl.weights.families import ModelSpec, PlacedRule
-from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from megarl.weights.shards import is_on_stage, num_local_experts, stage_layers
 from megarl.weights.splits import Split, split_box
 

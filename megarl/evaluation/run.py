@@ -24,10 +24,10 @@ from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.start import started_cluster
 from megarl.train.checkpoint import Checkpoint
-from megarl.train.export import weight_specs
 from megarl.types import Prompt, Reward, RolloutBatch
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import weight_specs
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster

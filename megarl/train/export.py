@@ -9,22 +9,13 @@ from typing import Any, Protocol
 
 from megarl.sync.seam import check_complete
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
-from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import TensorSpec, create_model_files, dtype_of
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from megarl.weights.tables import Family
 
 # Everything a model directory holds besides weights: configuration, tokenizer, templates.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.index.json",)
-
-
-def weight_specs(spec: ModelSpec, dtype: str, head: Head = Head.LM) -> dict[str, TensorSpec]:
-    """Names, shapes and types of a model's Hugging Face tensors."""
-    shapes, wide = spec.expected_tensors(scalar_head=head is Head.SCALAR), spec.float32_tensors()
-    return {
-        name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
-        for name, shape in shapes.items()
-    }
 
 
 class RoleWriters(Protocol):
@@ -41,7 +32,7 @@ def export_model(workers: RoleWriters, role: RoleSpec, directory: Path) -> None:
     spec = read_model_spec(role.model.path)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    specs = weight_specs(spec, role.model.dtype, role.head)
+    specs = weight_specs(spec, role.model.dtype, scalar_head=role.head is Head.SCALAR)
     written = workers.store_weights(create_model_files(partial, specs), role=role.role)
     check_complete({name: math.prod(tensor.shape) for name, tensor in specs.items()}, written.num_elements)
     copy_companions(spec.path, partial)

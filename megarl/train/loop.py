@@ -26,7 +26,7 @@ from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, batch_s
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, GroupCollector, PromptQueue
-from megarl.train.export import export_model, weight_specs
+from megarl.train.export import export_model
 from megarl.train.gate import MismatchGate, engines_differ, mismatch_of
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.model_judge import ModelJudge, ModelRewards
@@ -36,6 +36,7 @@ from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, updat
 from megarl.train.validate import validate
 from megarl.types import Advantages, FinishReason, Prompt, RolloutBatch, Row, Score, scored_batch
 from megarl.types.messages import LoadRequest, Role
+from megarl.weights.safetensors_map import weight_specs
 
 
 class Trainer:

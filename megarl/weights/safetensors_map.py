@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megarl.errors import ConfigError
+from megarl.weights.families import ModelSpec
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -217,6 +218,15 @@ def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
     return {
         "metadata": {"total_size": sum(spec.num_bytes for group in plan.values() for spec in group.values())},
         "weight_map": {tensor: name for name, group in plan.items() for tensor in group},
+    }
+
+
+def weight_specs(spec: ModelSpec, dtype: str, *, scalar_head: bool = False) -> dict[str, TensorSpec]:
+    """Names, shapes and types of a model's Hugging Face tensors."""
+    wide = spec.float32_tensors()
+    return {
+        name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
+        for name, shape in spec.expected_tensors(scalar_head=scalar_head).items()
     }
 
 

@@ -9,9 +9,8 @@ import pytest
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.convert.commands import mcore_to_hf
 from megarl.convert.engine import Settings
-from megarl.train.export import weight_specs
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.convert_ranks import train_and_save
 from tests.helpers.hf_models import assert_same_tensors, make_model
 from tests.helpers.rank_pool import RankPool

@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 
 from megarl.algos.value_loss import ValueLoss
 from megarl.config.schema import LayoutConfig, ModelConfig
-from megarl.train.export import weight_specs
 from megarl.types import AlgoState, Row, row_from_sample
 from megarl.types.messages import Head, Role, RoleSpec, UpdateRequest
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.checkpoints import add_value_head
 from tests.helpers.compare import assert_within
 from tests.helpers.critic_ranks import CriticCase, refused_update, run_critic
@@ -127,7 +126,7 @@ def critic_case(
     clip: float | None = CLIP,
     trainable: bool = True,
 ) -> CriticCase:
-    objective, specs = ValueLoss(clip=clip), weight_specs(read_model_spec(path), "float32", Head.SCALAR)
+    objective, specs = ValueLoss(clip=clip), weight_specs(read_model_spec(path), "float32", scalar_head=True)
     requests = [
         UpdateRequest(
             role=Role.CRITIC,

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.train.export import export_model, weight_specs
+from megarl.train.export import export_model
 from megarl.types.messages import Role, RoleSpec, StoreResult
 from megarl.weights import safetensors_map
 from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import weight_specs
 from tests.helpers import ranks
 from tests.helpers.hf_models import assert_same_bits, read_tensors
 from tests.helpers.rank_pool import RankPool

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.train.export import weight_specs
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers import ranks
 from tests.helpers.family_parity import Reference, assert_equals_transformers, run_transformers
 from tests.helpers.hf_models import WITH_EXPERTS, make_model

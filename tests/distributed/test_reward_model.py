@@ -14,12 +14,11 @@ from transformers import AutoModelForSequenceClassification
 from megarl.algos.preference import BradleyTerry
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.train.export import weight_specs
 from megarl.train.update import RoleUpdater
 from megarl.types import AlgoState, Row, row_read_at_end
 from megarl.types.messages import Head, Role, RoleSpec, UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.checkpoints import VOCAB_SIZE, add_value_head
 from tests.helpers.compare import assert_within
 from tests.helpers.critic_ranks import CriticCase, run_critic
@@ -132,7 +131,7 @@ def training_case(spec: RoleSpec, pairs: Sequence[Row], directory: Path) -> Crit
     updater = RoleUpdater(recorder, spec, BradleyTerry(), total_steps=2)  # type: ignore[arg-type]
     for step in range(2):
         updater.update(pairs, AlgoState(), step=step, paired=True)
-    specs = weight_specs(read_model_spec(spec.model.path), "float32", Head.SCALAR)
+    specs = weight_specs(read_model_spec(spec.model.path), "float32", scalar_head=True)
     return CriticCase(
         critic=spec,
         rows=recorder.rows,

@@ -15,12 +15,11 @@ from megarl.config.schema import Config
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
 from megarl.sync.seam import PolicySync, WeightSync
-from megarl.train.export import weight_specs
 from megarl.train.update import RoleScorer, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import ModelSpec, read_model_spec
-from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from tests.helpers.checkpoints import VOCAB_SIZE
 
 REPOSITORY = Path(__file__).parents[2]

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.sync.seam import check_complete
-from megarl.train.export import weight_specs
 from megarl.types import FloatArray, Row
 from megarl.types.messages import StoreResult
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.hf_models import VOCAB_SIZE, assert_same_tensors
 from tests.helpers.measure import MeasureCase, Measured, measure
 from tests.helpers.rank_pool import RankPool

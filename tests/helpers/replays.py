@@ -14,11 +14,10 @@ from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
-from megarl.train.export import weight_specs
 from megarl.types import Reward, Row, row_from_sample, scored_batch
 from megarl.types.messages import UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files
+from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers import ranks
 from tests.helpers.dense_trainer import AdamSettings
 from tests.helpers.rank_pool import RankPool

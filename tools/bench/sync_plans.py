@@ -24,10 +24,9 @@ from megarl.sync.plan.build import Plan, build_plan
 from megarl.sync.plan.needs import engine_needs
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.text_table import align
-from megarl.train.export import weight_specs
 from megarl.weights.boxes import num_elements
 from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import TensorSpec
+from megarl.weights.safetensors_map import TensorSpec, weight_specs
 
 _CONFIGS = Path(__file__).parents[2] / "configs" / "model" / "hf"
 _DEVICES_PER_HOST = 8
