@@ -20,6 +20,9 @@ from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
 from megarl.registry import Registry
 
+# The score that holds the weights of `compute_correction`.
+CORRECTION = "correction"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionInputs:

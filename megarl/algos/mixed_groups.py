@@ -4,8 +4,16 @@ import torch
 from torch import Tensor
 
 from megarl.algos.masked import group_stats, masked_sum
+from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import OffPolicyConfig
-from megarl.types import ScoredBatch
+from megarl.types import RowBatch, ScoredBatch
+
+
+def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
+    """[B, T] bool: loss tokens that a demonstration put there, not the policy."""
+    if DEMONSTRATION not in batch.scores:
+        return torch.zeros_like(batch.loss_mask)
+    return batch.scores[DEMONSTRATION].bool() & batch.loss_mask
 
 
 def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:
@@ -15,7 +23,7 @@ def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
     A is multiplied by `demonstration_weight` (α) on demonstration tokens, by `policy_weight` (β) on all others, also
     those that follow a demonstration (LUFFY, arXiv:2504.14945); then `without_truncated`.
     """
-    demonstrated = batch.demonstration_mask
+    demonstrated = demonstration_mask(batch)
     on_demonstration = advantages
     if cfg.prefix_reward is not None:
         size = group_stats(batch.rewards, batch.uids).size[:, None]
@@ -48,7 +56,7 @@ def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Te
     A group needs its demonstration if the accuracy of its samples without one is at most `max_group_accuracy`, or if
     it has no such samples.
     """
-    off_policy = batch.demonstration_mask.any(dim=-1)
+    off_policy = demonstration_mask(batch).any(dim=-1)
     own = group_stats(batch.correct, batch.uids, where=~off_policy)
     return off_policy & (own.size > 0) & (own.mean > max_group_accuracy)
 
@@ -59,9 +67,9 @@ def mixed_metrics(batch: ScoredBatch) -> dict[str, float]:
     batch/demonstration_frac: share of the loss tokens; on_off_metrics/{on,off}_{score,response_tokens}_mean of rows
     without and with a demonstration. A mean over nothing is 0.
     """
-    off_policy, lengths = batch.demonstration_mask.any(dim=-1), batch.loss_mask.sum(dim=-1).double()
+    off_policy, lengths = demonstration_mask(batch).any(dim=-1), batch.loss_mask.sum(dim=-1).double()
     scores = batch.rewards.double()
-    share = batch.demonstration_mask.sum() / batch.loss_mask.sum().clamp(min=1)
+    share = demonstration_mask(batch).sum() / batch.loss_mask.sum().clamp(min=1)
     metrics = {"batch/demonstration_frac": float(share)}
     for name, rows in (("on", ~off_policy), ("off", off_policy)):
         metrics[f"on_off_metrics/{name}_score_mean"] = _mean(scores, rows)

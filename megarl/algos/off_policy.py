@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megarl.algos.aggregation import RowCounts
 from megarl.algos.policy_losses import PolicyLossInputs, Surrogate, clipped_surrogate
+from megarl.algos.prefixes import DEMONSTRATION
 from megarl.algos.reshape import demonstration_reshape, ratio_reshape
 from megarl.config.algo import OffPolicyConfig, PolicyLossConfig
-from megarl.types import DEMONSTRATION, Row, pad_rows
+from megarl.types import Row, pad_rows
 
 # Added to the demonstrator's probabilities before dividing by them.
 _PROBABILITY_EPS = 1e-6

@@ -34,11 +34,10 @@ class BradleyTerry:
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """The pairs of an optimizer mini-batch."""
-        num_pairs = max(len(rows) / 2, 1.0)
-        return Denominators(loss=num_pairs, tokens=num_pairs)
+        return {"pairs": max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
-        """Sums over the pairs of a micro-batch. Parts: the share of pairs in order, the mean difference, mean scores.
+        """Sums over the pairs of a micro-batch. Metrics: the share of pairs in order, the mean difference, mean scores.
 
         Equal scores count as wrong: they prefer nothing.
         """
@@ -55,6 +54,6 @@ class BradleyTerry:
                 "score_rejected": rejected.sum(),
             }
         return LossSums(
-            loss=F.softplus(margin - difference).sum(),
-            loss_parts={f"reward_model/{name}": value for name, value in parts.items()},
+            objective={"pairs": F.softplus(margin - difference).sum()},
+            metrics={"pairs": {f"reward_model/{name}": value for name, value in parts.items()}},
         )

@@ -31,6 +31,11 @@ class Window:
     high: float
 
 
+# The score of a row that marks its demonstration tokens with 1.
+DEMONSTRATION = "demonstration"
+# The score of a row with the demonstrator's probabilities, -1 where unknown and on all other tokens.
+TARGET_PROBS = "target_probs"
+
 PrefixStrategy: TypeAlias = Callable[[Slot, DemonstrationConfig], Window]
 
 PREFIX_STRATEGIES: Registry[PrefixStrategy] = Registry("prefix strategy", key="algo.demonstrations.strategy")

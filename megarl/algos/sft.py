@@ -35,12 +35,11 @@ class SftAlgorithm:
         raise TypeError("supervised fine-tuning has no advantages; update on the rows directly")
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        num_tokens = float(max(count_rows(rows).num_tokens, 1))
-        return Denominators(loss=num_tokens, tokens=num_tokens)
+        return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
         nll = masked_sum(-out.logprobs, rows.loss_mask)
-        return LossSums(loss=nll, token_sums={"sft/nll": nll.detach()})
+        return LossSums(objective={"tokens": nll}, metrics={"tokens": {"sft/nll": nll.detach()}})
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         return state

@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algos.mixed_groups import kept_tokens
+from megarl.algos.corrections import CORRECTION
+from megarl.algos.mixed_groups import demonstration_mask, kept_tokens
 from megarl.algos.off_policy import imitation_masks, luffy_loss
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
+from megarl.algos.prefixes import TARGET_PROBS
 from megarl.config.algo import AlgoConfig, OffPolicyConfig
 from megarl.types import PolicyOutputs, Row, RowBatch, Score
-
-# The score that holds the weights of `compute_correction`.
-CORRECTION = "correction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
     """The configured loss of each token, times its correction weight if rows carry any."""
     off_policy = cfg.off_policy
     mask = _trained_tokens(rows, off_policy)
-    demonstrated = rows.demonstration_mask & mask
+    demonstrated = demonstration_mask(rows) & mask
     nothing = torch.zeros_like(mask)
     loss_mask, imitated = mask, nothing
     if off_policy.loss == "sft":
@@ -58,7 +57,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
             demonstrated,
             off_policy,
             cfg.policy_loss,
-            target_probs=rows.scores.get("target_probs") if off_policy.target_probs else None,
+            target_probs=rows.scores.get(TARGET_PROBS) if off_policy.target_probs else None,
         )
         return TokenLosses(
             loss=mixed.loss,

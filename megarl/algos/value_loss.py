@@ -33,11 +33,10 @@ class ValueLoss:
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """A token mean: the loss tokens of an optimizer mini-batch."""
-        num_tokens = float(max(count_rows(rows).num_tokens, 1))
-        return Denominators(loss=num_tokens, tokens=num_tokens)
+        return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
-        """Local sums over a micro-batch; token sums `critic/vf_clipfrac` and `critic/vpred_mean`."""
+        """Local sums over a micro-batch; metrics `critic/{vf_loss,vf_clipfrac,vpred_mean}`."""
         mask, returns = rows.loss_mask, rows.score("returns")
         error = (out.values - returns).square()
         clipped = torch.zeros_like(error)
@@ -47,10 +46,12 @@ class ValueLoss:
             clipped = (near_old - returns).square()
         loss = masked_sum(0.5 * torch.maximum(error, clipped), mask)
         return LossSums(
-            loss=loss,
-            loss_parts={"critic/vf_loss": loss.detach()},
-            token_sums={
-                "critic/vf_clipfrac": masked_sum((clipped > error).to(error.dtype), mask),
-                "critic/vpred_mean": masked_sum(out.values.detach(), mask),
+            objective={"tokens": loss},
+            metrics={
+                "tokens": {
+                    "critic/vf_loss": loss.detach(),
+                    "critic/vf_clipfrac": masked_sum((clipped > error).to(error.dtype), mask),
+                    "critic/vpred_mean": masked_sum(out.values.detach(), mask),
+                }
             },
         )

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.algos.prefixes import keeps_demonstration, prefix_length, prefix_ratios
+from megarl.algos.prefixes import DEMONSTRATION, TARGET_PROBS, keeps_demonstration, prefix_length, prefix_ratios
 from megarl.config.algo import DemonstrationConfig
-from megarl.types import DEMONSTRATION, FloatArray, Prompt, Sample, SegmentSource
-
-# The score of a row with the demonstrator's probabilities, -1 where unknown and on all other tokens.
-TARGET_PROBS = "target_probs"
+from megarl.types import FloatArray, Prompt, Sample, SegmentSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from megarl.algos.mismatch import MismatchSums, mismatch_sums
+from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.schema import Config
 from megarl.errors import MismatchError
-from megarl.types import DEMONSTRATION, BoolArray, FloatArray, Row, Score, pad_rows
+from megarl.types import BoolArray, FloatArray, Row, Score, pad_rows
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}

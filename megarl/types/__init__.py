@@ -41,10 +41,9 @@ if TYPE_CHECKING:
         scored_batch,
     )
     from megarl.types.objectives import Algorithm, AlgoState, Denominators, EntropyState, LossSums, Objective
-    from megarl.types.rows import DEMONSTRATION, Row, Rows, Score, pad_rows, row_from_sample, row_read_at_end
+    from megarl.types.rows import Row, Rows, Score, pad_rows, row_from_sample, row_read_at_end
 
 __all__ = [
-    "DEMONSTRATION",
     "DROPPED",
     "Advantages",
     "AlgoState",

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from megarl.types.rows import DEMONSTRATION, Row, pad_rows
+from megarl.types.rows import Row, pad_rows
 from megarl.types.samples import Reward
 
 
@@ -16,13 +16,6 @@ class _PaddedScores:
     __slots__ = ()
     loss_mask: torch.Tensor
     scores: Mapping[str, torch.Tensor]
-
-    @property
-    def demonstration_mask(self) -> torch.Tensor:
-        """[B, T] bool: loss tokens that a demonstration put there, not the policy."""
-        if DEMONSTRATION not in self.scores:
-            return torch.zeros_like(self.loss_mask)
-        return self.scores[DEMONSTRATION].bool() & self.loss_mask
 
     def score(self, name: str) -> torch.Tensor:
         if name in self.scores:

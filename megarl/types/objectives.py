@@ -1,64 +1,48 @@
 """What a worker differentiates, what its sums are divided by, and the seam between trainer and algorithms."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from megarl.types.batches import Advantages, PolicyOutputs, RowBatch, ScoredBatch
 from megarl.types.rows import Row, Score
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denominators:
-    """Global counts of one optimizer mini-batch (all micro-batches × data-parallel ranks), at least 1 each.
-
-    loss: the aggregation's. tokens: loss tokens; policy_tokens, demonstration_tokens: those that the policy sampled,
-    and the others. imitated_tokens: those of an imitation loss beside the policy loss.
-    """
-
-    loss: float
-    tokens: float
-    policy_tokens: float = 1.0
-    demonstration_tokens: float = 1.0
-    imitated_tokens: float = 1.0
+# What sums are divided by, under names that the objective chooses: counts over one optimizer mini-batch (all
+# micro-batches × data-parallel ranks), at least 1 each.
+Denominators: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Local sums over a micro-batch; one place divides them by the global `Denominators`.
+    """Local sums over a micro-batch, each under the name of its denominator.
 
-    loss: scalar with graph, ÷ `Denominators.loss`. imitation: the same, ÷ `Denominators.imitated_tokens`.
-    Detached scalars by metric name: loss_parts ÷ `Denominators.loss`, token_sums ÷ tokens, policy_sums ÷
-    policy_tokens, demonstration_sums ÷ demonstration_tokens, imitation_sums ÷ imitated_tokens.
+    objective: scalars with graph; the objective is Σ sum / denominator, added in this order.
+    metrics: detached scalars by denominator and metric name; a metric is sum / denominator.
+
+    >>> sums = LossSums(
+    ...     objective={"rows": torch.tensor(6.0), "tokens": torch.tensor(2.0)},
+    ...     metrics={"tokens": {"entropy": torch.tensor(2.0)}},
+    ... )
+    >>> sums.total({"rows": 3.0, "tokens": 4.0}).item(), sums.shares({"rows": 3.0, "tokens": 4.0})
+    (2.5, {'entropy': 0.5})
     """
 
-    loss: torch.Tensor
-    imitation: torch.Tensor | None = None
-    loss_parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    token_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    policy_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    demonstration_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    imitation_sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    objective: Mapping[str, torch.Tensor]
+    metrics: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def total(self, denominators: Denominators) -> torch.Tensor:
         """This micro-batch's share of the objective, with graph."""
-        total = self.loss / denominators.loss
-        return total if self.imitation is None else total + self.imitation / denominators.imitated_tokens
+        return functools.reduce(torch.add, (value / denominators[name] for name, value in self.objective.items()))
 
     def shares(self, denominators: Denominators) -> dict[str, float]:
         """This micro-batch's share of every metric."""
         return {
-            name: float(value) / count
-            for sums, count in (
-                (self.loss_parts, denominators.loss),
-                (self.token_sums, denominators.tokens),
-                (self.policy_sums, denominators.policy_tokens),
-                (self.demonstration_sums, denominators.demonstration_tokens),
-                (self.imitation_sums, denominators.imitated_tokens),
-            )
-            for name, value in sums.items()
+            metric: float(value) / denominators[name]
+            for name, sums in self.metrics.items()
+            for metric, value in sums.items()
         }
 
 

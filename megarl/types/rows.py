@@ -11,9 +11,6 @@ import torch
 
 from megarl.types.samples import BoolArray, ExpertArray, FloatArray, IntArray, Sample, require_experts_of_tokens
 
-# The score that marks demonstration tokens of a row with 1.
-DEMONSTRATION = "demonstration"
-
 
 class Score(StrEnum):
     """Per-token quantities a scoring pass can compute before the update."""

@@ -261,12 +261,12 @@ def test_value_loss(seed: int, clip: float) -> None:
     value_loss = ValueLoss(clip=clip if clip < 1e9 else None)
 
     def ours(values: Tensor) -> Tensor:
-        return value_loss.loss(rows, ValueOutputs(values=values), AlgoState()).loss / batch.num_tokens
+        return value_loss.loss(rows, ValueOutputs(values=values), AlgoState()).objective["tokens"] / batch.num_tokens
 
     def theirs(values: Tensor) -> Tensor:
         return core_algos.compute_value_loss(values, batch.returns, batch.values, batch.mask.double(), clip)[0]
 
     assert_same_loss(ours, theirs, at, COUNT_EPS)
-    sums = value_loss.loss(rows, ValueOutputs(values=at), AlgoState()).token_sums
+    sums = value_loss.loss(rows, ValueOutputs(values=at), AlgoState()).metrics["tokens"]
     _, clipped = core_algos.compute_value_loss(at, batch.returns, batch.values, batch.mask.double(), clip)
     assert_close(sums["critic/vf_clipfrac"] / batch.num_tokens, clipped, FLOAT32)

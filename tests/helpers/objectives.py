@@ -9,9 +9,6 @@ from torch import Tensor
 
 from megarl.types import Algorithm, AlgoState, PolicyOutputs, Row, RowBatch
 
-# Fields of LossSums that hold metrics.
-METRIC_SUMS = ("loss_parts", "token_sums", "policy_sums", "demonstration_sums", "imitation_sums")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -78,7 +75,7 @@ def run(
         share.backward()
         loss += share.item()
         shares.append(sums.shares(counts))
-        assert not any(value.requires_grad for name in METRIC_SUMS for value in getattr(sums, name).values())
+        assert not any(value.requires_grad for part in sums.metrics.values() for value in part.values())
     assert all(names.keys() == shares[0].keys() for names in shares)
     return Outcome(
         loss=loss,

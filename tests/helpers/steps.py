@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.types import DEMONSTRATION, Advantages, Algorithm, ScoredBatch
+from megarl.algos.prefixes import DEMONSTRATION
+from megarl.types import Advantages, Algorithm, ScoredBatch
 from tests.helpers.objectives import Outcome, Problem, run
 
 VOCAB_SIZE = 50

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
 from megarl.algos.masked import GroupStats, group_stats
+from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import sequence_rewards
 from megarl.config.algo import AdvantageConfig
 from megarl.errors import DataError
@@ -68,7 +69,7 @@ def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     nothing but demonstrations uses all its rows. `norm_by_std` as in GRPO.
     """
     rewards = sequence_rewards(batch)
-    on_policy = group_stats(rewards, batch.uids, where=~batch.demonstration_mask.any(dim=-1))
+    on_policy = group_stats(rewards, batch.uids, where=~demonstration_mask(batch).any(dim=-1))
     every = group_stats(rewards, batch.uids)
     fall_back = on_policy.size == 0
     stats = GroupStats(

@@ -96,9 +96,9 @@ def inputs_from_batch(
     cfg: CpoConfig,
     *,
     vocab_size: int,
-    excluded: Tensor | None = None,
 ) -> CpoInputs:
     """Inputs of a whole step from whatever scores it has."""
+    excluded = batch.scores.get(EXCLUDED)
     return CpoInputs(
         advantages=advantages,
         loss_mask=batch.loss_mask,
@@ -110,7 +110,7 @@ def inputs_from_batch(
         shuffled_hint_logprobs=batch.scores.get(Score.SHUFFLED_HINT_LOGPROBS),
         hint_kl=batch.scores.get(Score.HINT_KL),
         entropy=batch.scores.get(Score.OLD_ENTROPY),
-        excluded=excluded,
+        excluded=None if excluded is None else excluded.bool(),
         step=max(batch.step - 1, 0),
     )
 

@@ -64,7 +64,7 @@ def test_estimators_that_are_accepted_in_the_loss(estimator: str) -> None:
 def test_horizon_defaults_to_the_longest_response(configured: int | None, expected: int) -> None:
     cfg = AlgoConfig(aggregation="seq-mean-token-sum-norm", aggregation_horizon_tokens=configured)
     algorithm = build_algorithm(cfg, max_response_tokens=64)
-    assert algorithm.denominators([]).loss == expected
+    assert algorithm.denominators([])["loss"] == expected
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

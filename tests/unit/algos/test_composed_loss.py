@@ -71,10 +71,10 @@ def test_denominators(name: str, make_rows: MakeRows) -> None:
     counts = algorithm(aggregation=name).denominators(make_rows(MASK))
     # Row 0 has 3 tokens, row 1 has 1; only seq-mean-token-mean divides a row before summing.
     by_row = 1 if name != "seq-mean-token-mean" else 3
-    assert 1 / counts.loss / by_row == pytest.approx(TOKEN_WEIGHTS[name][0])
-    assert counts.tokens == counts.policy_tokens == 4
+    assert 1 / counts["loss"] / by_row == pytest.approx(TOKEN_WEIGHTS[name][0])
+    assert counts["tokens"] == counts["policy_tokens"] == 4
     # None of these are demonstrated: what nothing is divided by is 1.
-    assert counts.demonstration_tokens == counts.imitated_tokens == 1
+    assert counts["demonstration_tokens"] == counts["imitated_tokens"] == 1
 
 
 @pytest.mark.parametrize("name", list(AGGREGATIONS))

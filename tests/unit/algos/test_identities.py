@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.algos import build_algorithm
 from megarl.algos.corrections import CORRECTIONS
 from megarl.algos.cpo.methods import CPO_METHODS, formula
+from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config import load_config
 from megarl.config.algo import (
     AdvantageConfig,
@@ -32,7 +33,7 @@ from megarl.config.algo import (
     RewardConfig,
     RewardMaskConfig,
 )
-from megarl.types import DEMONSTRATION, Algorithm
+from megarl.types import Algorithm
 from tests.helpers.objectives import Outcome, append_padding
 from tests.helpers.steps import MAX_RESPONSE_TOKENS, VOCAB_SIZE, Step, outcome_of, problem_of, random_step
 

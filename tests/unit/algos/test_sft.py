@@ -17,11 +17,11 @@ def test_cross_entropy_over_loss_tokens(
     logprobs = torch.tensor([[-1.0, -2.0, -9.0], [-9.0, -6.0, -9.0]], requires_grad=True)
     sums = algorithm.loss(make_batch(MASK), PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
     counts = algorithm.denominators(make_rows(MASK))
-    loss = sums.loss / counts.loss
+    loss = sums.total(counts)
     loss.backward()
     assert loss.item() == 3.0
-    assert sums.token_sums["sft/nll"].item() / counts.tokens == 3.0
-    assert not sums.token_sums["sft/nll"].requires_grad
+    assert sums.metrics["tokens"]["sft/nll"].item() / counts["tokens"] == 3.0
+    assert not sums.metrics["tokens"]["sft/nll"].requires_grad
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, -MASK.float() / 3)
 
@@ -43,5 +43,5 @@ def test_has_no_advantages(make_scored: Callable[..., ScoredBatch]) -> None:
 def test_no_loss_tokens(make_rows: Callable[[torch.Tensor], list[Row]], make_batch: Callable[..., RowBatch]) -> None:
     mask = torch.zeros_like(MASK)
     out = PolicyOutputs(logprobs=torch.zeros(MASK.shape), entropy=None)
-    assert SftAlgorithm().loss(make_batch(mask), out, AlgoState()).loss.item() == 0.0
-    assert SftAlgorithm().denominators(make_rows(mask)).loss == 1.0
+    assert SftAlgorithm().loss(make_batch(mask), out, AlgoState()).objective["tokens"].item() == 0.0
+    assert SftAlgorithm().denominators(make_rows(mask))["tokens"] == 1.0

@@ -14,7 +14,7 @@ from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
 from megarl.config.schema import LayoutConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.rewards.verifier import VerifierOptions, VerifierPool
-from megarl.types import AlgoState, Denominators, Row
+from megarl.types import AlgoState, Row
 from megarl.types.messages import Role, UpdateRequest
 from tests.helpers.remote_processes import calls, collected, request
 from tests.helpers.verifier import details_of, job, wait_for_end
@@ -93,7 +93,7 @@ def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> N
         step=1,
         objective=SftAlgorithm(),
         state=AlgoState(),
-        denominators=Denominators(loss=1.0, tokens=1.0),
+        denominators={"tokens": 1.0},
         temperature=1.0,
         lr=0.25,
     )

@@ -10,7 +10,7 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import Process, RoleWorkers, WorkerGroup
 from megarl.cluster.workers import Calls
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
-from megarl.types import AlgoState, Denominators
+from megarl.types import AlgoState
 from megarl.types.messages import Head, LoadRequest, Part, Role, RoleSpec, StoreResult, UpdateRequest, UpdateResult
 
 TP2, DP2, ONE = LayoutConfig(tp=2), LayoutConfig(dp=2), LayoutConfig()
@@ -182,7 +182,7 @@ def request_of(role: Role) -> UpdateRequest:
         step=1,
         objective=SftAlgorithm(),
         state=AlgoState(),
-        denominators=Denominators(loss=1.0, tokens=1.0),
+        denominators={"tokens": 1.0},
         temperature=1.0,
         lr=0.1,
     )

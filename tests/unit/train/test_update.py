@@ -138,7 +138,7 @@ def test_an_update_sends_what_the_objective_reads() -> None:
     assert [set(row.scores) for row in sent] == [{"returns", "values"}, set()]
     assert (request.step, request.temperature, request.state) == (6, 0.5, AlgoState(kl_coef=0.3))
     # 3 and 2 response tokens.
-    assert request.denominators.loss == request.denominators.tokens == 5
+    assert request.denominators == {"tokens": 5}
     assert [values.tolist() for values in result.before.values()] == [[7.0] * 3, [9.0] * 2]
     assert list(result.before) == [0, 1]
 
@@ -169,7 +169,7 @@ def test_mini_batches_are_groups_in_order_of_appearance() -> None:
     got = update_on_batch(updater_of(workers), ROWS, AlgoState(), step=1, mini_batch_prompts=2, num_epochs=2)
     firsts = [[int(row.token_ids[0]) for row in rows] for rows, *_ in workers.updated]
     assert firsts == [[0, 1, 3, 4], [2], [0, 1, 3, 4], [2]]
-    assert [request.denominators.tokens for *_, request in workers.updated] == [12, 3, 12, 3]
+    assert [request.denominators["tokens"] for *_, request in workers.updated] == [12, 3, 12, 3]
     # Losses 0, 1, 2, 3.
     assert got.metrics == {"actor/loss": 1.5, "actor/grad_norm": 1.0}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.types import Denominators, LossSums, Row, row_batch
+from megarl.types import LossSums, Row, row_batch
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_a_score_that_was_not_computed_is_named() -> None:
 def test_a_batch_without_rows_lacks_nothing() -> None:
     """Ranks that have no rows compute the same sums as the others, of nothing."""
     batch = row_batch([], device=CPU)
-    assert batch.loss_mask.shape == batch.demonstration_mask.shape == batch.score("advantages").shape == (0, 0)
+    assert batch.loss_mask.shape == batch.score("advantages").shape == (0, 0)
     assert batch.score("advantages").is_floating_point()
 
 
@@ -42,16 +42,12 @@ def test_a_row_with_only_some_scores() -> None:
 
 
 def test_every_sum_has_its_denominator() -> None:
+    one = torch.tensor(1.0)
     sums = LossSums(
-        loss=torch.tensor(6.0),
-        imitation=torch.tensor(10.0),
-        loss_parts={"a": torch.tensor(1.0)},
-        token_sums={"b": torch.tensor(1.0)},
-        policy_sums={"c": torch.tensor(1.0)},
-        demonstration_sums={"d": torch.tensor(1.0)},
-        imitation_sums={"e": torch.tensor(1.0)},
+        objective={"loss": torch.tensor(6.0), "imitated": torch.tensor(10.0)},
+        metrics={"loss": {"a": one}, "tokens": {"b": one, "c": one}, "imitated": {"d": one}},
     )
-    counts = Denominators(loss=2.0, tokens=4.0, policy_tokens=8.0, demonstration_tokens=16.0, imitated_tokens=32.0)
+    counts = {"loss": 2.0, "tokens": 4.0, "imitated": 32.0}
     assert sums.total(counts).item() == 6 / 2 + 10 / 32
-    assert sums.shares(counts) == {"a": 1 / 2, "b": 1 / 4, "c": 1 / 8, "d": 1 / 16, "e": 1 / 32}
-    assert LossSums(loss=torch.tensor(6.0)).total(counts).item() == 3.0
+    assert sums.shares(counts) == {"a": 1 / 2, "b": 1 / 4, "c": 1 / 4, "d": 1 / 32}
+    assert LossSums(objective={"loss": torch.tensor(6.0)}).total(counts).item() == 3.0

@@ -1,5 +1,6 @@
 """The same shaping on the host and in the loss."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,8 +36,9 @@ def test_host_and_loss_agree(method: str, further: dict[str, Any]) -> None:
     assert shapes_in_loss(cfg)
     assert not shapes_in_loss(CpoConfig(method=method, **further))
     batch, advantages = scored(), torch.where(MASK, -0.5, 0.0)
-    excluded = torch.tensor([[False, False, True], *[[False] * 3] * 3])
-    x = inputs_from_batch(batch, advantages, cfg, vocab_size=20, excluded=excluded)
+    excluded = torch.tensor([[0.0, 0.0, 1.0], *[[0.0] * 3] * 3])
+    batch = replace(batch, scores={**batch.scores, "cpo_excluded": excluded})
+    x = inputs_from_batch(batch, advantages, cfg, vocab_size=20)
     assert x.difficulty.tolist() == [0, -1, 0, -1]
     assert x.step == 6
     expected = shape_advantages(x, cfg)

@@ -1,0 +1,84 @@
+"""The chain of changes that a step's advantages go through between the estimator and the loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from megarl.algos import cpo
+from megarl.algos.corrections import CORRECTION, CorrectionInputs, compute_correction
+from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
+from megarl.algos.prefixes import DEMONSTRATION
+from megarl.config.algo import AlgoConfig
+from megarl.types import Advantages, Score, ScoredBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapingInputs:
+    """The step whose advantages are shaped.
+
+    batch: its rewards are those that the estimator read. scored_rewards: [B] rewards as the scorer gave them.
+    """
+
+    batch: ScoredBatch
+    scored_rewards: Tensor
+    cfg: AlgoConfig
+    vocab_size: int | None
+
+
+# (advantages [B, T], the step) → new advantages, with scores and metrics to add; 0 stays 0 outside the loss mask.
+AdvantageShaper: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
+
+
+def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Advantages as `algo.off_policy` weighs demonstration and policy tokens."""
+    metrics = mixed_metrics(x.batch) if DEMONSTRATION in x.batch.scores else {}
+    return Advantages(values=weight_advantages(advantages, x.batch, x.cfg.off_policy), metrics=metrics)
+
+
+def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """CPO's shaping; where it needs the current entropy, its inputs go to the loss as scores instead."""
+    if x.cfg.cpo.method == "none":
+        return Advantages(values=advantages)
+    assert x.vocab_size is not None, "CPO needs the model's vocabulary size"
+    # Difficulty is judged by the scorer's rewards.
+    batch = replace(x.batch, rewards=x.scored_rewards)
+    inputs = cpo.inputs_from_batch(batch, advantages, x.cfg.cpo, vocab_size=x.vocab_size)
+    metrics = {
+        **cpo.difficulty_metrics(batch.uids, batch.correct),
+        "train/reward_mean": float(batch.rewards.mean()),
+    }
+    if cpo.shapes_in_loss(x.cfg.cpo):
+        metrics |= cpo.hint_metrics(inputs, x.cfg.cpo)
+        return Advantages(
+            values=without_truncated(advantages, batch, x.cfg.off_policy),
+            scores=cpo.loss_scores(inputs, x.cfg.cpo),
+            metrics=metrics,
+        )
+    shaped = cpo.shape_advantages(inputs, x.cfg.cpo)
+    metrics |= cpo.cpo_metrics(advantages, shaped, inputs, x.cfg.cpo)
+    return Advantages(values=without_truncated(shaped, batch, x.cfg.off_policy), metrics=metrics)
+
+
+def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Unchanged advantages, with the weights by which the loss corrects for the engine that sampled."""
+    if x.cfg.correction.name == "none":
+        return Advantages(values=advantages)
+    inputs = CorrectionInputs(
+        old_logprobs=x.batch.score(Score.OLD_LOGPROBS),
+        rollout_logprobs=x.batch.score("rollout_logprobs"),
+        advantages=advantages,
+        loss_mask=x.batch.loss_mask,
+        demonstration_mask=demonstration_mask(x.batch),
+    )
+    correction = compute_correction(inputs, x.cfg.correction)
+    return Advantages(
+        values=advantages,
+        scores={CORRECTION: correction.weights, Score.OLD_LOGPROBS: correction.old_logprobs},
+        metrics=correction.metrics,
+    )
+
+
+# Applied in this order; the correction's gate may look at the final advantages.
+ADVANTAGE_SHAPERS: tuple[AdvantageShaper, ...] = (weigh_demonstrations, shape_by_hint, correct_for_engine)
