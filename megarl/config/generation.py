@@ -8,97 +8,101 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The vLLM engines, alike. Nulls leave the choice to vLLM."""
+    """The vLLM engines, which all have the same settings. null leaves a choice to vLLM."""
 
-    num_engines: int = setting(1, AT_LEAST_1)  # Each holds a full copy of the policy.
-    # Tensor-parallel size of each engine.
-    tp: int = setting(1, AT_LEAST_1)
-    max_num_seqs: int = setting(256, AT_LEAST_1)  # Sequences decoded at a time.
-    max_model_tokens: int | None = setting(None, AT_LEAST_1)  # Context length; null: the longest row.
-    kv_cache_mib: int | None = setting(None, AT_LEAST_1)  # Per device.
-    gpu_memory_utilization: float = setting(0.6, SHARE)  # Share of a device's memory that an engine takes.
+    num_engines: int = setting(1, AT_LEAST_1)  # Number of engines; each holds a full copy of the policy.
+    tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size of each engine.
+    max_num_seqs: int = setting(256, AT_LEAST_1)  # Maximum number of sequences that an engine decodes concurrently.
+    max_model_tokens: int | None = setting(None, AT_LEAST_1)  # Context length; null: the longest possible row.
+    kv_cache_mib: int | None = setting(None, AT_LEAST_1)  # Size of the KV cache per device.
+    gpu_memory_utilization: float = setting(0.6, SHARE)  # Fraction of a device's memory that an engine uses.
     block_size: int | None = setting(None, AT_LEAST_1)  # Tokens per block of the KV cache.
-    enforce_eager: bool = False  # No CUDA graphs.
-    prefix_caching: bool = True  # Share the KV cache of equal prompts.
+    enforce_eager: bool = False  # Disable CUDA graphs.
+    prefix_caching: bool = True  # Share the KV cache of common prompt prefixes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """How samples are drawn. `replay` reads rollouts that an earlier run recorded."""
+    """How responses are sampled."""
 
-    source: Literal["vllm", "replay"] = "vllm"  # vLLM, or a recorded run's samples.
-    num_samples: int = setting(8, AT_LEAST_1)  # Samples per prompt: a group.
-    temperature: float = setting(1.0, POSITIVE)  # Of sampling, and of all log-probs in training.
-    top_p: float = setting(1.0, SHARE)  # Anything but 1 is refused in training.
-    # Anything but -1 is refused in training.
+    # Generate with vLLM, or replay the samples that an earlier run recorded.
+    source: Literal["vllm", "replay"] = "vllm"
+    num_samples: int = setting(8, AT_LEAST_1)  # Samples per prompt: the group size.
+    temperature: float = setting(1.0, POSITIVE)  # Sampling temperature; all log-probs in training use it too.
+    top_p: float = setting(1.0, SHARE)  # Nucleus sampling threshold; training requires 1.
+    # Number of most likely tokens to sample from; training requires -1.
     top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1))
-    max_response_tokens: int = setting(1024, AT_LEAST_1)  # Longer responses are cut.
-    timeout_s: float = setting(
-        3600.0, POSITIVE, affects=("workers",)
-    )  # For one step's generation, and for one call of the trainer's ranks.
-    # So many engines that die in a run are restarted; what they had not finished is generated again.
+    max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
+    # Time limit of one step's generation, and of one call to the trainer's ranks.
+    timeout_s: float = setting(3600.0, POSITIVE, affects=("workers",))
+    # How many engine crashes a run survives: that many times an engine is restarted and its unfinished samples
+    # are generated again.
     max_engine_restarts: int = setting(3, AT_LEAST_0)
-    # Keep every step's rollout under RUN/records, for replay.
-    record: bool = False
-    replay_dir: str | None = None  # RUN/records of the recorded run.
+    record: bool = False  # Record every step's rollout under RUN/records, for replay.
+    replay_dir: str | None = None  # RUN/records of the run to replay, with source=replay.
     engine: EngineConfig = section(EngineConfig, affects=("engines", "workers"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesConfig:
-    """The nodes that a group of processes fills evenly; null: as many devices of each as it needs."""
+    """Nodes over which a group of processes is distributed evenly."""
 
-    num_nodes: int = setting(1, AT_LEAST_1)  # Nodes.
-    devices_per_node: int | None = setting(None, AT_LEAST_1)  # Devices of each node.
+    num_nodes: int = setting(1, AT_LEAST_1)  # Number of nodes.
+    # Devices used on each node; null: as many as the processes need.
+    devices_per_node: int | None = setting(None, AT_LEAST_1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
     """Whether engines share the trainer's devices (colocated) or have their own (split)."""
 
-    mode: Literal["colocated", "split"] = "colocated"  # Where engines run.
+    # Run engines on the trainer's devices, or on devices of their own.
+    mode: Literal["colocated", "split"] = "colocated"
     trainer: NodesConfig = field(default_factory=NodesConfig)
     # Only with mode=split.
     engines: NodesConfig = field(default_factory=NodesConfig)
-    # Colocated: the trainer's memory moves to the host while engines generate, and they sleep while it works.
+    # With mode=colocated: move the trainer's state to host memory while engines generate, and put engines to
+    # sleep while the trainer works.
     offload: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """Weight sync from trainer to engine. `verify` compares a checksum of every tensor on both sides."""
+    """Transfer of the policy's weights from the trainer to the engines after every update."""
 
-    verify: bool = False  # Slow; for tests and suspicions.
-    # Through a file in the hosts' shared memory; or (split placement only) over a process group of the trainer's ranks
-    # and the engines' workers: NCCL on CUDA, gloo on CPU; or by a bridge, which sends every worker only the slices that
-    # it needs and shares no memory with: through shared memory within a host, by host_group between hosts.
+    verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
+    # file: a file in the hosts' shared memory. collective (placement.mode=split only): a process group of the
+    # trainer's ranks and the engine workers, by NCCL on CUDA and gloo on CPU. bridge: each worker receives only
+    # the slices that it needs and does not share memory with, through shared memory within a host and by
+    # host_group between hosts.
     transport: Literal["file", "collective", "bridge"] = setting("file", affects=("workers",))
-    # What connects several hosts: the network (by gloo; with the bridge by TCP connections of its own, to ports that
-    # engines' hosts choose), or the devices' own connections (NCCL).
+    # What connects different hosts: the network (gloo; with the bridge, TCP connections to ports that the
+    # engines' hosts choose), or the devices' own links (NCCL).
     host_group: Literal["gloo", "device"] = setting("gloo", affects=("workers",))
-    # With the bridge: what weights are cast to on their way; null: nothing. float8_e4m3 has a scale per matrix, and
-    # reaches vLLM as float32 again. The engine then answers with less precise weights than the trainer has.
+    # With the bridge: data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
+    # scale per matrix and is expanded to float32 before vLLM loads it, so engines sample from less precise
+    # weights than the trainer's.
     dtype: Literal["bfloat16", "float8_e4m3"] | None = setting(None, affects=("workers",))
-    # With the bridge: send only elements that changed, which is exact. Costs a copy of what travels in host memory on
-    # each side, and time to compare and check.
+    # With the bridge: send only the elements that changed, without loss. This takes host memory for a copy of the
+    # transferred weights on each side, and time to compare and verify.
     delta: bool = setting(False, affects=("workers",))
-    delta_full_every: int = setting(
-        50, AT_LEAST_1, affects=("workers",)
-    )  # With delta, each so many syncs send everything.
-    # With the bridge on CUDA: ranks and engine workers on one device exchange what they share there, not through the
-    # host's memory. Costs up to two messages of 128 MiB of device memory per pair.
+    # With delta: every this many syncs, send all elements.
+    delta_full_every: int = setting(50, AT_LEAST_1, affects=("workers",))
+    # With the bridge on CUDA: ranks and engine workers on the same device exchange weights in device memory
+    # instead of host memory. This takes up to two messages of 128 MiB of device memory per pair.
     cuda_ipc: bool = setting(False, affects=("workers",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """Validation on data.val: sampled at `temperature` with `num_samples`, and greedily."""
+    """Validation on data.val, with sampled and with greedy answers."""
 
-    before_train: bool = True  # Also validate the policy that the run starts from.
-    # And after the last step.
+    before_train: bool = True  # Also validate the initial policy.
+    # Steps between validations; the last step is always validated.
     every_steps: int = setting(10, Range(expected=">= 1 (data.val=[] skips validation)", at_least=1))
     num_samples: int = setting(1, AT_LEAST_1)  # Sampled answers per prompt.
-    # Of the sampled answers.
+    # Temperature of the sampled answers.
     temperature: float = setting(1.0, Range(expected="> 0 (validation.greedy=true is argmax)", above=0))
     greedy: bool = True  # Also score one greedy answer per prompt.
-    max_prompts: int | None = setting(None, AT_LEAST_1)  # The first ones of data.val; null: all.
+    # Use only the first prompts of data.val, at most this many; null: all.
+    max_prompts: int | None = setting(None, AT_LEAST_1)

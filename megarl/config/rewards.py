@@ -10,106 +10,115 @@ from megarl.sandbox.options import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """How the rule judges one data source, by its name; what is left out is the scorer's own."""
+    """How the rule judges one data source; null keeps the scorer's own choice."""
 
-    # Judge as another data source is; null: its own scorer, or the custom file if there is one.
+    # Name of a data source whose scorer to use; null: this source's own scorer, or the custom function if there
+    # is one.
     scorer: str | None = None
-    correct: float | None = setting(None, ANY_NUMBER)  # Score of a right answer; null: the scorer's.
-    wrong: float | None = setting(None, ANY_NUMBER)  # Score of a wrong answer; null: the scorer's.
-    # Score where no answer could be read; null: the scorer's, mostly that of wrong.
+    correct: float | None = setting(None, ANY_NUMBER)  # Score of a correct answer; null: the scorer's own.
+    wrong: float | None = setting(None, ANY_NUMBER)  # Score of a wrong answer; null: the scorer's own.
+    # Score of a response from which no answer can be extracted; null: the scorer's own, usually that of a wrong
+    # answer.
     malformed: float | None = setting(None, ANY_NUMBER)
-    # Formulas as the field's original code has them (ref), as its documents say (doc), or with their known exploits
-    # closed (fix); null: the scorer's.
+    # Formulas as in the original code (ref), as in its documentation (doc), or with known exploits closed (fix);
+    # null: the scorer's own.
     mode: Literal["ref", "doc", "fix"] | None = None
-    format: str | None = None  # A format by its name in docs/rewards/scorers.md that counts too; null: the scorer's.
-    format_weight: float | None = setting(None, BELOW_1)  # Its share of the score; null: the scorer's, mostly 0.
+    # Name of a format in docs/rewards/scorers.md that contributes to the score; null: the scorer's own.
+    format: str | None = None
+    # Weight of the format in the score; null: the scorer's own, usually 0.
+    format_weight: float | None = setting(None, BELOW_1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
-    """A reward function of your own in a Python file. It judges every data source whose `scorer` is not set."""
+    """A custom reward function in a Python file. It judges every data source whose `scorer` is not set."""
 
-    path: str | None = None  # The file; null: the built-in scorers judge.
-    # The function in it: OpenRLHF's reward_func(queries, prompts, labels, **kwargs), or verl's
-    # compute_score(data_source, solution_str, ground_truth, extra_info); told apart by their parameters.
+    path: str | None = None  # The Python file; null: the built-in scorers judge.
+    # Name of the function: OpenRLHF's reward_func(queries, prompts, labels, **kwargs) or verl's
+    # compute_score(data_source, solution_str, ground_truth, extra_info); the parameters tell which of the two it
+    # is.
     name: str = "reward_func"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """The processes in which scorers and custom functions run."""
+    """The worker processes in which scorers and custom functions run."""
 
-    workers: int = setting(2, AT_LEAST_1)  # Processes.
-    # Of one answer, from when it begins to run; the scorer is interrupted.
+    workers: int = setting(2, AT_LEAST_1)  # Number of worker processes.
+    # Time after which the scorer of one answer is interrupted, counted from when it starts to run.
     soft_limit_s: float = setting(2.0, POSITIVE)
-    hard_limit_s: float = setting(5.0, POSITIVE)  # After which the process is killed and replaced.
-    memory_mib: int = setting(2048, AT_LEAST_1)  # Of one process.
+    hard_limit_s: float = setting(5.0, POSITIVE)  # Time after which the scorer's process is killed and replaced.
+    memory_mib: int = setting(2048, AT_LEAST_1)  # Memory limit of one process.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
     """How programs in responses are run against tests."""
 
-    # Namespaces of the kernel keep programs in; where it grants none, nothing is run, unless limits_only says that
-    # programs may read and write what this user can.
+    # namespaces: kernel namespaces isolate programs, and nothing runs where the kernel does not grant them.
+    # limits_only: no isolation; programs may read and write whatever this user can.
     isolation: Literal["namespaces", "limits_only"] = "namespaces"
     limits: Limits = section(Limits, POSITIVE)
-    import_paths: tuple[str, ...] = ()  # Directories of packages that programs may import beside the standard library.
-    # A program's share of passed tests, or 1 if it passes all and 0 otherwise.
+    import_paths: tuple[str, ...] = ()  # Directories of packages that programs may import besides the standard library.
+    # Reward of a program: the fraction of tests that it passes, or 1 if it passes all of them and 0 otherwise.
     credit: Literal["fraction", "all_or_nothing"] = "all_or_nothing"
-    # Relative and absolute, of numbers with a point; null: digits are compared.
+    # Relative and absolute tolerance for numbers with a decimal point; null: compare their digits.
     float_tolerance: float | None = setting(None, BELOW_1)
-    max_tests: int | None = setting(None, AT_LEAST_1)  # Only the first of many; null: all.
-    max_timeouts: int = setting(3, AT_LEAST_1)  # After so many tests that timed out the others count as timed out.
-    workers: int = setting(2, AT_LEAST_1)  # Processes that run programs.
-    deadline_s: float = setting(90.0, POSITIVE)  # Of all tests of one response.
+    max_tests: int | None = setting(None, AT_LEAST_1)  # Run only the first tests, at most this many; null: all.
+    # After this many tests have timed out, the remaining ones count as timed out as well.
+    max_timeouts: int = setting(3, AT_LEAST_1)
+    workers: int = setting(2, AT_LEAST_1)  # Number of processes that run programs.
+    deadline_s: float = setting(90.0, POSITIVE)  # Time limit for all tests of one response.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """A reward service over HTTP, in OpenRLHF's format; `megarl serve-reward` is one."""
+    """A reward service over HTTP in OpenRLHF's format, such as `megarl serve-reward`."""
 
-    urls: tuple[str, ...] = ()  # Of equal services: rows are dealt out over them.
-    # Rows of one request. A request is sent as soon as so many samples have finished, and the rest at the end.
+    urls: tuple[str, ...] = ()  # URLs of equivalent services, among which rows are distributed.
+    # Rows of one request. A request is sent as soon as this many samples have finished, and once more for the
+    # remainder.
     rows_per_request: int = setting(16, AT_LEAST_1)
-    timeout_s: float = setting(30.0, POSITIVE)  # Of one request, from connecting to the last byte.
-    retries: int = setting(3, AT_LEAST_0)  # Further rounds over the services for a request that all of them failed.
-    # Wait before the first of these rounds; it doubles each time, ± half of it at random.
+    timeout_s: float = setting(30.0, POSITIVE)  # Time limit of one request, from connecting to the last byte.
+    # Further rounds over all services for a request that every one of them failed.
+    retries: int = setting(3, AT_LEAST_0)
+    # Delay before the first retry; it doubles each time, with a random jitter of ±50 %.
     backoff_s: float = setting(0.5, AT_LEAST_0)
-    # When no service answers: end the run, train without the rows, or give them `value`.
+    # What to do if no service answers: end the run, train without the rows, or give them the reward `value`.
     on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
-    value: float | None = setting(None, ANY_NUMBER)  # Only with on_error=value.
+    value: float | None = setting(None, ANY_NUMBER)  # Reward of rows without an answer, with on_error=value.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPartConfig:
-    """A summand of the mixture, by a name of your choice: weight × transform(reward)."""
+    """A term of the mixture, under a name of your choice: weight × transform(reward)."""
 
     manager: Literal["rule", "remote", "model"]  # Who judges.
-    weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Not 0.
-    # Of the part's reward: 1 / (1 + e^−r); its z-score within the prompt's group, or within all rows that the part
-    # judged in the batch; or clipped.
+    weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
+    # Transform of the term's reward r: none (identity); 1 / (1 + e^−r); its z-score within the prompt's group or
+    # within all rows of the batch that the term judged; or clipping.
     transform: Literal["identity", "sigmoid", "group_zscore", "batch_zscore", "clip"] = "identity"
-    clip: tuple[float, float] | None = None  # Low and high, only with transform=clip.
-    urls: tuple[str, ...] = ()  # With manager=remote: services of its own; none: those of rewards.remote.
+    clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
+    urls: tuple[str, ...] = ()  # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig:
-    """A mixture of managers: a row's reward is the sum over the parts of its data source."""
+    """A mixture of managers: a row's reward is the sum of the terms for its data source."""
 
-    parts: Mapping[str, HybridPartConfig] = field(default_factory=dict)  # By name.
-    # Names of the parts of a data source; sources that are not listed get all parts.
+    parts: Mapping[str, HybridPartConfig] = field(default_factory=dict)  # Terms of the mixture by name.
+    # Names of the terms that apply to a data source; sources that are not listed get all terms.
     routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
-    """Who judges samples. Correctness is always the rule's where a data source has a scorer."""
+    """Who judges responses. Correctness is always the rule's verdict where a data source has a scorer."""
 
-    # Scorers and custom functions (rule), an HTTP service (remote), a reward model on Megatron (model), or a mixture.
+    # Who gives rewards: scorers and custom functions (rule), an HTTP service (remote), a reward model on Megatron
+    # (model), or a mixture of them (hybrid).
     manager: Literal["rule", "remote", "model", "hybrid"] = "rule"
-    sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # By data source.
+    sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # Settings of the rule by data source.
     custom: CustomConfig = field(default_factory=CustomConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
     code: CodeConfig = field(default_factory=CodeConfig)

@@ -59,21 +59,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Where the run writes, and the seed everything random derives from."""
+    """The directory that the run writes to, and the seed of everything random."""
 
-    name: str = "run"  # The run's directory is RUN = dir/name.
-    dir: str = "runs"  # Where runs go.
-    seed: int = setting(0, AT_LEAST_0)  # All randomness derives from it.
-    # Same numbers on every run, resumed or not: no prefix cache in the engine, torch's deterministic algorithms.
+    name: str = "run"  # Name of the run; it writes to RUN = dir/name.
+    dir: str = "runs"  # Directory that holds runs.
+    seed: int = setting(0, AT_LEAST_0)  # Seed that all randomness derives from.
+    # Produce the same numbers in every run, resumed or not, by disabling the engines' prefix cache and using
+    # torch's deterministic algorithms.
     deterministic: bool = setting(False, affects=("workers",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedFile:
-    """A prompt file of a mixture; batches hold its prompts in proportion to its weight among the files' weights."""
+    """A prompt file of a mixture; a batch draws from each file in proportion to its weight."""
 
-    path: str  # Parquet or JSONL.
-    # > 0, relative to the other files' weights.
+    path: str  # A parquet or JSONL file.
+    # Weight relative to the other files'.
     weight: float = setting(1.0, Range(expected="> 0; leave the file out instead", above=0))
 
 
@@ -81,61 +82,64 @@ class WeightedFile:
 class DataConfig:
     """Prompt files (parquet or JSONL) for training and validation."""
 
-    # Paths alone are one data set, end to end. One entry {path: ..., weight: 2.0} makes it a mixture by weight, in
-    # which a path alone weighs 1.
+    # Training prompts. A list of paths is one concatenated data set; an entry {path: ..., weight: 2.0} makes the
+    # list a weighted mixture, in which a plain path has weight 1.
     train: tuple[str | WeightedFile, ...] = ()
-    val: tuple[str, ...] = ()  # Files of validation prompts; none: no validation.
-    max_prompt_tokens: int = setting(1024, AT_LEAST_1)  # A longer prompt is an error, or dropped.
-    on_long_prompt: Literal["error", "drop"] = "error"  # What happens to a longer prompt.
-    shuffle: bool = True  # Each epoch in an order of its own, drawn from the seed.
+    val: tuple[str, ...] = ()  # Validation prompts; []: no validation.
+    max_prompt_tokens: int = setting(1024, AT_LEAST_1)  # Maximum prompt length.
+    on_long_prompt: Literal["error", "drop"] = "error"  # Whether a longer prompt is an error or is dropped.
+    shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """The loop. Batch sizes count prompts; each has rollout.num_samples rows."""
+    """The training loop. Batch sizes count prompts; each prompt has rollout.num_samples rows."""
 
-    total_steps: int = setting(100, AT_LEAST_1)  # Steps of the run.
-    prompts_per_step: int = setting(128, AT_LEAST_1)  # Prompts of a rollout batch.
-    # Prompts per optimizer step; null means one optimizer step per batch.
+    total_steps: int = setting(100, AT_LEAST_1)  # Number of training steps: rollout, update, sync.
+    prompts_per_step: int = setting(128, AT_LEAST_1)  # Prompts of one rollout batch.
+    # Prompts per optimizer step; null: one optimizer step per batch.
     mini_batch_prompts: int | None = setting(None, AT_LEAST_1)
-    num_epochs: int = setting(1, AT_LEAST_1)  # Passes over each batch.
-    # Refuse to train if the first rollout's mean |Δ log-prob| exceeds this; null: 1e-4 float32, 0.05 bfloat16.
+    num_epochs: int = setting(1, AT_LEAST_1)  # Passes over each rollout batch.
+    # Refuse to train if the mean |Δ log-prob| between engine and trainer on the first rollout exceeds this; null:
+    # 1e-4 for float32, 0.05 for bfloat16.
     mismatch_gate_nats: float | None = setting(None, POSITIVE, affects=("engines",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised warm start on rows with a demonstration."""
+    """Supervised fine-tuning on demonstrations, as a warm start for RL."""
 
-    train: tuple[str, ...] = ()  # Files of rows with a demonstration.
+    train: tuple[str, ...] = ()  # Parquet or JSONL files whose rows have a demonstration.
     batch_size: int = setting(32, AT_LEAST_1)  # Rows per optimizer step.
-    total_steps: int = setting(1000, AT_LEAST_1)  # Optimizer steps.
+    total_steps: int = setting(1000, AT_LEAST_1)  # Number of optimizer steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRewardConfig:
-    """Training of a reward model on preference pairs. The model is model.path, trained as `actor` says."""
+    """Training of a reward model on preference pairs, which starts from model.path and uses the settings of `actor`."""
 
-    train: tuple[str, ...] = ()  # Files of pairs (parquet or JSONL).
-    val: tuple[str, ...] = ()  # Files of held-out pairs; none: no validation.
+    train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
+    val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
     batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
-    total_steps: int = setting(500, AT_LEAST_1)  # Optimizer steps.
-    val_every_steps: int = setting(100, AT_LEAST_1)  # Also before the first step and after the last.
+    total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
+    # Steps between validations, in addition to those before the first step and after the last.
+    val_every_steps: int = setting(100, AT_LEAST_1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
-    """What is kept of a run besides metrics.jsonl."""
+    """What a run records besides metrics.jsonl."""
 
-    tensorboard: bool = True  # Also write event files.
-    # Every this many steps, this many sampled rollouts go to RUN/rollouts as parquet (0: never).
+    tensorboard: bool = True  # Also write TensorBoard event files.
+    # Steps between those whose sampled responses are written to RUN/rollouts as parquet; 0: never.
     rollout_every_steps: int = setting(5, AT_LEAST_0)
-    num_rollouts: int = setting(32, AT_LEAST_1)  # How many of a step's samples are kept.
-    # Weights & Biases project that metrics also go to (needs the wandb package); null: none.
+    num_rollouts: int = setting(32, AT_LEAST_1)  # Number of samples written in such a step.
+    # Weights & Biases project to which metrics are also logged (requires the wandb package); null: none.
     wandb_project: str | None = None
-    # First and last step of RL training of which every rank writes a torch profiler trace to RUN/profile; null: none.
+    # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
+    # none. RL training only.
     profile_steps: tuple[int, int] | None = None
-    # Peak of one device in TFLOP/s for perf/mfu; null: the known peak of the device, or no perf/mfu.
+    # Peak TFLOP/s of one device, for perf/mfu; null: the device's known peak, without which perf/mfu is left out.
     peak_tflops: float | None = setting(None, POSITIVE)
 
 
@@ -143,34 +147,36 @@ class LoggingConfig:
 class CheckpointConfig:
     """Checkpoints under RUN/checkpoints, which `--resume` continues from. One is always written at the end."""
 
-    # Every this many steps (0: only at the end, and when SIGTERM or SIGUSR1 stops the run).
+    # Steps between checkpoints; 0: only at the end, and when SIGTERM or SIGUSR1 stops the run.
     every_steps: int = setting(0, AT_LEAST_0)
-    # Write while training goes on.
-    async_save: bool = True
-    # How many are kept: the last ones, and besides them those of the best validation scores.
-    keep_last: int = setting(2, AT_LEAST_1)
-    keep_best: int = setting(0, AT_LEAST_0)  # As above, by best_metric.
-    # The score that keep_best compares: this metric's mean over data sources, higher is better.
+    async_save: bool = True  # Write checkpoints while training continues.
+    keep_last: int = setting(2, AT_LEAST_1)  # Number of most recent checkpoints to keep.
+    # Number of checkpoints with the best validation scores to keep in addition.
+    keep_best: int = setting(0, AT_LEAST_0)
+    # Metric by which keep_best compares checkpoints: its mean over data sources, higher is better.
     best_metric: Literal["val/test_score", "val/test_score_greedy"] = "val/test_score"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The Ray cluster of the run: one that is started on this host and ends with the run, or one that runs already."""
+    """The run's Ray cluster: one started on this host that ends with the run, or a running one that it joins."""
 
-    # HOST:PORT of a running Ray cluster, as `megarl slurm run` starts it; null: Ray is started on this host.
+    # HOST:PORT of a running Ray cluster, such as one started by `megarl slurm run`; null: start Ray on this host.
     address: str | None = None
-    # Names of the hosts that must be part of it before the run starts; []: whatever is there.
+    # Names of hosts that must have joined the cluster before the run starts; []: do not wait for any.
     hosts: tuple[str, ...] = ()
-    num_cpus: int | None = setting(None, AT_LEAST_1)  # Logical: they decide placement only; null: what the host has.
-    object_store_mib: int = setting(256, Range(expected=">= 75", at_least=75))  # Of Ray, in shared memory.
-    start_timeout_s: float = setting(180.0, POSITIVE)  # For processes to start and meet.
-    collective_timeout_s: float = setting(120.0, POSITIVE)  # After which a rank that waits for another fails.
+    # Logical CPUs, which only affect placement; null: the number of CPUs of the host.
+    num_cpus: int | None = setting(None, AT_LEAST_1)
+    # Size of Ray's object store, which lies in shared memory.
+    object_store_mib: int = setting(256, Range(expected=">= 75", at_least=75))
+    start_timeout_s: float = setting(180.0, POSITIVE)  # Time limit for processes to start and connect to each other.
+    # Time after which a rank that waits for others in a collective operation fails.
+    collective_timeout_s: float = setting(120.0, POSITIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The whole run."""
+    """The configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

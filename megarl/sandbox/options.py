@@ -17,20 +17,15 @@ class Isolation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one run of a program may use. Sizes in MiB, times in seconds."""
+    """Limits of one run of a program. Sizes are in MiB, times in seconds."""
 
-    cpu_s: int = 5  # Computing.
-    wall_s: float = 15.0  # Of the clock.
-    # Address space of each process, and resident memory of all of them together.
-    memory_mib: int = 1024
-    # Processes and threads.
-    processes: int = 16
-    # Size of one file, and of all files together.
-    files_mib: int = 16
-    # How many files may exist, and how many a process may have open.
-    files: int = 64
-    # Standard output, standard error and the answer, each.
-    output_mib: float = 1.0
+    cpu_s: int = 5  # CPU time.
+    wall_s: float = 15.0  # Wall-clock time.
+    memory_mib: int = 1024  # Address space of each process, and resident memory of all processes together.
+    processes: int = 16  # Number of processes and threads.
+    files_mib: int = 16  # Size of one file, and of all files together.
+    files: int = 64  # Number of files that may exist, and that a process may have open.
+    output_mib: float = 1.0  # Size of standard output, of standard error and of the answer, each.
 
     def __post_init__(self) -> None:
         for entry in fields(self):

@@ -12,35 +12,37 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, PROBABILITY,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """The policy loss per token and its clip range; `reinforce` has none."""
+    """The per-token policy loss and its clipping range; `reinforce` does not clip."""
 
-    name: str = "ppo_clip"  # See docs/algorithms.md.
+    name: str = "ppo_clip"  # Name of the policy loss; see docs/algorithms.md.
     clip_low: float = setting(0.2, PROBABILITY)  # Ratios are clipped below 1 - clip_low.
     clip_high: float = setting(0.2, POSITIVE)  # Ratios are clipped above 1 + clip_high.
-    # ppo_clip: bounds the loss of negative advantages at this × |advantage|; null: none.
+    # ppo_clip: for negative advantages, the loss is at most this × |advantage|; null: no bound.
     dual_clip: float | None = setting(3.0, Range(expected="> 1, or null for no bound", above=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLConfig:
-    """KL to the reference: in the loss, in the reward, or nowhere."""
+    """The KL penalty towards the reference: in the loss, in the reward, or none."""
 
-    where: Literal["none", "loss", "reward"] = "none"  # Where the KL penalty acts.
-    estimator: str = "k3"  # See docs/algorithms.md.
-    coef: float = setting(0.001, AT_LEAST_0)  # Its coefficient, with the adaptive controller the first one.
-    controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive steers towards target_nats.
-    target_nats: float = setting(6.0, POSITIVE)  # KL per token to steer to.
-    horizon: float = setting(10000.0, POSITIVE)  # Rows over which the controller acts.
+    where: Literal["none", "loss", "reward"] = "none"  # Where the KL penalty is applied.
+    estimator: str = "k3"  # Name of the KL estimator; see docs/algorithms.md.
+    coef: float = setting(0.001, AT_LEAST_0)  # Coefficient of the penalty; with controller=adaptive, its initial value.
+    # fixed: constant coefficient; adaptive: the coefficient steers the KL towards target_nats.
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target_nats: float = setting(6.0, POSITIVE)  # Target KL per token of the adaptive controller.
+    horizon: float = setting(10000.0, POSITIVE)  # Number of rows over which the adaptive controller acts.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyConfig:
-    """The coefficient of the entropy bonus, `algo.entropy_coef`, and what steers it."""
+    """What steers `algo.entropy_coef`, the coefficient of the entropy bonus."""
 
-    # learned: its logarithm is a parameter; proportional: entropy_coef × target / entropy.
+    # fixed: constant coefficient; learned: its logarithm is a trained parameter; proportional: entropy_coef ×
+    # target / entropy.
     controller: Literal["fixed", "learned", "proportional"] = "fixed"
-    target_nats: float = setting(1.0, POSITIVE)  # Entropy per token to steer to.
-    lr: float = setting(0.01, POSITIVE)  # learned: step size of its AdamW.
+    target_nats: float = setting(1.0, POSITIVE)  # Target entropy per token of the controllers.
+    lr: float = setting(0.01, POSITIVE)  # learned: learning rate of the coefficient's AdamW.
     max_coef: float | None = setting(None, POSITIVE)  # Upper bound of the coefficient; null: none.
 
 
@@ -48,7 +50,7 @@ class EntropyConfig:
 class AlgoConfig:
     """An algorithm is a composition: reward × estimator × shaping × policy loss × correction × KL × aggregation."""
 
-    name: str = "grpo"  # For reports.
+    name: str = "grpo"  # Name of the algorithm in reports.
     reward: RewardConfig = field(default_factory=RewardConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -58,8 +60,8 @@ class AlgoConfig:
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coef: float = setting(0.0, AT_LEAST_0)  # Coefficient of an entropy bonus; 0: none.
+    entropy_coef: float = setting(0.0, AT_LEAST_0)  # Coefficient of the entropy bonus; 0: none.
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
-    aggregation: str = "token-mean"  # From tokens to the loss; see docs/algorithms.md.
-    # Length that seq-mean-token-sum-norm and dr_grpo divide by; null means rollout.max_response_tokens.
+    aggregation: str = "token-mean"  # How per-token losses are aggregated; see docs/algorithms.md.
+    # Length by which seq-mean-token-sum-norm and dr_grpo divide; null: rollout.max_response_tokens.
     aggregation_horizon_tokens: int | None = setting(None, AT_LEAST_1)

@@ -7,40 +7,39 @@ from megarl.config.setting import AT_LEAST_0, FRACTION, POSITIVE, SHARE, Range, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
-    """Which estimator turns rewards into advantages."""
+    """The estimator that turns rewards into advantages."""
 
-    estimator: str = "grpo"  # See docs/algorithms.md.
+    estimator: str = "grpo"  # Name of the advantage estimator; see docs/algorithms.md.
     # grpo, grpo_split: divide by the group's standard deviation; reinforce_baseline: by the batch's.
     norm_by_std: bool = True
-    # reinforce_baseline: subtract the token-weighted mean of the batch, which gives groups of equal rewards a signal.
+    # reinforce_baseline: subtract the batch's token-weighted mean, which gives groups of equal rewards a learning
+    # signal.
     center: bool = True
-    # reinforce_baseline: leave groups of equal rewards out of the batch's statistics, and do not shift them.
+    # reinforce_baseline: exclude groups of equal rewards from the batch's statistics, and do not centre them.
     exclude_equal_groups: bool = False
-    # reinforce_max: groups of equal rewards r train with r / group size instead of nothing.
+    # reinforce_max: train groups of equal rewards r with advantage r / group size instead of 0.
     uniform_scale: bool = False
-    gamma: float = setting(1.0, SHARE)  # gae: discount; the other estimators take 1.
+    gamma: float = setting(1.0, SHARE)  # gae: discount factor; the other estimators require 1.
     lam: float = setting(1.0, FRACTION)  # gae: λ of the actor's advantages.
-    lam_critic: float | None = setting(None, FRACTION)  # gae: λ of the critic's returns; null: that of the actor.
-    whiten: bool = True  # gae, critic_value: to mean 0 and variance 1 over the batch's loss tokens.
+    lam_critic: float | None = setting(None, FRACTION)  # gae: λ of the critic's returns; null: lam.
+    # gae, critic_value: normalise advantages to mean 0 and variance 1 over the batch's loss tokens.
+    whiten: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig:
-    """Weights on the policy loss for what the rollout engine's log-probs differ from the trainer's.
+    """Weights on the policy loss that correct for differences between the engine's log-probs and the trainer's.
 
-    ρ = exp(old_logprobs − rollout_logprobs) per token, cut at `low` and `high` as the correction's formula says.
+    ρ = exp(old_logprobs − rollout_logprobs) per token; each correction applies the bounds `low` and `high` in its way.
     """
 
-    name: str = "none"  # See docs/algorithms.md.
+    name: str = "none"  # Name of the correction; see docs/algorithms.md.
     low: float = setting(0.5, AT_LEAST_0)  # Lower threshold, inclusive; at most 1.
     high: float = setting(5.0, POSITIVE)  # Upper threshold, inclusive; at least 1.
-    # sequence_mask: rows whose mean of −ln ρ, in nats, exceeds this are masked.
-    max_kl_nats: float = setting(0.1, POSITIVE)
-    # Bound of the weight of a token that a gate lets pass; null: none.
+    max_kl_nats: float = setting(0.1, POSITIVE)  # sequence_mask: mask rows whose mean of −ln ρ exceeds this.
+    # Upper bound of the weights of tokens that a gate lets through; null: none.
     token_cap: float | None = setting(None, POSITIVE)
-    # Rows with a token of ρ above this, or below its inverse, get weight 0; null: none.
+    # Give weight 0 to rows that have a token with ρ above this or below its inverse; null: none.
     veto: float | None = setting(None, Range(expected="> 1, or null for none", above=1))
-    # The gate rejects only tokens of negative advantage.
-    only_negative: bool = False
-    # The weights of a step are divided by their mean over the tokens that the engine sampled.
-    normalise: bool = False
+    only_negative: bool = False  # Let the gate reject only tokens of negative advantage.
+    normalise: bool = False  # Divide the weights of a step by their mean over the tokens that the engine sampled.

@@ -8,39 +8,40 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, Range, setti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardMaskConfig:
-    """Rows whose reward is hidden, so that the critic's values stand in for it."""
+    """Rows whose reward is hidden, so that the critic's values take its place."""
 
-    ratio: float = setting(0.0, FRACTION)  # Share of rows whose reward is hidden.
-    # bernoulli: each row by chance; fixed: ⌊rows × ratio⌋ of them.
+    ratio: float = setting(0.0, FRACTION)  # Fraction of rows whose reward is hidden.
+    # bernoulli: each row independently with probability ratio; fixed: exactly ⌊rows × ratio⌋ of them.
     kind: Literal["bernoulli", "fixed"] = "bernoulli"
-    flip: bool | None = None  # The sign of masked rows' advantages is turned; null: with source=rule.
-    flip_stage: Literal["before_whiten", "after_whiten"] = "after_whiten"  # When it is turned.
+    flip: bool | None = None  # Negate the advantages of masked rows; null: only with algo.reward.source=rule.
+    flip_stage: Literal["before_whiten", "after_whiten"] = "after_whiten"  # Negate them before or after whitening.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """The reward of a row before the advantage: shaping, its source, and which rows hide it."""
+    """A row's reward before advantages are computed: its source, shaping and masking."""
 
-    # rule: the scorer; critic: the critic's value of the last token.
+    # rule: the scorer's reward; critic: the critic's value of the last token.
     source: Literal["rule", "critic"] = "rule"
-    clip: tuple[float, float] | None = None  # Bounds of the shaped reward; null: none.
-    # A response that ends within this many tokens of the limit is penalised linearly; null: none.
+    clip: tuple[float, float] | None = None  # Lower and upper bound of the shaped reward; null: none.
+    # Penalise responses linearly that end within this many tokens of the length limit; null: no penalty.
     overlong_buffer_tokens: int | None = setting(None, AT_LEAST_1)
-    overlong_factor: float = setting(1.0, AT_LEAST_0)  # The penalty at the limit.
-    # Reward of a response cut at the limit, penalty included: ≥ 0 multiplies it, < 0 replaces it; null: neither.
+    overlong_factor: float = setting(1.0, AT_LEAST_0)  # Penalty at the length limit.
+    # Reward of a response truncated at the length limit, penalty included: a value ≥ 0 multiplies it, a value < 0
+    # replaces it; null: neither.
     truncated: float | None = setting(None, Range(expected="any number, or null"))
     mask: RewardMaskConfig = field(default_factory=RewardMaskConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig:
-    """Which groups train, judged by the scorer's scores; removed groups are replaced if asked for."""
+    """Which groups are trained on, judged by the scorer's scores; discarded groups can be replaced."""
 
-    # Bounds of a group's mean score, exclusive, as in [0.0, 1.0]; null: every group trains.
+    # Exclusive bounds of a group's mean score, as in [0.0, 1.0]; null: no bounds.
     mean_score: tuple[float, float] | None = None
-    # Groups of which every score is one of these are removed, each value for itself, as in [0.0, 1.0].
+    # Discard groups whose scores all equal one of these values, as in [0.0, 1.0].
     uniform_scores: tuple[float, ...] = setting((), Range(expected="any numbers"))
-    # Whether rows that begin with a demonstration count where a group is judged.
-    count_demonstrations: bool = True
-    # Removed groups are replaced by sampling further prompts, at most this many batches a step; 0: they are not.
+    count_demonstrations: bool = True  # Count rows that start with a demonstration when a group is judged.
+    # Replace discarded groups by sampling further prompts, with at most this many additional batches per step; 0:
+    # do not replace them.
     max_refills: int = setting(0, AT_LEAST_0)
