@@ -21,21 +21,31 @@ _MAX_SPLITS = 8
 
 
 def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
-    r"""[R] bool: tokens with a character inside the last \boxed{…} or <answer>…</answer>, or after the last ####.
+    r"""Mark the tokens of the final answer.
 
-    `decode` turns ids into the text that scorers read. A brace or a tag that is not closed reaches to the end.
+    Args:
+        decode: turns token ids into the text that scorers read.
+
+    Returns:
+        [R] bool: tokens with a character inside the last \boxed{…} or <answer>…</answer>, or after the last ####. A
+        brace or a tag that is not closed reaches to the end.
     """
     ids = list(token_ids)
     text = decode(ids)
     mask = np.zeros(len(ids), dtype=np.bool_)
-    spans = [_trimmed(text, start, end) for start, end in _spans(text) if text[start:end].strip()]
-    split = _clean_split(ids, text, decode) if spans else 0
+    spans = [(start, end) for start, end in _spans(text) if start < end]
+    split = 0
+    if spans:
+        # A place near the end at which the text is that of the tokens before and that of those after it, or 0.
+        last = max(len(ids) - _TAIL_TOKENS, 0)
+        places = range(last, max(last - _MAX_SPLITS, 0), -1)
+        split = next((i for i in places if decode(ids[:i]) + decode(ids[i:]) == text), 0)
     head_chars = len(decode(ids[:split]))
     for start, end in spans:
         first, before = (split, head_chars) if start >= head_chars else (0, 0)
 
         def num_chars(i: int, first: int = first, before: int = before) -> int:
-            """Characters of the text of the first i tokens."""
+            """Count the characters that the first i tokens spell."""
             return before + len(decode(ids[first:i]))
 
         places = range(first, len(ids) + 1)
@@ -46,35 +56,21 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
     return mask
 
 
-def _clean_split(ids: list[int], text: str, decode: Decode) -> int:
-    """A place near the end at which the text is that of the tokens before and that of those after it, or 0."""
-    last = max(len(ids) - _TAIL_TOKENS, 0)
-    places = range(last, max(last - _MAX_SPLITS, 0), -1)
-    return next((i for i in places if decode(ids[:i]) + decode(ids[i:]) == text), 0)
-
-
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """[start, end) in characters of each kind of final answer that the text has."""
+    """Find [start, end) in characters of each kind of final answer in the text, without the spaces around it."""
+    found = []
     if boxes := list(_BOXED.finditer(text)):
-        yield boxes[-1].end(), _closing_brace(text, boxes[-1].end())
+        start = end = boxes[-1].end()
+        depth = 1
+        while end < len(text) and (depth := depth + {"{": 1, "}": -1}.get(text[end], 0)):
+            end += 1
+        found.append((start, end))
     if _OPENING in text:
         start = text.rindex(_OPENING) + len(_OPENING)
         closing = text.find(_CLOSING, start)
-        yield start, len(text) if closing < 0 else closing
+        found.append((start, len(text) if closing < 0 else closing))
     if _MARK in text:
-        yield text.rindex(_MARK) + len(_MARK), len(text)
-
-
-def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    """The span without the spaces around it."""
-    inside = text[start:end]
-    return end - len(inside.lstrip()), start + len(inside.rstrip())
-
-
-def _closing_brace(text: str, start: int) -> int:
-    depth = 1
-    for i in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    return len(text)
+        found.append((text.rindex(_MARK) + len(_MARK), len(text)))
+    for start, end in found:
+        inside = text[start:end]
+        yield end - len(inside.lstrip()), start + len(inside.rstrip())

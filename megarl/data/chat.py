@@ -1,6 +1,7 @@
-"""Chats to token ids, with the tokenizer's own template. Tokenizers come from a directory, not the hub."""
+"""Encode chats as token ids with the tokenizer's own template. Tokenizers are read from a directory, not the hub."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ THINK_OPENING = "<think>\n"
 
 
 def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory that `key` names; ConfigError without a chat template or an eos token."""
+    """Load the tokenizer of the model directory that `key` names; ConfigError without chat template or eos token."""
     tokenizer = _read_tokenizer(path, key)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; add chat_template.jinja")
@@ -23,7 +24,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedToken
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-    """ConfigError unless the model at `path`, which `key` names, has the same token ids as `tokenizer`."""
+    """Raise ConfigError unless the model at `path`, which `key` names, has the same token ids as `tokenizer`."""
     ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
@@ -43,27 +44,21 @@ def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{key}: the tokenizer in {path} does not load: {reason}; copy the model again") from error
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """Token ids of chats, each ending where the assistant is to speak."""
-    return _encode(tokenizer, _render(tokenizer, chats))
+def encode_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
+) -> list[list[int]]:
+    """Encode chats as token ids, as the template writes them.
 
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    max_prompt_tokens: int,
-    *,
-    where: str = "prompt",
-) -> list[int]:
-    """Token ids of one chat; DataError naming `where` if there are more than `max_prompt_tokens`."""
-    ids = encode_prompts(tokenizer, [messages])[0]
-    if len(ids) > max_prompt_tokens:
-        raise long_prompt_error(where, len(ids), max_prompt_tokens)
+    Args:
+        add_generation_prompt: each is a prompt that ends where the assistant is to speak; else it is over.
+    """
+    texts = _render(tokenizer, chats, add_generation_prompt=add_generation_prompt)
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
 
 def long_prompt_error(where: str, num_tokens: int, max_prompt_tokens: int) -> DataError:
-    """The error of a prompt over the limit."""
+    """Describe a prompt with more tokens than the limit."""
     return DataError(
         f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_tokens is {max_prompt_tokens}; "
         f"raise it or set data.on_long_prompt=drop"
@@ -77,10 +72,10 @@ def encode_demonstration(
     *,
     where: str = "demonstration",
 ) -> list[int]:
-    """Token ids of `target` as the policy would have written it after `messages`, eos once, at the end.
+    """Encode `target` as the policy would have written it after `messages`, with one eos token, at the end.
 
-    A leading think tag is dropped if the template's prompt ends with it. DataError if `target` holds eos
-    anywhere but at its end, or nothing else.
+    A leading think tag is dropped if the template's prompt ends with it. Raises DataError if `target` has eos
+    anywhere but at its end, or is otherwise empty.
     """
     if target.startswith(THINK_OPENING) and _render(tokenizer, [messages])[0].endswith(THINK_OPENING):
         target = target.removeprefix(THINK_OPENING)
@@ -96,24 +91,15 @@ def encode_demonstration(
 
 
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Turns response ids into the text that scorers read: special tokens dropped, spaces untouched."""
-
-    def decode(token_ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    return decode
-
-
-def encode_conversations(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """Token ids of chats that are over, as the template writes them."""
-    return _encode(tokenizer, _render(tokenizer, chats, add_generation_prompt=False))
+    """Return a function from response ids to the text that scorers read: special tokens dropped, spaces untouched."""
+    return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Token ids that the template writes after the end token of an answer.
+    """Encode what the template writes after the end token of an answer.
 
-    None if it does not write prompt, answer and end token as the policy does: if it leaves out or adds thoughts, say.
+    Returns None if the template does not write prompt, answer and end token as the policy does, for example because it
+    removes or adds thoughts.
     """
     question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
     prompt = _render(tokenizer, [[question]])[0]
@@ -133,8 +119,3 @@ def _render(
         conversations, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     return texts
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    return ids

@@ -1,47 +1,35 @@
 """Rows of Parquet and JSON-lines files by index, without a Python object per row.
 
-Parquet stays in Arrow memory (the wanted columns only); JSON lines stay in the file, mapped, with the offset
-of every line. A row becomes a dictionary when it is asked for.
+Parquet stays in Arrow memory, the wanted columns only. JSON lines stay in the file, which is mapped, with the offset of
+every line. A row becomes a dictionary when it is asked for.
 """
 
 import json
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.types import IntArray
 
 READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 
 
-class RowFile(Protocol):
-    """One file of rows. `rows[i]` raises DataError if row i cannot be read."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
-
-
 class ParquetFile:
-    """`columns` of a Parquet file, those of `required` checked; other columns are not read."""
+    """Some columns of a Parquet file; the others are not read. `present` names all that the file has."""
 
-    def __init__(self, path: Path, columns: Sequence[str], required: Sequence[str]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
         try:
             file = pq.ParquetFile(path)
         except pa.ArrowInvalid as error:
             raise DataError(f"{path}: not a Parquet file ({error}); expected Parquet or JSON lines") from error
         with file:
-            present = file.schema_arrow.names
-            _require_columns(path, present, required)
-            table = file.read(columns=[name for name in columns if name in present])
+            self.present: Sequence[str] = file.schema_arrow.names
+            table = file.read(columns=[name for name in columns if name in self.present])
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -62,28 +50,30 @@ class ParquetFile:
 
 
 class JsonlFile:
-    """A file with one JSON object per line; empty lines do not count as rows."""
+    """Some keys of a file with one JSON object per line; empty lines do not count as rows.
 
-    def __init__(self, path: Path, columns: Sequence[str], required: Sequence[str]) -> None:
+    `present` names the keys of the first row.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self._path = path
-        self._columns = frozenset(columns)
+        offset, starts = 0, []
         with path.open("rb") as file:
-            self._starts = _line_starts(file)
+            for line in file:
+                if not line.isspace():
+                    starts.append(offset)
+                offset += len(line)
             # An empty file cannot be mapped.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(self._starts) else None
-        if len(self):
-            _require_columns(path, list(self._object(0)), required)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if starts else None
+        self._starts = np.asarray(starts, dtype=np.int64)
+        self._columns: frozenset[str] | None = None
+        self.present: Sequence[str] = list(self[0]) if starts else columns
+        self._columns = frozenset(columns)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return {key: value for key, value in self._object(index).items() if key in self._columns}
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
-    def _object(self, index: int) -> Mapping[str, Any]:
         if self._map is None:
             raise IndexError(index)
         start = int(self._starts[index])
@@ -94,36 +84,36 @@ class JsonlFile:
             raise DataError(f"{self._path} row {index}: not valid JSON ({error})") from error
         if not isinstance(row, dict):
             raise DataError(f"{self._path} row {index}: got {type(row).__name__}, expected a JSON object")
-        return row
+        return {key: value for key, value in row.items() if self._columns is None or key in self._columns}
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[index] for index in range(len(self)))
 
 
-def _line_starts(lines: Iterable[bytes]) -> IntArray:
-    offset, starts = 0, []
-    for line in lines:
-        if not line.isspace():
-            starts.append(offset)
-        offset += len(line)
-    return np.asarray(starts, dtype=np.int64)
-
-
-def _require_columns(path: Path, present: Sequence[str], required: Sequence[str]) -> None:
-    missing = [name for name in required if name not in present]
-    if missing:
-        raise DataError(f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(present))}")
-
-
-READERS: Mapping[str, Callable[[Path, Sequence[str], Sequence[str]], RowFile]] = {
-    ".parquet": ParquetFile,
-    ".jsonl": JsonlFile,
-}
+READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": ParquetFile, ".jsonl": JsonlFile}
 
 
 class RowFiles:
-    """The rows of several files, one after the other. DataError for a missing file or no rows at all."""
+    """The rows of several files, one after the other.
+
+    Raises:
+        DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all.
+    """
 
     def __init__(self, paths: Sequence[str | Path], *, columns: Sequence[str], required: Sequence[str] = ()) -> None:
         self.paths = tuple(Path(path) for path in paths)
-        self._files = [_open(path, columns, required) for path in self.paths]
+        self._files: list[ParquetFile | JsonlFile] = []
+        for path in self.paths:
+            if path.suffix not in READERS:
+                raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
+            if not path.is_file():
+                raise DataError(f"{path}: no such file; check data.train, data.val and sft.train")
+            file = READERS[path.suffix](path, columns)
+            if missing := [name for name in required if name not in file.present]:
+                raise DataError(
+                    f"{path}: column {missing[0]!r} is missing; there are: {', '.join(sorted(file.present))}"
+                )
+            self._files.append(file)
         self._ends = np.cumsum([len(file) for file in self._files], dtype=np.int64)
         if not len(self):
             names = ", ".join(map(str, self.paths)) or "no file given"
@@ -141,11 +131,11 @@ class RowFiles:
             yield from file
 
     def counts(self, indices: Sequence[int]) -> list[int]:
-        """How many of some ascending row indices lie in each file."""
+        """Count how many of some ascending row indices lie in each file."""
         return np.diff(np.searchsorted(indices, self._ends), prepend=0).tolist()
 
     def where(self, index: int) -> str:
-        """How messages name row `index`: its file and its place there, counted from 0."""
+        """Name row `index` in messages: its file and its place there, counted from 0."""
         which, row = self._locate(index)
         return f"{self.paths[which]} row {row}"
 
@@ -154,11 +144,3 @@ class RowFiles:
             raise IndexError(f"row {index} of {len(self)}")
         which = int(np.searchsorted(self._ends, index, side="right"))
         return which, index - (int(self._ends[which]) - len(self._files[which]))
-
-
-def _open(path: Path, columns: Sequence[str], required: Sequence[str]) -> RowFile:
-    if path.suffix not in READERS:
-        raise DataError(f"{path}: got file type {path.suffix!r}, expected one of: {', '.join(sorted(READERS))}")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; check data.train, data.val and sft.train")
-    return READERS[path.suffix](path, columns, required)

@@ -1,8 +1,6 @@
-"""GSM8K's JSON lines (question, answer ending in `#### value`) to the prompt schema."""
+"""Conversion of GSM8K's JSON lines (question, answer that ends in `#### value`) to the prompt schema."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.data.files import RowFiles
 from megarl.data.records import write_parquet
@@ -14,17 +12,14 @@ COLUMNS = ("question", "answer")
 
 
 def convert_gsm8k(path: str | Path, out_dir: str | Path) -> Path:
-    """Write OUT_DIR/<stem>.parquet with prompts, ground truths, gold solutions and demonstrations; its path.
+    """Write OUT_DIR/<stem>.parquet with prompts, ground truths, gold solutions and demonstrations; return its path.
 
-    DataError names the row whose answer has no `#### value`.
+    Raises:
+        DataError: an answer has no `#### value`; the message names its row.
     """
     out = Path(out_dir) / f"{Path(path).stem}.parquet"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_parquet(out, _rows(RowFiles([path], columns=COLUMNS, required=COLUMNS), Path(path).stem))
-    return out
-
-
-def _rows(files: RowFiles, split: str) -> Iterator[Mapping[str, Any]]:
+    files, rows = RowFiles([path], columns=COLUMNS, required=COLUMNS), []
     for index, row in enumerate(files):
         for name in COLUMNS:
             if not isinstance(row.get(name), str):
@@ -32,14 +27,16 @@ def _rows(files: RowFiles, split: str) -> Iterator[Mapping[str, Any]]:
         solution, mark, value = row["answer"].rpartition("#### ")
         if not mark or not solution or not value.strip():
             raise DataError(f"{files.where(index)}: the answer ends in {row['answer'][-40:]!r}, expected '#### value'")
-        yield {
-            "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
-            "data_source": DATA_SOURCE,
-            "ability": "math",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": value.strip().replace(",", "").replace("$", ""),
-            },
-            "extra_info": {"index": index, "split": split, "gold_solution": row["answer"]},
-            "target": [{"role": "assistant", "content": row["answer"]}],
-        }
+        truth = value.strip().replace(",", "").replace("$", "")
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
+                "data_source": DATA_SOURCE,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": truth},
+                "extra_info": {"index": index, "split": Path(path).stem, "gold_solution": row["answer"]},
+                "target": [{"role": "assistant", "content": row["answer"]}],
+            }
+        )
+    write_parquet(out, rows)
+    return out

@@ -1,31 +1,35 @@
 """Data sets of prompts (`Prompt`) and of demonstrations (`Row`), tokenised once, when they are opened.
 
-Every row is read and checked then, so that a bad row stops a run before it costs anything.
+Every row is read and checked then, so that a bad row stops a run before it costs anything. Token ids are kept in arrays
+of 4 bytes per token instead of lists of Python objects.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import DemonstrationConfig
-from megarl.data.chat import encode_demonstration, encode_prompts, long_prompt_error
-from megarl.data.demonstrations import Demonstrations
+from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
-from megarl.data.ragged import RaggedTokens
 from megarl.data.records import (
     DEMONSTRATION_COLUMNS,
     PROMPT_COLUMNS,
     TARGET_COLUMNS,
     parse_demonstration,
     parse_prompt,
+    parse_target,
+    parse_target_probs,
 )
 from megarl.errors import DataError
-from megarl.types import Prompt, Row
+from megarl.types import Message, Prompt, Row
+
+# Stands for a probability that the demonstrator did not give.
+UNKNOWN_PROB = -1.0
 
 OnLongPrompt = Literal["error", "drop"]
 T = TypeVar("T")
@@ -34,8 +38,9 @@ T = TypeVar("T")
 class PromptDataset:
     """Prompts by index. A prompt's uid is its data source and its place in the files, before any is dropped.
 
-    A prompt over `max_prompt_tokens` is a DataError; with `on_long_prompt="drop"` `num_dropped` counts it.
-    With `demonstrations` prompts carry those of the files; a DataError if no file has any.
+    A prompt over `max_prompt_tokens` is a DataError; with `on_long_prompt="drop"` it is left out and counted in
+    `num_dropped`. With `demonstrations`, prompts carry those of the files, and it is a DataError if no file has any.
+    `num_target_probs` counts the prompts whose demonstration has the demonstrator's probabilities.
     """
 
     def __init__(
@@ -49,20 +54,25 @@ class PromptDataset:
     ) -> None:
         columns = PROMPT_COLUMNS if demonstrations is None else (*PROMPT_COLUMNS, *TARGET_COLUMNS)
         self._files = RowFiles(paths, columns=columns, required=("prompt", "reward_model"))
-        self._demonstrations = None if demonstrations is None else Demonstrations(tokenizer, demonstrations)
-        self._tokens = RaggedTokens()
+        self._tokens: list[array[int]] = []
+        # By prompt, like the tokens, if they are asked for; one without a target has an empty demonstration.
+        self._demonstrations: list[array[int]] = []
+        self.num_target_probs = 0
         self._kept = array("q")
         sources: set[str] = set()
         rows = ((i, row, parse_prompt(row, self._files.where(i))) for i, row in enumerate(self._files))
         for chunk in _chunks(rows):
             sources.update(record.data_source for *_, record in chunk)
-            prompts = encode_prompts(tokenizer, [record.messages for *_, record in chunk])
+            prompts = encode_chats(tokenizer, [record.messages for *_, record in chunk])
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= max_prompt_tokens:
-                    self._tokens.append(ids)
+                    self._tokens.append(array("i", ids))
                     self._kept.append(index)
-                    if self._demonstrations is not None:
-                        self._demonstrations.append(row, record.messages, self._files.where(index))
+                    if demonstrations is not None:
+                        where = self._files.where(index)
+                        target, has_probs = _demonstration(tokenizer, row, record.messages, demonstrations, where)
+                        self._demonstrations.append(array("i", target))
+                        self.num_target_probs += has_probs
                 elif on_long_prompt == "error":
                     raise long_prompt_error(self._files.where(index), len(ids), max_prompt_tokens)
         self.data_sources = frozenset(sources)
@@ -74,38 +84,35 @@ class PromptDataset:
                 f"all {self.num_dropped} prompts have more tokens than data.max_prompt_tokens="
                 f"{max_prompt_tokens}; raise it"
             )
-        if self._demonstrations is not None and not self._demonstrations.num_present:
+        if demonstrations is not None and not any(self._demonstrations):
             raise DataError(
                 f"none of the {len(self)} prompts has a usable target, but algo.demonstrations.strategy asks for "
                 f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
             )
-
-    @property
-    def num_target_probs(self) -> int:
-        """Prompts whose demonstration has the demonstrator's probabilities."""
-        return 0 if self._demonstrations is None else self._demonstrations.num_with_probs
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]
-        row, where, stored = self._files[place], self._files.where(place), self._demonstrations
+        row, where = self._files[place], self._files.where(place)
         record = parse_prompt(row, where)
+        demonstration = self._demonstrations[index] if self._demonstrations else ()
+        probs = parse_target_probs(row, where) if self._demonstrations else ()
         return Prompt(
             uid=f"{record.data_source}:{place}",
-            token_ids=tuple(self._tokens[index].tolist()),
+            token_ids=tuple(self._tokens[index]),
             data_source=record.data_source,
             ground_truth=record.ground_truth,
             extra_info=record.extra_info,
             messages=record.messages,
-            demonstration_ids=stored.token_ids(index) if stored else (),
-            demonstration_probs=stored.probs(index, row, where) if stored else (),
+            demonstration_ids=tuple(demonstration),
+            demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
         )
 
 
 class SftDataset:
-    """Demonstrations by index, as rows with loss on the response. DataError for a row over either limit."""
+    """Demonstrations by index, as rows with loss on the response; a row over either limit is a DataError."""
 
     def __init__(
         self,
@@ -115,12 +122,12 @@ class SftDataset:
         max_prompt_tokens: int,
         max_response_tokens: int,
     ) -> None:
-        self._tokens = RaggedTokens()
+        self._tokens: list[array[int]] = []
         self._num_prompt_tokens = array("i")
         files = RowFiles(paths, columns=DEMONSTRATION_COLUMNS, required=DEMONSTRATION_COLUMNS)
         rows = ((files.where(i), parse_demonstration(row, files.where(i))) for i, row in enumerate(files))
         for chunk in _chunks(rows):
-            prompts = encode_prompts(tokenizer, [record.messages for _, record in chunk])
+            prompts = encode_chats(tokenizer, [record.messages for _, record in chunk])
             for (where, record), prompt in zip(chunk, prompts, strict=True):
                 if len(prompt) > max_prompt_tokens:
                     raise long_prompt_error(where, len(prompt), max_prompt_tokens)
@@ -130,14 +137,14 @@ class SftDataset:
                         f"{where}: the demonstration has {len(response)} tokens, "
                         f"rollout.max_response_tokens is {max_response_tokens}; raise it or remove the row"
                     )
-                self._tokens.append([*prompt, *response])
+                self._tokens.append(array("i", [*prompt, *response]))
                 self._num_prompt_tokens.append(len(prompt))
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> Row:
-        token_ids = self._tokens[index]
+        token_ids = np.asarray(self._tokens[index], dtype=np.int64)
         num_prompt_tokens = self._num_prompt_tokens[index]
         return Row(
             uid=f"sft:{index}",
@@ -146,6 +153,33 @@ class SftDataset:
             num_prompt_tokens=num_prompt_tokens,
             loss_mask=np.ones(len(token_ids) - num_prompt_tokens, dtype=np.bool_),
         )
+
+
+def _demonstration(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    messages: Sequence[Message],
+    cfg: DemonstrationConfig,
+    where: str,
+) -> tuple[list[int], bool]:
+    """Encode a row's target as the policy would have written it, with the end token; tell whether it has probabilities.
+
+    A target of more than `cfg.max_tokens` tokens is cut and gets no end token, as nothing ends there, or it is not used
+    (`cfg.on_long`). A row without a target has an empty demonstration. DataError names `where` and what is wrong.
+    """
+    if not row.get("target"):
+        return [], False
+    ids = encode_demonstration(tokenizer, messages, parse_target(row, where), where=where)
+    probs = parse_target_probs(row, where)
+    # One probability per token of the target, and possibly one for the end token.
+    if probs and len(probs) not in (len(ids) - 1, len(ids)):
+        raise DataError(
+            f"{where}: target_probs has {len(probs)} entries, expected {len(ids) - 1}, one per token of the target, "
+            f"or {len(ids)} with the end token; compute them with this model's tokenizer"
+        )
+    if len(ids) > cfg.max_tokens + 1:
+        ids = ids[: cfg.max_tokens] if cfg.on_long == "cut" else []
+    return ids, bool(probs)
 
 
 def _chunks(items: Iterator[T]) -> Iterator[list[T]]:

@@ -1,4 +1,4 @@
-"""What a row of a prompt file means: the Parquet/JSON-lines schema that verl and LUFFY use.
+"""The meaning of a row of a prompt file, in the Parquet/JSON-lines schema that verl and LUFFY use.
 
 `prompt` and `target`: lists of {role, content}; `target_probs`: optional list of the probabilities that whoever wrote
 the target gave its tokens, -1 where unknown; `data_source`: string, at the top level or in `extra_info`;
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """A question with what its scorer needs. `ground_truth` is empty where a model judges (style "model")."""
+    """A question and what its scorer needs. `ground_truth` is empty where a model judges (style "model")."""
 
     messages: tuple[Message, ...]
     data_source: str
@@ -72,7 +72,7 @@ class DemonstrationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Two whole chats with the same prompt, and by how much the scores are to differ."""
+    """Two whole chats with the same prompt, and the margin by which their scores are to differ."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
@@ -80,7 +80,7 @@ class PreferenceRecord:
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
-    """The record of a row; DataError names `where` and what is wrong."""
+    """Read a row; DataError names `where` and what is wrong."""
     extra_info = _mapping(row, "extra_info", where, required=False)
     reward_model = _mapping(row, "reward_model", where, required=True)
     style = _string({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
@@ -101,12 +101,12 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
 
 
 def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
-    """The record of a row; `target` must be one assistant turn. DataError names `where` and what is wrong."""
-    return DemonstrationRecord(messages=_messages(row, "prompt", where), target=_target(row, where))
+    """Read a row, whose `target` must be one assistant turn; DataError names `where` and what is wrong."""
+    return DemonstrationRecord(messages=_messages(row, "prompt", where), target=parse_target(row, where))
 
 
 def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
-    """The record of a row; DataError names `where` and what is wrong."""
+    """Read a row; DataError names `where` and what is wrong."""
     sides = {side: _conversation(row, side, where) for side in PREFERENCE_SIDES}
     prompt = next((_conversation(row, name, where) for name in ("prompt", "messages") if row.get(name)), ())
     openings = {side: turns[:-1] for side, turns in sides.items()}
@@ -132,20 +132,23 @@ def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
 
 
 def _conversation(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
-    """A list of turns; a text is one turn: an answer in chosen and rejected, a question elsewhere."""
+    """Read turns; a text is one turn: an answer in chosen and rejected, a question elsewhere."""
     value = row.get(name)
     if isinstance(value, str):
         return (Message(role="assistant" if name in PREFERENCE_SIDES else "user", content=value),)
     return _messages(row, name, where)
 
 
-def parse_target(row: Mapping[str, Any], where: str) -> str | None:
-    """The text of `target`, one assistant turn; None if the row has none. DataError names `where` and what is wrong."""
-    return _target(row, where) if row.get("target") else None
+def parse_target(row: Mapping[str, Any], where: str) -> str:
+    """Read the text of `target`, one assistant turn; DataError names `where` and what is wrong."""
+    target = _messages(row, "target", where)
+    if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
+        raise DataError(f"{where}: target has roles {[m.role for m in target]}, expected one assistant turn")
+    return target[0].content
 
 
 def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
-    """`target_probs`, each in (0, 1] or -1; empty if the row has none. DataError names `where` and what is wrong."""
+    """Read `target_probs`, in (0, 1] or -1; empty if the row has none. DataError names `where` and what is wrong."""
     value = row.get("target_probs")
     if value is None:
         return ()
@@ -162,25 +165,18 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
 
 
-def _target(row: Mapping[str, Any], where: str) -> str:
-    target = _messages(row, "target", where)
-    if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
-        raise DataError(f"{where}: target has roles {[m.role for m in target]}, expected one assistant turn")
-    return target[0].content
-
-
 def _messages(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
     value = row.get(name)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__
         raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")
-    return tuple(_message(item, f"{where}: {name}[{i}]") for i, item in enumerate(value))
-
-
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, Mapping):
-        raise DataError(f"{where} is {type(item).__name__}, expected {{role, content}}")
-    return Message(role=_string(item, "role", where), content=_string(item, "content", where))
+    messages = []
+    for i, item in enumerate(value):
+        place = f"{where}: {name}[{i}]"
+        if not isinstance(item, Mapping):
+            raise DataError(f"{place} is {type(item).__name__}, expected {{role, content}}")
+        messages.append(Message(role=_string(item, "role", place), content=_string(item, "content", place)))
+    return tuple(messages)
 
 
 def _mapping(row: Mapping[str, Any], name: str, where: str, *, required: bool) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megarl.cluster import residency
 from megarl.cluster.residency import Phase
-from megarl.data.chat import encode_conversations, response_decoder, turn_ending
+from megarl.data.chat import encode_chats, response_decoder, turn_ending
 from megarl.errors import DataError
 from megarl.rewards.judge import Item, Judged
 from megarl.train.update import RoleScorer
@@ -42,7 +42,9 @@ class ConversationEncoder:
         response = sample.response_token_ids
         if self._ending is None:
             answer = Message(role="assistant", content=self._decode(response.tolist()))
-            return np.asarray(encode_conversations(self._own, [[*prompt.messages, answer]])[0], dtype=np.int64)
+            return np.asarray(
+                encode_chats(self._own, [[*prompt.messages, answer]], add_generation_prompt=False)[0], dtype=np.int64
+            )
         is_ended = len(response) and response[-1] == self._eos
         return np.concatenate([sample.prompt_token_ids, response, self._ending if is_ended else self._ending[:0]])
 

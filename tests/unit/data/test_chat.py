@@ -6,6 +6,7 @@ its symbol U+010A comes after 94 + 12 + 82 = 188 printable ones and ten control 
 The words user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import (
     check_vocabulary,
+    encode_chats,
     encode_demonstration,
-    encode_prompt,
-    encode_prompts,
     load_tokenizer,
+    long_prompt_error,
     response_decoder,
 )
 from megarl.data.records import Message
@@ -34,15 +35,15 @@ QUESTION_IDS = [
 
 
 def test_prompt_ends_where_the_assistant_speaks(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_prompt(tokenizer, QUESTION, 13) == QUESTION_IDS
+    assert encode_chats(tokenizer, [QUESTION])[0] == QUESTION_IDS
     other = (Message(role="user", content="1"),)
-    assert encode_prompts(tokenizer, [QUESTION, other])[0] == QUESTION_IDS
-    assert encode_prompts(tokenizer, [other]) == [[1, 259, LINE_FEED, DIGIT_1, 2, LINE_FEED, 1, 260, LINE_FEED]]
+    assert encode_chats(tokenizer, [QUESTION, other])[0] == QUESTION_IDS
+    assert encode_chats(tokenizer, [other]) == [[1, 259, LINE_FEED, DIGIT_1, 2, LINE_FEED, 1, 260, LINE_FEED]]
 
 
 def test_long_prompt_names_row_and_both_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"):
-        encode_prompt(tokenizer, QUESTION, 12, where="row 5")
+    message = r"row 5: the prompt has 13 tokens, data.max_prompt_tokens is 12"
+    assert re.match(message, str(long_prompt_error("row 5", len(encode_chats(tokenizer, [QUESTION])[0]), 12)))
 
 
 def test_demonstration_ends_in_eos_once(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -73,7 +74,7 @@ def test_decoder_drops_special_tokens_and_keeps_words(tokenizer: PreTrainedToken
 
 def test_load_tokenizer_from_a_directory(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
-    assert encode_prompt(load_tokenizer(tmp_path), QUESTION, 13) == QUESTION_IDS
+    assert encode_chats(load_tokenizer(tmp_path), [QUESTION])[0] == QUESTION_IDS
 
 
 def test_models_of_one_run_have_one_vocabulary(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

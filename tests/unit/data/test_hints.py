@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
-from megarl.data.chat import encode_prompt
+from megarl.data.chat import encode_chats
 from megarl.data.hints import (
     PaddedRow,
     UserTagNotFound,
@@ -161,7 +161,7 @@ def test_tags_follow_the_template(template: str, after_turn: str, at_start: str)
     assert tokenizer.decode(tags.after_turn) == after_turn
     assert tokenizer.decode(tags.at_start) == at_start
     chat = (Message(role="user", content="1+1=?"),)
-    prompt_ids = encode_prompt(tokenizer, chat, 99)
+    prompt_ids = encode_chats(tokenizer, [chat])[0]
     assert tokenizer.decode(prompt_ids[insertion_place(prompt_ids, tags) :]).startswith("1+1=?")
 
 
@@ -304,7 +304,7 @@ def test_rows_of_a_batch() -> None:
 def test_from_text_to_row(tokenizer: PreTrainedTokenizerBase) -> None:
     """The whole way with a real template: only the hint comes between the tag and the question."""
     chat = (Message(role="system", content="Add."), Message(role="user", content="1+2=?"))
-    question = encode_prompt(tokenizer, chat, 99)
+    question = encode_chats(tokenizer, [chat])[0]
     row = make_row(question, tokenizer("3<|im_end|>")["input_ids"])
     hints = encode_hints(tokenizer, [prompt(gold_solution="1+2=3")], HintConfig(template="Hint: {hint}\n"))
     got = hinted_rows([row], hints, user_tags(tokenizer), HintConfig(), max_row_tokens=512).rows[0]

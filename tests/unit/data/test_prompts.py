@@ -8,7 +8,6 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.prompts import PromptDataset, SftDataset
-from megarl.data.ragged import RaggedTokens
 from megarl.errors import DataError
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
@@ -32,16 +31,6 @@ def demonstration(question: str, answer: str) -> dict[str, Any]:
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
-
-
-def test_ragged_tokens() -> None:
-    tokens = RaggedTokens()
-    for ids in ([5, 6], [], [7]):
-        tokens.append(ids)
-    assert [tokens[i].tolist() for i in range(len(tokens))] == [[5, 6], [], [7]]
-    for index in (-1, 3):
-        with pytest.raises(IndexError):
-            tokens[index]
 
 
 def test_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

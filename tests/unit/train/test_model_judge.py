@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster.residency import Phase
-from megarl.data.chat import encode_conversations, encode_prompts, turn_ending
+from megarl.data.chat import encode_chats, turn_ending
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
 from megarl.rewards.judge import Item
@@ -31,7 +31,7 @@ def other_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
 def prompt(uid: str = "a") -> Prompt:
     return Prompt(
         uid=uid,
-        token_ids=tuple(encode_prompts(TOKENIZER, [QUESTION])[0]),
+        token_ids=tuple(encode_chats(TOKENIZER, [QUESTION])[0]),
         data_source="megarl/sums",
         ground_truth="8",
         messages=QUESTION,
@@ -49,7 +49,9 @@ def test_the_policys_own_tokens_ended_as_the_template_ends_turns() -> None:
     encoder = ConversationEncoder(TOKENIZER, make_byte_tokenizer())
     assert turn_ending(TOKENIZER) == TOKENIZER("\n")["input_ids"]
     assert encoder.num_extra_tokens == 1
-    whole = encode_conversations(TOKENIZER, [[*QUESTION, Message(role="assistant", content="#### 8")]])[0]
+    whole = encode_chats(
+        TOKENIZER, [[*QUESTION, Message(role="assistant", content="#### 8")]], add_generation_prompt=False
+    )[0]
     assert encoder.encode(prompt(), sample("#### 8<|im_end|>")).tolist() == whole
     # A response that was cut, and an empty one, are shown as they are.
     assert TOKENIZER.decode(encoder.encode(prompt(), sample("5+3"))) == (

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster.residency import Phase
 from megarl.config.algo import CpoConfig, HintConfig
-from megarl.data.chat import encode_prompt
+from megarl.data.chat import encode_chats
 from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
@@ -94,7 +94,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompt]:
     return {
         uid: Prompt(
             uid=uid,
-            token_ids=tuple(encode_prompt(tokenizer, (Message(role="user", content=f"{uid}?"),), 64)),
+            token_ids=tuple(encode_chats(tokenizer, [(Message(role="user", content=f"{uid}?"),)])[0]),
             data_source="q",
             ground_truth="",
             extra_info={} if solution is None else {"gold_solution": solution},
