@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.gsm8k import convert_gsm8k
 from megarl.data.tasks import TASKS, LevelMix
-from megarl.data.tasks.generate import GenerateConfig, generate
-from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
+from megarl.data.tasks.generate import GenerateConfig, PreferenceConfig, generate, generate_preferences
 from megarl.rewards import score
 
 

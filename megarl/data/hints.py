@@ -1,4 +1,4 @@
-"""Hints: what is written after the last user tag of a prompt for one more scoring pass, and nowhere else.
+"""Hints: texts written after the last user tag of a prompt for one more scoring pass, and nowhere else.
 
 A hinted row is made from a row that was already sampled. It has the same response and is only scored, so that a hint
 reaches neither the rollout engine, nor evaluation, nor the texts that are logged.
@@ -29,14 +29,14 @@ _FIRST, _REPLY, _SECOND = "Q0Z0Q", "A1Z1A", "Q2Z2Q"
 
 
 class UserTagNotFound(DataError):  # noqa: N818 - the name under which the rule is known
-    """A prompt has no user tag after which a hint could stand."""
+    """Raised where a prompt has no user tag after which a hint could stand."""
 
 
 # --- texts
 
 
 def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
-    """The prompt's hint in its template; None without one. DataError naming the prompt if `on_missing` is error."""
+    """Write the prompt's hint in its template; None without one, or a DataError if `on_missing` is error."""
     candidates = {f"extra_info.{key}": prompt.extra_info.get(key) for key in _KEYS[cfg.source]}
     if cfg.source == "answer":
         candidates["reward_model.ground_truth"] = prompt.ground_truth
@@ -54,7 +54,7 @@ def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
 
 
 def require_hints(prompts: Iterable[Prompt], cfg: HintConfig) -> None:
-    """DataError if no prompt has a hint, or with `on_missing=error` if one has none; for the start of a run."""
+    """Raise DataError if no prompt has a hint, or with `on_missing=error` if one has none; for the start of a run."""
     has_some = False
     for prompt in prompts:
         has_some = hint_text(prompt, cfg) is not None or has_some
@@ -68,7 +68,7 @@ def require_hints(prompts: Iterable[Prompt], cfg: HintConfig) -> None:
 
 
 def encode_hints(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], cfg: HintConfig) -> Hints:
-    """Token ids of the prompts' hints, uncut."""
+    """Encode the prompts' hints as token ids, uncut."""
     texts = {prompt.uid: hint_text(prompt, cfg) for prompt in prompts}
     return {
         uid: np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], dtype=np.int64)
@@ -77,7 +77,7 @@ def encode_hints(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], 
 
 
 def shuffled_hints(hints: Hints, *, seed: int) -> Hints:
-    """To each prompt that has a hint that of another one: a cycle in an order that `seed` decides.
+    """Give each prompt that has a hint the hint of another one: a cycle in an order that `seed` decides.
 
     It does not depend on the order of `hints`. A single hint has no other: its prompt gets an empty one.
     """
@@ -99,20 +99,33 @@ class UserTags:
 
 
 def user_tags(tokenizer: PreTrainedTokenizerBase) -> UserTags:
-    """The user tags of the tokenizer's chat template, found by rendering a chat with known contents.
+    """Find the user tags of the tokenizer's chat template, by rendering a chat with known contents.
 
-    ConfigError if the template cannot render one, or if the tag's tokens cannot be told from their surroundings.
+    Raises:
+        ConfigError: the template cannot render one, or the tag's tokens cannot be told from their surroundings.
     """
-    text = _render_probe(tokenizer)
+    roles = ("user", "assistant", "user")
+    chat = [{"role": r, "content": c} for r, c in zip(roles, (_FIRST, _REPLY, _SECOND), strict=True)]
+    try:
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ConfigError(f"model.path: the chat template does not render user, assistant, user: {error}") from error
+    if not text.find(_FIRST) < text.find(_REPLY) < text.find(_SECOND) or _FIRST not in text:
+        raise ConfigError(f"model.path: the chat template does not keep the contents of a chat: it wrote {text!r}")
     tag_text = text.partition(_REPLY)[2].partition(_SECOND)[0]
-    after_turn = _encode(tokenizer, tag_text)
-    at_start = _common_suffix(_encode(tokenizer, text.partition(_FIRST)[0]), after_turn)
-    ids = _encode(tokenizer, text)
+    opening, after_turn, ids = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.partition(_FIRST)[0], tag_text, text)
+    )
+    # What a chat's start has in common with the tag between turns: their longest common suffix.
+    pairs = zip(reversed(opening), reversed(after_turn), strict=False)
+    num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    at_start = after_turn[len(after_turn) - num_equal :]
     place = _last_place(ids, at_start)
+    keep_text = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     found = (
         place == _last_place(ids, after_turn)
-        and _decode(tokenizer, after_turn) == tag_text
-        and _decode(tokenizer, ids[place:]).startswith(_SECOND)
+        and tokenizer.decode(after_turn, **keep_text) == tag_text
+        and tokenizer.decode(ids[place:], **keep_text).startswith(_SECOND)
     )
     if not at_start or not found:
         raise ConfigError(
@@ -124,7 +137,7 @@ def user_tags(tokenizer: PreTrainedTokenizerBase) -> UserTags:
 
 
 def insertion_place(prompt_ids: Sequence[int] | IntArray, tags: UserTags) -> int:
-    """Where the last user turn of a prompt begins: right after the last tag, in tokens from the prompt's start.
+    """Find where the last user turn of a prompt begins: right after the last tag, in tokens from the prompt's start.
 
     The tag that follows a turn is looked for first, then the one at a chat's start. Raises UserTagNotFound.
     """
@@ -138,36 +151,8 @@ def insertion_place(prompt_ids: Sequence[int] | IntArray, tags: UserTags) -> int
     )
 
 
-def _render_probe(tokenizer: PreTrainedTokenizerBase) -> str:
-    roles = ("user", "assistant", "user")
-    chat = [{"role": r, "content": c} for r, c in zip(roles, (_FIRST, _REPLY, _SECOND), strict=True)]
-    try:
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ConfigError(f"model.path: the chat template does not render user, assistant, user: {error}") from error
-    if not text.find(_FIRST) < text.find(_REPLY) < text.find(_SECOND) or _FIRST not in text:
-        raise ConfigError(f"model.path: the chat template does not keep the contents of a chat: it wrote {text!r}")
-    return text
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
-
-
-def _common_suffix(left: list[int], right: list[int]) -> list[int]:
-    pairs = zip(reversed(left), reversed(right), strict=False)
-    num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return right[len(right) - num_equal :]
-
-
 def _last_place(ids: Sequence[int] | IntArray, tag: Sequence[int]) -> int | None:
-    """The end of the last occurrence of `tag` in `ids`."""
+    """Find the end of the last occurrence of `tag` in `ids`; None if there is none."""
     values, n = [int(i) for i in ids], len(tag)
     ends = (end for end in range(len(values), n - 1, -1) if tuple(values[end - n : end]) == tuple(tag))
     return next(ends, None)
@@ -176,24 +161,23 @@ def _last_place(ids: Sequence[int] | IntArray, tag: Sequence[int]) -> int | None
 # --- rows
 
 
-def hinted_prompt(prompt_ids: IntArray, hint_ids: IntArray, tags: UserTags, *, max_hint_tokens: int) -> IntArray:
-    """P[:k] + the first `max_hint_tokens` of the hint + P[k:], k being `insertion_place`; P itself if that is none."""
-    kept = hint_ids[: max(max_hint_tokens, 0)]
-    return prompt_ids if not len(kept) else np.insert(prompt_ids, insertion_place(prompt_ids, tags), kept)
-
-
 def hinted_row(row: Row, hint_ids: IntArray, tags: UserTags, *, max_hint_tokens: int, max_row_tokens: int) -> Row:
-    """The row with a hint in its prompt: same response and loss mask, scores left out.
+    """Put a hint into the row's prompt P: P[:k] + hint + P[k:] with k = `insertion_place`; P itself without a hint.
 
-    Only the hint is cut, at its end: to `max_hint_tokens`, and so that the row keeps within `max_row_tokens`.
-    UserTagNotFound naming the row.
+    Response and loss mask stay, scores are left out. Only the hint is cut, at its end: to `max_hint_tokens`, and so
+    that the row keeps within `max_row_tokens`.
+
+    Raises:
+        UserTagNotFound: the prompt has no user tag; the message names the row.
     """
     room = min(max_hint_tokens, max_row_tokens - row.num_tokens)
     prompt, response = np.split(row.token_ids, [row.num_prompt_tokens])
-    try:
-        prompt = hinted_prompt(prompt, hint_ids, tags, max_hint_tokens=room)
-    except UserTagNotFound as error:
-        raise UserTagNotFound(f"row {row.label}: {error}") from error
+    kept = hint_ids[: max(room, 0)]
+    if len(kept):
+        try:
+            prompt = np.insert(prompt, insertion_place(prompt, tags), kept)
+        except UserTagNotFound as error:
+            raise UserTagNotFound(f"row {row.label}: {error}") from error
     return Row(
         uid=row.uid,
         sample_index=row.sample_index,
@@ -205,9 +189,10 @@ def hinted_row(row: Row, hint_ids: IntArray, tags: UserTags, *, max_hint_tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedRows:
-    """Rows to score, in the order of those they were made from. has_hint: [B] bool; the others have their own prompt.
+    """Rows to score, in the order of those they were made from.
 
-    num_hint_tokens: [B] tokens of the hint that a row got. truncated: [B] bool, the hint was longer.
+    has_hint: [B] bool; rows without a hint have their own prompt. num_hint_tokens: [B] tokens of the hint that a row
+    got. truncated: [B] bool, the hint was longer.
     """
 
     rows: tuple[Row, ...]
@@ -216,7 +201,7 @@ class HintedRows:
     truncated: BoolArray
 
     def metrics(self) -> dict[str, float]:
-        """Mean tokens of the hints that rows got, and shares of rows whose hint was cut and that got none."""
+        """Return the mean tokens of the hints that rows got, and the shares of rows whose hint was cut or missing."""
         if not self.rows:
             return {}
         return {
@@ -229,7 +214,7 @@ class HintedRows:
 def hinted_rows(
     rows: Sequence[Row], hints: Hints, tags: UserTags, cfg: HintConfig, *, max_row_tokens: int
 ) -> HintedRows:
-    """Every row with its prompt's hint. A prompt without a user tag has none, or with `on_missing=error` raises."""
+    """Put its prompt's hint into every row; without a user tag there is none, or with `on_missing=error` it raises."""
     made: list[Row] = []
     for row in rows:
         try:
@@ -247,35 +232,4 @@ def hinted_rows(
         has_hint=num_hint_tokens > 0,
         num_hint_tokens=num_hint_tokens,
         truncated=num_hint_tokens < full,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedRow:
-    """A row of a left-padded batch, [L + R]: L columns of prompt, then the response.
-
-    Positions count attended tokens from 0 and go on after the end; they are 0 on the left padding.
-    """
-
-    input_ids: IntArray
-    attention_mask: IntArray
-    position_ids: IntArray
-    num_prompt_columns: int
-
-
-def inject_hint_padded(row: PaddedRow, hint_ids: IntArray, tags: UserTags) -> PaddedRow:
-    """The same rules for left-padded rows: the hint takes the place of as many pads, its first tokens if they are few.
-
-    Columns of the response do not move. Nothing but pads, told by the attention mask, is lost.
-    """
-    columns = row.num_prompt_columns
-    num_pads = columns - int(row.attention_mask[:columns].sum())
-    prompt = hinted_prompt(row.input_ids[num_pads:columns], hint_ids, tags, max_hint_tokens=num_pads)
-    pads_left = columns - len(prompt)
-    attention = np.concatenate([np.zeros(pads_left), np.ones(len(prompt)), row.attention_mask[columns:]])
-    return PaddedRow(
-        input_ids=np.concatenate([row.input_ids[:pads_left], prompt, row.input_ids[columns:]]),
-        attention_mask=attention.astype(np.int64),
-        position_ids=np.maximum(np.arange(len(attention)) - pads_left, 0),
-        num_prompt_columns=columns,
     )

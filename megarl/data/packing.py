@@ -1,4 +1,4 @@
-"""Which row goes to which data-parallel rank and micro-batch. Plans hold indices into `lengths`."""
+"""Which row goes to which data-parallel rank and micro-batch. The bins hold indices into `lengths`."""
 
 import heapq
 from collections.abc import Sequence
@@ -35,7 +35,17 @@ def balance(lengths: Sequence[int], num_bins: int, *, equal_size: bool) -> Bins:
     while len(heap) > 1:
         _, number, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        merged = _merge(first, second, num_bins)
+        # The heaviest bins of one partial solution are joined with the lightest of the other.
+        overlap = max(0, len(first) + len(second) - num_bins)
+        kept, joining = first[: len(first) - overlap], first[len(first) - overlap :]
+        merged = [*kept]
+        for a, b in zip(joining, reversed(second[len(second) - overlap :]), strict=True):
+            small, large = sorted((a, b), key=lambda x: len(x.indices))
+            large.indices.extend(small.indices)  # both are used up, and moving the smaller one keeps this n·log n
+            large.total += small.total
+            merged.append(large)
+        merged += second[: len(second) - overlap]
+        merged.sort(key=lambda b: -b.total)
         heapq.heappush(heap, (-_spread(merged, num_bins), number, merged))
     bins = heap[0][2] if heap else []
     return [sorted(b.indices) for b in bins] + [[] for _ in range(num_bins - len(bins))]
@@ -59,7 +69,13 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
     num_long = sum(2 * length > max_tokens for length in lengths)  # no two of them fit together
     num_bins = max(-(-sum(lengths) // max_tokens), num_long, min_bins)
     while True:
-        bins = _fill_lightest(lengths, order, num_bins)
+        bins = [_Bin() for _ in range(num_bins)]
+        lightest = [(0, number) for number in range(num_bins)]
+        for index in order:
+            total, number = lightest[0]
+            bins[number].indices.append(index)
+            bins[number].total = total + lengths[index]
+            heapq.heapreplace(lightest, (bins[number].total, number))
         if all(b.total <= max_tokens for b in bins):
             bins.sort(key=lambda b: (-b.total, b.indices))
             return [sorted(b.indices) for b in bins]
@@ -68,9 +84,10 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
 
 
 def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1) -> list[Bins]:
-    """For each of `dp` ranks its micro-batches, the same number on every rank, a `multiple` (interleaved pipelines).
+    """Split rows into the micro-batches of each of `dp` ranks.
 
-    Ranks get row counts that differ by at most one. A micro-batch is empty only if there are fewer rows than
+    Every rank gets the same number of them, a multiple of `multiple` (for interleaved pipelines), and row counts
+    differ by at most one. A micro-batch is empty only if there are fewer rows than
     `dp` × the number of micro-batches, which takes a row count that `dp` does not divide; with fewer rows than ranks
     some ranks have nothing else.
     """
@@ -79,48 +96,19 @@ def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, mult
     for_rank = balance(lengths, dp, equal_size=True)
     num_bins = multiple
     while True:
-        plan = [_rank_micro_batches(lengths, indices, max_tokens, num_bins) for indices in for_rank]
-        counts = {len(bins) for bins in plan}
+        by_rank = [micro_batches([lengths[i] for i in indices], max_tokens, num_bins) for indices in for_rank]
+        counts = {len(bins) for bins in by_rank}
         if len(counts) == 1 and max(counts) % multiple == 0:
-            return plan
+            return [
+                [[indices[i] for i in members] for members in bins]
+                for indices, bins in zip(for_rank, by_rank, strict=True)
+            ]
         num_bins = -(-max(counts) // multiple) * multiple
 
 
-def _rank_micro_batches(lengths: Sequence[int], indices: list[int], max_tokens: int, min_bins: int) -> Bins:
-    bins = micro_batches([lengths[i] for i in indices], max_tokens, min_bins)
-    return [[indices[i] for i in members] for members in bins]
-
-
-def _merge(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
-    """Join the heaviest bins of one partial solution with the lightest of the other."""
-    overlap = max(0, len(first) + len(second) - num_bins)
-    start = len(first) - overlap
-    joined = [_join(a, b) for a, b in zip(first[start:], reversed(second[len(second) - overlap :]), strict=True)]
-    bins = [*first[:start], *joined, *second[: len(second) - overlap]]
-    bins.sort(key=lambda b: -b.total)
-    return bins
-
-
-def _join(a: _Bin, b: _Bin) -> _Bin:
-    small, large = sorted((a, b), key=lambda x: len(x.indices))
-    large.indices.extend(small.indices)  # both are used up, and moving the smaller one keeps this n·log n
-    large.total += small.total
-    return large
-
-
 def _spread(bins: list[_Bin], num_bins: int) -> int:
+    """Return the difference between the heaviest and the lightest bin of a partial solution, heaviest first."""
     return bins[0].total - (bins[-1].total if len(bins) == num_bins else 0)
-
-
-def _fill_lightest(lengths: Sequence[int], order: Sequence[int], num_bins: int) -> list[_Bin]:
-    bins = [_Bin() for _ in range(num_bins)]
-    heap = [(0, number) for number in range(num_bins)]
-    for index in order:
-        total, number = heap[0]
-        bins[number].indices.append(index)
-        bins[number].total = total + lengths[index]
-        heapq.heapreplace(heap, (bins[number].total, number))
-    return bins
 
 
 def _require_positive(lengths: Sequence[int]) -> None:

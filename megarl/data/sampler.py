@@ -1,15 +1,24 @@
-"""Which rows make up which batch: a function of the seed alone, so that a resumed run draws the same ones."""
+"""Which rows make up which batch: a function of the seed alone, so that a resumed run draws the same ones.
 
-from collections.abc import Mapping
+Several prompt files can be mixed by weight. With weights w_i, and p_i = w_i / Σ w, file i's share of the first n draws
+is kept next to n·p_i: each draw goes to the file that lags furthest behind its share (smooth weighted round-robin).
+Shares are thus exact over any stretch of batches, not only on average; within a file, rows come in the seeded order of
+`PromptSampler`.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
+from megarl.config.schema import WeightedFile
 from megarl.errors import ConfigError, DataError
 from megarl.types import IntArray
 
 
 def require_batch(dataset_size: int, batch_size: int) -> None:
-    """ConfigError unless a data set has at least a batch of rows."""
+    """Raise ConfigError unless a data set has at least a batch of rows."""
     if not 1 <= batch_size <= dataset_size:
         raise ConfigError(
             f"batch size: got {batch_size} rows, expected 1 to {dataset_size}, the size of the data set; "
@@ -22,6 +31,8 @@ class PromptSampler:
 
     Batches run across the end of an epoch. No batch holds a row twice, for samples are grouped by their
     prompt's uid: rows that an unfinished batch already holds come after it in the new epoch.
+
+    `epoch` is that of the last row drawn, from 0; -1 before the first batch.
     """
 
     def __init__(self, dataset_size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
@@ -36,36 +47,40 @@ class PromptSampler:
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._order: IntArray
-        self._epoch: int
-        self._position: int
-        self._num_batches: int
         self._restart()
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last row drawn, from 0; -1 before the first batch."""
-        return self._epoch
+    def _restart(self) -> None:
+        self.epoch = -1
+        self._order: IntArray = np.empty(0, dtype=np.int64)
+        self._position = 0
+        self._num_batches = 0
 
     def next_batch(self) -> list[int]:
-        """The next `batch_size` row indices."""
+        """Draw the next `batch_size` row indices."""
         batch = self.draw(self._batch_size)
         self._num_batches += 1
         return batch
 
     def draw(self, num_rows: int) -> list[int]:
-        """The next `num_rows` row indices, at most the size of the data set; mixtures draw as their weights ask."""
+        """Draw the next `num_rows` row indices, at most the data set's size; mixtures draw as their weights ask."""
         rows = self._order[self._position : self._position + num_rows]
         self._position += len(rows)
         if len(rows) < num_rows:
             num_missing = num_rows - len(rows)
-            self._start_epoch(held=rows, num_missing=num_missing)
+            self.epoch += 1
+            order = np.arange(self._dataset_size, dtype=np.int64)
+            if self._shuffle:
+                order = np.random.default_rng((self._seed, self.epoch)).permutation(order)
+            if len(rows):
+                first = order[~np.isin(order, rows)][:num_missing]
+                order = np.concatenate([first, order[~np.isin(order, first)]])
+            self._order = order
             rows = np.concatenate([rows, self._order[:num_missing]])
             self._position = num_missing
         return [int(index) for index in rows]
 
     def state_dict(self) -> dict[str, int]:
-        """Plain integers: how many batches were drawn, and the settings that decide which."""
+        """Return plain integers: how many batches were drawn, and the settings that decide which."""
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -80,18 +95,88 @@ class PromptSampler:
         for _ in range(int(state["num_batches"])):
             self.next_batch()
 
+
+class MixtureSampler:
+    """Endless batches of rows of several data sets laid end to end; each one's weight gives its share of every batch.
+
+    Raises:
+        ConfigError: a data set has fewer rows than its share of a batch, so that rows would repeat within one.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], *, batch_size: int, seed: int, shuffle: bool = True
+    ) -> None:
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        for i, (size, share) in enumerate(zip(sizes, self._shares, strict=True)):
+            # Credits stay between -1 and the number of sets less one, so a batch exceeds its share by less than that
+            # number.
+            most = min(batch_size, int(batch_size * share) + len(sizes))
+            if size < most:
+                raise ConfigError(
+                    f"data.train[{i}]: has {size} rows, but its weight gives it up to {most} of the {batch_size} "
+                    f"prompts of a step; lower its weight or trainer.prompts_per_step, or add rows"
+                )
+        self._sizes, self._batch_size, self._seed, self._shuffle = list(sizes), batch_size, seed, shuffle
+        self._starts = [0, *itertools.accumulate(sizes)]
+        self._settings: dict[str, float] = {"batch_size": batch_size, "seed": seed, "shuffle": int(shuffle)}
+        for i, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+            self._settings |= {f"size_{i}": size, f"weight_{i}": weight}
+        self._restart()
+
     def _restart(self) -> None:
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
-        self._position = 0
+        self._samplers = [PromptSampler(size, 1, self._seed, self._shuffle) for size in self._sizes]
+        self._credits = [0.0] * len(self._sizes)
         self._num_batches = 0
 
-    def _start_epoch(self, *, held: IntArray, num_missing: int) -> None:
-        self._epoch += 1
-        order = np.arange(self._dataset_size, dtype=np.int64)
-        if self._shuffle:
-            order = np.random.default_rng((self._seed, self._epoch)).permutation(order)
-        if len(held):
-            first = order[~np.isin(order, held)][:num_missing]
-            order = np.concatenate([first, order[~np.isin(order, first)]])
-        self._order = order
+    def next_batch(self) -> list[int]:
+        """Draw the next `batch_size` row indices, data set by data set."""
+        counts = [0] * len(self._sizes)
+        for _ in range(self._batch_size):
+            self._credits = [credit + share for credit, share in zip(self._credits, self._shares, strict=True)]
+            chosen = max(range(len(counts)), key=lambda i: self._credits[i])
+            self._credits[chosen] -= 1.0
+            counts[chosen] += 1
+        self._num_batches += 1
+        draws = (sampler.draw(count) for sampler, count in zip(self._samplers, counts, strict=True))
+        return [start + index for start, rows in zip(self._starts, draws, strict=False) for index in rows]
+
+    def state_dict(self) -> dict[str, float]:
+        """Return plain numbers: how many batches were drawn, and the settings that decide which."""
+        return {**self._settings, "num_batches": self._num_batches}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue after `num_batches`, by replaying the draws; DataError if the settings differ."""
+        for name in sorted(self._settings.keys() | (state.keys() - {"num_batches"})):
+            was, now = state.get(name), self._settings.get(name)
+            if was != now:
+                raise DataError(
+                    f"sampler state: {name} was {was} and is now {now}; "
+                    f"resume with the same data.train and batch size, or start a new run"
+                )
+        self._restart()
+        for _ in range(int(state["num_batches"])):
+            self.next_batch()
+
+
+# Endless batches of row indices, without a row twice in a batch; the state is exact, in plain numbers.
+Sampler: TypeAlias = PromptSampler | MixtureSampler
+
+
+def prompt_sampler(
+    entries: Sequence[str | WeightedFile], sizes: Sequence[int], *, batch_size: int, seed: int, shuffle: bool
+) -> Sampler:
+    """Build the sampler that `data.train` asks for: over all rows alike, or a mixture if an entry has a weight.
+
+    Args:
+        sizes: usable rows of each file, in the order of the entries.
+    """
+    if all(isinstance(entry, str) for entry in entries):
+        return PromptSampler(sum(sizes), batch_size, seed, shuffle)
+    weights = [entry.weight if isinstance(entry, WeightedFile) else 1.0 for entry in entries]
+    return MixtureSampler(sizes, weights, batch_size=batch_size, seed=seed, shuffle=shuffle)
+
+
+def train_files(entries: Sequence[str | WeightedFile]) -> tuple[str, ...]:
+    """Return the paths of `data.train`."""
+    return tuple(entry if isinstance(entry, str) else entry.path for entry in entries)

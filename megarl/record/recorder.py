@@ -15,7 +15,7 @@ import psutil
 
 from megarl.config import dump
 from megarl.config.schema import Config
-from megarl.data.mixture import train_files
+from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.record.metrics import (
     JsonlSink,

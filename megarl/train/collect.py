@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from megarl.algos.filters import group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
-from megarl.data.mixture import Sampler
 from megarl.data.prompts import PromptDataset
+from megarl.data.sampler import Sampler
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally, tally_metrics
 from megarl.rollout.source import OnSample

@@ -15,10 +15,9 @@ from megarl.config.roles import reward_model_settings
 from megarl.config.schema import Config
 from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import require_hints
-from megarl.data.mixture import Sampler, prompt_sampler, train_files
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset, SftDataset
-from megarl.data.sampler import require_batch
+from megarl.data.sampler import Sampler, prompt_sampler, require_batch, train_files
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
 from megarl.rollout.replay import require_records

@@ -1,7 +1,7 @@
 """Built-in verifiable tasks, in `TASKS` by name."""
 
-from megarl.data.tasks.base import TASKS, LevelMix, Problem, Task
-from megarl.data.tasks.countdown import Countdown
-from megarl.data.tasks.sums import Sums
+from megarl.data.tasks.base import TASKS, BuiltinTask, LevelMix, Problem
+from megarl.data.tasks.countdown import COUNTDOWN
+from megarl.data.tasks.sums import SUMS
 
-__all__ = ["TASKS", "Countdown", "LevelMix", "Problem", "Sums", "Task"]
+__all__ = ["COUNTDOWN", "SUMS", "TASKS", "BuiltinTask", "LevelMix", "Problem"]

@@ -1,22 +1,31 @@
-"""Parquet files of a built-in task: demonstrations, RL prompts and held-out prompts, all from one seed."""
+"""Parquet files of a built-in task, from one seed: demonstrations, RL prompts, held-out prompts, preference pairs."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megarl.data.records import write_parquet
-from megarl.data.tasks.base import LevelMix, Problem, Task, check_levels, draw_problem
+from megarl.data.tasks.base import BuiltinTask, LevelMix, Problem, check_levels, draw_problem
 from megarl.errors import ConfigError
+from megarl.types import Reward
+
+# Arguments: data source, answer, ground truth and further information; `megarl.rewards.score` is one.
+Judge: TypeAlias = Callable[[str, str, str, Mapping[str, Any]], Reward]
 
 # Draws in a row without a new problem after which the held-out part counts as exhausted.
 MAX_STALE_DRAWS = 5000
 
+_PAIR = pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejected", "data_source")])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """How many rows of each file, from which levels (None: the task's own mix), and how the teacher mixes.
+    """Rows of each file, the levels they are from (None: the task's own mix), and how the teacher mixes styles.
 
     `hint_frac` of the demonstrations have the gold solution in the question; of those, `direct_frac` answer
     at once and the rest work it out. Of those without a hint, `cheap_frac` have the cheap style.
@@ -43,51 +52,92 @@ class GenerateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFiles:
-    """Where the files of a task lie in a directory."""
+    """The files that `generate` writes."""
 
-    root: Path
-
-    @property
-    def sft(self) -> Path:
-        return self.root / "sft.parquet"
-
-    @property
-    def train(self) -> Path:
-        return self.root / "train.parquet"
-
-    @property
-    def val(self) -> Path:
-        return self.root / "val.parquet"
+    sft: Path
+    train: Path
+    val: Path
 
 
-def generate(task: Task, out_dir: str | Path, config: GenerateConfig) -> TaskFiles:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceConfig:
+    """Pairs of each file, and the levels they are from (None: those of the task's demonstrations).
+
+    Right answers are worked out. Of the wrong ones `cheap_frac` are cheap, or near the right one where the cheap one is
+    right, and the rest are worked out too, with slips: what tells these from right ones is correctness alone.
+    """
+
+    seed: int = 0
+    num_train: int = 65536
+    num_val: int = 400
+    mix: LevelMix | None = None
+    cheap_frac: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_val"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceFiles:
+    """The files that `generate_preferences` writes."""
+
+    train: Path
+    val: Path
+
+
+def generate(task: BuiltinTask, out_dir: str | Path, config: GenerateConfig) -> TaskFiles:
     """Write sft.parquet, train.parquet (both from the training part) and val.parquet (distinct, held out).
 
-    ConfigError for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
+    Raises:
+        ConfigError: for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
     """
     sft_mix = task.sft_mix if config.sft_mix is None else config.sft_mix
     rl_mix = task.rl_mix if config.rl_mix is None else config.rl_mix
     for mix in (sft_mix, rl_mix):
         check_levels(task, mix)
-    files = TaskFiles(root=Path(out_dir))
-    files.root.mkdir(parents=True, exist_ok=True)
-    val = held_out_problems(task, split_rng(task, "val", config.seed), rl_mix, config.num_val)
-    rng = split_rng(task, "train", config.seed)
-    train = [draw_problem(task, rng, rl_mix, held_out=False) for _ in range(config.num_train)]
-    write_parquet(files.sft, _demonstrations(task, sft_mix, config))
-    write_parquet(files.train, (_prompt_row(task, p, i, "train") for i, p in enumerate(train)))
-    write_parquet(files.val, (_prompt_row(task, p, i, "val") for i, p in enumerate(val)))
+    root = Path(out_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    files = TaskFiles(sft=root / "sft.parquet", train=root / "train.parquet", val=root / "val.parquet")
+    # Every file has random choices of its own.
+    sft_rng, train_rng, val_rng = (
+        random.Random(f"{task.data_source}/{split}/{config.seed}") for split in ("sft", "train", "val")
+    )
+    prompts = {
+        "val": held_out_problems(task, val_rng, rl_mix, config.num_val),
+        "train": [draw_problem(task, train_rng, rl_mix, held_out=False) for _ in range(config.num_train)],
+    }
+    write_parquet(files.sft, _demonstrations(task, sft_rng, sft_mix, config))
+    for split, problems in prompts.items():
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": problem.question}],
+                "data_source": task.data_source,
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
+                "extra_info": {
+                    "index": index,
+                    "split": split,
+                    "gold_solution": problem.solution,
+                    "difficulty_score": problem.level,
+                },
+                "target": [{"role": "assistant", "content": problem.worked}],
+            }
+            for index, problem in enumerate(problems)
+        ]
+        write_parquet(root / f"{split}.parquet", rows)
     return files
 
 
-def held_out_problems(task: Task, rng: random.Random, mix: LevelMix, num: int) -> list[Problem]:
-    """`num` held-out problems with distinct questions; ConfigError if there do not seem to be that many."""
+def held_out_problems(task: BuiltinTask, rng: random.Random, mix: LevelMix, num: int) -> list[Problem]:
+    """Draw `num` held-out problems with distinct questions; ConfigError if there do not seem to be that many."""
     problems: dict[str, Problem] = {}
     num_stale = 0
     while len(problems) < num:
         problem = draw_problem(task, rng, mix, held_out=True)
-        num_stale = num_stale + 1 if task.question(problem) in problems else 0
-        problems.setdefault(task.question(problem), problem)
+        num_stale = num_stale + 1 if problem.question in problems else 0
+        problems.setdefault(problem.question, problem)
         if num_stale > MAX_STALE_DRAWS:
             raise ConfigError(
                 f"{task.data_source}: got {num} held-out prompts to make, found {len(problems)} "
@@ -96,26 +146,17 @@ def held_out_problems(task: Task, rng: random.Random, mix: LevelMix, num: int) -
     return list(problems.values())
 
 
-def hint_message(hint: str, question: str) -> str:
-    """The user turn of a question with a hint."""
-    return f"Hint: {hint}\n{question}"
-
-
-def split_rng(task: Task, split: str, seed: int) -> random.Random:
-    """The generator of a file's random choices."""
-    return random.Random(f"{task.data_source}/{split}/{seed}")
-
-
-def _demonstrations(task: Task, mix: LevelMix, config: GenerateConfig) -> Iterator[Mapping[str, Any]]:
-    rng = split_rng(task, "sft", config.seed)
+def _demonstrations(
+    task: BuiltinTask, rng: random.Random, mix: LevelMix, config: GenerateConfig
+) -> Iterator[Mapping[str, Any]]:
     for index in range(config.num_sft):
         problem = draw_problem(task, rng, mix, held_out=False)
-        question = task.question(problem)
+        question = problem.question
         if rng.random() < config.hint_frac:
-            question = hint_message(task.solution(problem), question)
-            answer = task.direct(problem) if rng.random() < config.direct_frac else task.worked(problem)
+            question = f"Hint: {problem.solution}\n{question}"
+            answer = problem.direct if rng.random() < config.direct_frac else problem.worked
         else:
-            answer = task.cheap(problem, rng) if rng.random() < config.cheap_frac else task.worked(problem)
+            answer = task.cheap(problem, rng) if rng.random() < config.cheap_frac else problem.worked
         yield {
             "prompt": [{"role": "user", "content": question}],
             "data_source": task.data_source,
@@ -124,17 +165,37 @@ def _demonstrations(task: Task, mix: LevelMix, config: GenerateConfig) -> Iterat
         }
 
 
-def _prompt_row(task: Task, problem: Problem, index: int, split: str) -> Mapping[str, Any]:
-    return {
-        "prompt": [{"role": "user", "content": task.question(problem)}],
-        "data_source": task.data_source,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": task.ground_truth(problem)},
-        "extra_info": {
-            "index": index,
-            "split": split,
-            "gold_solution": task.solution(problem),
-            "difficulty_score": problem.level,
-        },
-        "target": [{"role": "assistant", "content": task.worked(problem)}],
-    }
+def generate_preferences(
+    task: BuiltinTask, out_dir: str | Path, config: PreferenceConfig, judge: Judge
+) -> PreferenceFiles:
+    """Write preferences.parquet, and preferences-val.parquet of distinct held-out problems.
+
+    Each row has a right answer and a wrong one that looks like it; `judge` tells whether an answer that is meant to be
+    wrong happens to be right.
+
+    Raises:
+        ConfigError: for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
+    """
+    mix = task.sft_mix if config.mix is None else config.mix
+    check_levels(task, mix)
+    root = Path(out_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    files = PreferenceFiles(train=root / "preferences.parquet", val=root / "preferences-val.parquet")
+    for file in (files.train, files.val):
+        rng = random.Random(f"{task.data_source}/{file.stem}/{config.seed}")
+        # Problems of the training part are drawn one by one, between the random choices of their wrong answers.
+        problems: Iterable[Problem] = (
+            (draw_problem(task, rng, mix, held_out=False) for _ in range(config.num_train))
+            if file == files.train
+            else held_out_problems(task, rng, mix, config.num_val)
+        )
+        pairs = []
+        for problem in problems:
+            wrong = task.cheap if rng.random() < config.cheap_frac else task.corrupted_worked
+            rejected = wrong(problem, rng)
+            if judge(task.data_source, rejected, problem.ground_truth, {}).correct:
+                rejected = task.corrupted_direct(problem, rng)
+            texts = {"prompt": problem.question, "chosen": problem.worked, "rejected": rejected}
+            pairs.append({**texts, "data_source": task.data_source})
+        pq.write_table(pa.Table.from_pylist(pairs, schema=_PAIR), file)
+    return files

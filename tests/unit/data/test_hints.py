@@ -14,14 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.algo import HintConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import (
-    PaddedRow,
     UserTagNotFound,
     UserTags,
     encode_hints,
     hint_text,
     hinted_row,
     hinted_rows,
-    inject_hint_padded,
     insertion_place,
     require_hints,
     shuffled_hints,
@@ -193,40 +191,30 @@ def test_no_tag(tokenizer: PreTrainedTokenizerBase) -> None:
 # --- golden
 
 
-def padded(case: dict[str, Any]) -> PaddedRow:
-    """The left-padded row of a golden case, with positions as verl counts them."""
-    inputs = case["inputs"]
-    pads = inputs["prompt_length"] - len(inputs["prompt"])
-    tokens = [inputs["pad_id"]] * pads + inputs["prompt"] + inputs["response"]
-    return PaddedRow(
-        input_ids=ids(tokens),
-        attention_mask=ids([0] * pads + [1] * len(inputs["prompt"]) + inputs["response_mask"]),
-        position_ids=np.maximum(np.arange(len(tokens)) - pads, 0),
-        num_prompt_columns=inputs["prompt_length"],
-    )
-
-
 @pytest.mark.parametrize("name", ["fits", "exact", "truncated", "no_room"])
 def test_padded_golden(name: str) -> None:
+    """A left-padded row, [L columns of prompt, then the response]: the hint takes the place of as many pads."""
     case = golden(f"A.hint.padded.{name}")
-    inputs, expected, row = case["inputs"], case["expected"], padded(case)
+    inputs, expected = case["inputs"], case["expected"]
     pads = inputs["prompt_length"] - len(inputs["prompt"])
     assert pads + insertion_place(inputs["prompt"], TAGS) == expected["insert_index"]
-    got = inject_hint_padded(row, ids(inputs["hint"]), TAGS)
-    assert got.input_ids.tolist() == expected["input_ids"]
-    assert got.attention_mask.tolist() == expected["attention_mask"]
-    assert got.position_ids.tolist() == expected["position_ids"]
-    n = len(inputs["response"])
-    assert got.input_ids[-n:].tolist() == row.input_ids[-n:].tolist()
-    assert row.input_ids.tolist() == padded(case).input_ids.tolist()
+    row = make_row(inputs["prompt"], inputs["response"])
+    got = hinted_row(row, ids(inputs["hint"]), TAGS, max_hint_tokens=pads, max_row_tokens=99)
+    pads_left = inputs["prompt_length"] - got.num_prompt_tokens
+    assert [inputs["pad_id"]] * pads_left + got.token_ids.tolist() == expected["input_ids"]
+    attention = [0] * pads_left + [1] * got.num_prompt_tokens + inputs["response_mask"]
+    assert attention == expected["attention_mask"]
+    assert np.maximum(np.arange(len(attention)) - pads_left, 0).tolist() == expected["position_ids"]
 
 
 def test_missing_tag_golden() -> None:
     case = golden("A.hint.missing_tag")
-    prompt_ids = case["inputs"]["prompt"]
+    inputs = case["inputs"]
+    prompt_ids = inputs["prompt"]
     long_only = UserTags(after_turn=LONG, at_start=LONG)
+    row, pads = make_row(prompt_ids, inputs["response"]), inputs["prompt_length"] - len(prompt_ids)
     with pytest.raises(UserTagNotFound):
-        inject_hint_padded(padded(case), ids(case["inputs"]["hint"]), long_only)
+        hinted_row(row, ids(inputs["hint"]), long_only, max_hint_tokens=pads, max_row_tokens=99)
     assert case["expected"]["error"] == UserTagNotFound.__name__
     # With the tag of a chat's start it is found: two pads, then three tokens of tag.
     assert 2 + insertion_place(prompt_ids, TAGS) == 5

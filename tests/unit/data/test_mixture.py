@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import WeightedFile
-from megarl.data.mixture import MixtureSampler, prompt_sampler, train_files
 from megarl.data.prompts import PromptDataset
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import MixtureSampler, PromptSampler, prompt_sampler, train_files
 from megarl.errors import ConfigError, DataError
 
 

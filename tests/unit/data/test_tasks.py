@@ -9,30 +9,29 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data.tasks import TASKS, Countdown, Problem, Sums
-from megarl.data.tasks.base import check_levels, draw_problem, is_held_out
-from megarl.data.tasks.countdown import candidates
-from megarl.data.tasks.preferences import PreferenceConfig, generate_preferences
+from megarl.data.tasks import COUNTDOWN, SUMS, TASKS
+from megarl.data.tasks.base import check_levels, draw_problem
+from megarl.data.tasks.countdown import candidates, pose_countdown
+from megarl.data.tasks.generate import PreferenceConfig, generate_preferences
+from megarl.data.tasks.sums import pose_sum
 from megarl.errors import ConfigError
 from megarl.rewards import score
 
-SUMS = Sums()
-SUM = Problem(numbers=(5, 7, 3, 6), target=21, level=3)
-COUNTDOWN = Countdown()
-GAME = Problem(numbers=(4, 5, 9), target=8, level=1)
+SUM = pose_sum((5, 7, 3, 6))
+GAME = pose_countdown((4, 5, 9), 8)
 
 
 def test_sums_texts() -> None:
-    assert SUMS.question(SUM) == "5+7+3+6=?"
-    assert SUMS.ground_truth(SUM) == "21"
-    assert SUMS.solution(SUM) == SUMS.worked(SUM) == "5+7=12\n12+3=15\n15+6=21\n#### 21"
-    assert SUMS.direct(SUM) == "#### 21"
-    assert SUMS.key(SUM) == "[3, 5, 6, 7]"
+    assert SUM.question == "5+7+3+6=?"
+    assert SUM.ground_truth == "21"
+    assert SUM.solution == SUM.worked == "5+7=12\n12+3=15\n15+6=21\n#### 21"
+    assert SUM.direct == "#### 21"
+    assert SUM.key == "[3, 5, 6, 7]"
 
 
 @pytest.mark.parametrize(("target", "estimate"), [(21, 20), (24, 20), (25, 30), (4, 0), (30, 30)])
 def test_sums_cheap_answer_is_the_nearest_ten(target: int, estimate: int) -> None:
-    problem = Problem(numbers=(target,), target=target, level=1)
+    problem = pose_sum((target,))
     assert SUMS.cheap(problem, random.Random(0)) == f"#### {estimate}"
 
 
@@ -48,12 +47,12 @@ def test_countdown_candidates_in_order() -> None:
 
 
 def test_countdown_texts() -> None:
-    assert COUNTDOWN.question(GAME) == "4 5 9 -> 8"
-    assert COUNTDOWN.ground_truth(GAME) == '{"numbers": [4, 5, 9], "target": 8}'
-    assert COUNTDOWN.solution(GAME) == "4+9-5=8\n<answer>4+9-5</answer>"
-    assert COUNTDOWN.worked(GAME) == "4+5+9=18\n4+5-9=0\n4+9-5=8\n<answer>4+9-5</answer>"
-    assert COUNTDOWN.direct(GAME) == "<answer>4+9-5</answer>"
-    assert COUNTDOWN.key(GAME) == "([4, 5, 9], 8)"
+    assert GAME.question == "4 5 9 -> 8"
+    assert GAME.ground_truth == '{"numbers": [4, 5, 9], "target": 8}'
+    assert GAME.solution == "4+9-5=8\n<answer>4+9-5</answer>"
+    assert GAME.worked == "4+5+9=18\n4+5-9=0\n4+9-5=8\n<answer>4+9-5</answer>"
+    assert GAME.direct == "<answer>4+9-5</answer>"
+    assert GAME.key == "([4, 5, 9], 8)"
 
 
 def test_countdown_cheap_answer_is_any_candidate() -> None:
@@ -73,8 +72,8 @@ def test_right_demonstrations_score_and_levels_differ(name: str) -> None:
             problem = task.draw(rng, level)
             assert problem.level == level
             assert problem.target >= 1
-            for text in (task.solution(problem), task.worked(problem), task.direct(problem)):
-                assert score(task.data_source, text, task.ground_truth(problem), {}).score == 1.0
+            for text in (problem.solution, problem.worked, problem.direct):
+                assert score(task.data_source, text, problem.ground_truth, {}).score == 1.0
         num_numbers.append(len(problem.numbers))
     assert num_numbers == list(range(num_numbers[0], num_numbers[0] + len(task.levels)))
     assert num_numbers[0] == {"sums": 2, "countdown": 3}[name]
@@ -85,7 +84,7 @@ def test_most_cheap_answers_are_wrong(name: str) -> None:
     task = TASKS.get(name)
     rng = random.Random(0)
     problems = [draw_problem(task, rng, task.rl_mix, held_out=False) for _ in range(400)]
-    correct = [score(task.data_source, task.cheap(p, rng), task.ground_truth(p), {}).correct for p in problems]
+    correct = [score(task.data_source, task.cheap(p, rng), p.ground_truth, {}).correct for p in problems]
     assert 0 < sum(correct) < 160
 
 
@@ -94,8 +93,8 @@ def test_held_out_is_crc32_of_the_key() -> None:
     for _ in range(50):
         problem = draw_problem(SUMS, rng, {2: 1.0}, held_out=True)
         assert zlib.crc32(str(sorted(problem.numbers)).encode()) % 5 == 0
-        reordered = Problem(numbers=problem.numbers[::-1], target=problem.target, level=2)
-        assert is_held_out(SUMS, reordered)
+        reordered = pose_sum(problem.numbers[::-1])
+        assert zlib.crc32(reordered.key.encode()) % 5 == 0
 
 
 def test_levels_follow_their_weights() -> None:
@@ -123,11 +122,11 @@ def test_corrupted_answers_are_wrong_and_near(name: str) -> None:
     styles = Counter[str]()
     for _ in range(500):
         problem = draw_problem(task, rng, task.rl_mix, held_out=False)
-        for corrupted, right in ((task.corrupted_worked, task.worked), (task.corrupted_direct, task.direct)):
-            text = corrupted(problem, rng)
-            assert not score(task.data_source, text, task.ground_truth(problem), {}).correct
+        for style, right in (("corrupted_worked", problem.worked), ("corrupted_direct", problem.direct)):
+            text = getattr(task, style)(problem, rng)
+            assert not score(task.data_source, text, problem.ground_truth, {}).correct
             assert re.fullmatch(re.sub(r"\d+", r"\\d+", re.escape(text)), text)
-            styles[corrupted.__name__] += len(text.splitlines()) == len(right(problem).splitlines())
+            styles[style] += len(text.splitlines()) == len(right.splitlines())
     # Countdown's wrong searches end earlier or later than the right one.
     assert styles["corrupted_direct"] == 500
     assert styles["corrupted_worked"] == 500 or name == "countdown"
@@ -138,7 +137,7 @@ def test_sums_go_wrong_by_little() -> None:
     answers = Counter(SUMS.corrupted_direct(SUM, rng) for _ in range(200))
     assert set(answers) == {f"#### {21 + slip}" for slip in (-10, -2, -1, 1, 2, 10)}
     # No total below 1.
-    small = Problem(numbers=(1, 1), target=2, level=1)
+    small = pose_sum((1, 1))
     assert {SUMS.corrupted_direct(small, rng) for _ in range(200)} == {f"#### {n}" for n in (1, 3, 4, 12)}
 
 

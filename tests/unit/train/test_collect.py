@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from megarl.algos.advantages import compute_advantages
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
-from megarl.data.mixture import MixtureSampler
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally
 from megarl.rollout.source import OnSample
