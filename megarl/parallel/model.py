@@ -24,7 +24,7 @@ from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead
-from megarl.parallel.head.shard import vocab_shard
+from megarl.parallel.head.statistics import vocab_shard
 from megarl.parallel.latent import latent_options, scale_rotary_embedding
 from megarl.parallel.layout import Layout
 from megarl.parallel.modules import block_spec

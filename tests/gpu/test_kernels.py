@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megarl.parallel.head.choose import choose_kernels, find_fault, triton_candidate
+from megarl.parallel.head.kernels import TorchKernels
 from megarl.parallel.head.self_test import self_test
-from megarl.parallel.head.torch_kernels import TorchKernels
 from tests.helpers.chunk_kernels import assert_exact, chunk_problem, run_chunk
 from tests.helpers.compare import assert_within
 from tests.helpers.cuda import needs_devices

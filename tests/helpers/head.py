@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megarl.parallel.head.shard import VocabShard
+    from megarl.parallel.head.statistics import VocabShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout, load_worker
 
 if TYPE_CHECKING:
-    from megarl.parallel.head.shard import VocabShard
+    from megarl.parallel.head.statistics import VocabShard
 
 REGIMES = ("recompute", "keep", "in_chunk")
 # A process group as far as the head reads it when there is one rank.
@@ -106,7 +106,7 @@ class HeadCase:
 
 def one_rank_arguments(problem: HeadProblem, padded_rows: int) -> dict[str, Any]:
     """What the head is told beside hidden states and weight, in chunks of three rows."""
-    from megarl.parallel.head.shard import vocab_shard
+    from megarl.parallel.head.statistics import vocab_shard
 
     return {
         "labels": problem.labels,
@@ -118,7 +118,7 @@ def one_rank_arguments(problem: HeadProblem, padded_rows: int) -> dict[str, Any]
 
 def _rank_shard(context: RankContext, case: HeadCase, group: Any) -> tuple[torch.Tensor, "VocabShard"]:
     """This rank's rows of the padded weight."""
-    from megarl.parallel.head.shard import vocab_shard
+    from megarl.parallel.head.statistics import vocab_shard
 
     weight = case.problem.padded_weight(case.rows_per_rank * context.world_size).chunk(context.world_size)[context.rank]
     return weight, vocab_shard(group, case.rows_per_rank, case.problem.vocab_size)

@@ -16,7 +16,7 @@ from tests.helpers.ranks import join_layout
 
 def head(context: RankContext, problem: HeadProblem, rows_per_rank: int, chunk_tokens: int) -> HeadResult:
     """The log-prob head on this rank's rows of the padded weight."""
-    from megarl.parallel.head.shard import vocab_shard
+    from megarl.parallel.head.statistics import vocab_shard
 
     group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
     weight = problem.padded_weight(rows_per_rank * context.world_size).chunk(context.world_size)[context.rank]
@@ -105,7 +105,7 @@ def full_kl(
     chunk_tokens: int,
 ) -> torch.Tensor:
     """KL(hidden ‖ other) over a vocabulary of which every rank holds as many rows of the padded weight."""
-    from megarl.parallel.head.shard import vocab_shard
+    from megarl.parallel.head.statistics import vocab_shard
 
     group = join_layout(context, LayoutConfig(tp=context.world_size)).layout.tp_group
     weight = padded_weight.chunk(context.world_size)[context.rank]

@@ -1,4 +1,4 @@
-"""Which kernels a kind of device uses: the first of its own that pass the self-test, PyTorch's otherwise."""
+"""Choose the kernels of a device: the first made for it that pass the self-test, PyTorch's otherwise."""
 
 import importlib.util
 import warnings
@@ -9,9 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from megarl.parallel.head.kernels import ChunkKernels
+from megarl.parallel.head.kernels import ChunkKernels, TorchKernels
 from megarl.parallel.head.self_test import self_test
-from megarl.parallel.head.torch_kernels import TorchKernels
 
 TESTED_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -26,7 +25,7 @@ class Candidate:
 
 
 def triton_candidate() -> Candidate | None:
-    """None where Triton is not installed."""
+    """Return the Triton kernels; None where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from megarl.parallel.head.triton_kernels import LAUNCH_ERRORS, TritonKernels
@@ -37,19 +36,15 @@ def triton_candidate() -> Candidate | None:
 CANDIDATES: Mapping[str, tuple[Callable[[], Candidate | None], ...]] = MappingProxyType({"cuda": (triton_candidate,)})
 
 
-def choose_kernels(device: torch.device) -> ChunkKernels:
-    """The kernels for chunks of logits on this kind of device, tested once per process."""
-    return _kernels_of(device.type)
-
-
 @cache
-def _kernels_of(device_type: str) -> ChunkKernels:
-    made = (make() for make in CANDIDATES.get(device_type, ()))
-    return first_that_passes([candidate for candidate in made if candidate is not None], torch.device(device_type))
+def choose_kernels(device: torch.device) -> ChunkKernels:
+    """Choose the kernels for chunks of logits on a device; they are tested once per process."""
+    candidates = (make() for make in CANDIDATES.get(device.type, ()))
+    return first_that_passes([candidate for candidate in candidates if candidate is not None], device)
 
 
 def first_that_passes(candidates: list[Candidate], device: torch.device) -> ChunkKernels:
-    """The first candidate without a fault; warns of the faults of those before it."""
+    """Return the first candidate without a fault, else PyTorch's; warn of the faults of those before it."""
     for candidate in candidates:
         if (fault := find_fault(candidate, device)) is None:
             return candidate.kernels
@@ -61,7 +56,7 @@ def first_that_passes(candidates: list[Candidate], device: torch.device) -> Chun
 
 
 def find_fault(candidate: Candidate, device: torch.device) -> str | None:
-    """What is wrong with a candidate on this device, in one line."""
+    """Say what is wrong with a candidate on this device in one line; None if nothing is."""
     try:
         return next(filter(None, (self_test(candidate.kernels, device, dtype) for dtype in TESTED_DTYPES)), None)
     except candidate.errors as error:

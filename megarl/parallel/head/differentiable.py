@@ -38,7 +38,7 @@ def overwrite_by_gradient(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
 ) -> None:
-    """Raw logits of some rows → their gradient. `statistics` and gradients are those of the same rows."""
+    """Overwrite the raw logits of some rows by their gradient; statistics and gradients are those of the same rows."""
     if not x.shard.size:
         return
     x.kernels.write_gradient(
@@ -53,7 +53,7 @@ def overwrite_by_gradient(
 
 
 class DeferredGradients(torch.autograd.Function):
-    """Regimes recompute and keep: (own hidden rows, weight) → (log p, H), differentiated in backward."""
+    """The regimes recompute and keep: (own hidden rows, weight) → (log p, H), differentiated in backward."""
 
     @staticmethod
     def forward(
@@ -97,26 +97,25 @@ class DeferredGradients(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(lse)
         buffer = x.buffer(min(chunk_tokens, len(hidden))) if kept is None else None
         grad_hidden = HiddenGradient(hidden, sinks)
-        grad_weight = WeightGradient(weight, sinks.main_grad) if ctx.needs_input_grad[1] else None
+        grad_weight = WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         for rows in x.chunks():
             logits = kept[rows] if buffer is None else x.write_logits(rows, buffer)
             there = RowStatistics(logprobs=lse[rows], entropy=entropy[rows], lse=lse[rows])
             grad_h = None if grad_entropy is None else grad_entropy[rows]
             overwrite_by_gradient(x, rows, logits, there, grad_logprobs[rows], grad_h)
             if kept is None:
-                _add(grad_weight, logits, hidden[rows])
+                grad_weight.add(logits, hidden[rows])
                 grad_hidden.add(rows, logits, x.weight)
         if kept is not None:
             # In one product: sums are read and written once.
-            _add(grad_weight, kept, hidden)
+            grad_weight.add(kept, hidden)
             for rows in x.chunks():
                 grad_hidden.add(rows, kept[rows], x.weight)
-        grad_w = None if grad_weight is None else grad_weight.finish()
-        return grad_hidden.finish(), grad_w, None, None, None, None
+        return grad_hidden.finish(), grad_weight.finish(), None, None, None, None
 
 
 class GradientsInChunk(torch.autograd.Function):
-    """Regime in_chunk: (own hidden rows, weight) → (log p, H), with the inputs' gradients computed on the way.
+    """The regime in_chunk: (own hidden rows, weight) → (log p, H), with the inputs' gradients computed on the way.
 
     Backward hands these out after comparing the loss's gradients with those they were computed from.
     """
@@ -136,7 +135,7 @@ class GradientsInChunk(torch.autograd.Function):
         depends_on_entropy = False
         buffer = x.buffer(min(x.chunk_tokens, len(x.hidden)))
         grad_hidden = HiddenGradient(x.hidden, sinks)
-        grad_weight = WeightGradient(weight, sinks.main_grad) if ctx.needs_input_grad[1] else None
+        grad_weight = WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         for rows in x.chunks():
             logits = x.write_logits(rows, buffer)
             parts = torch.empty(3, len(logits), dtype=x.statistics_dtype, device=logits.device)
@@ -149,9 +148,9 @@ class GradientsInChunk(torch.autograd.Function):
                 depends_on_entropy, grad_entropy[rows] = True, grad_h[rows]
                 grad_h = grad_entropy[rows]
             overwrite_by_gradient(x, rows, logits, found, grad_logprobs[rows], grad_h)
-            _add(grad_weight, logits, x.hidden[rows])
+            grad_weight.add(logits, x.hidden[rows])
             grad_hidden.add(rows, logits, x.weight)
-        ctx.gradients = grad_hidden.finish(), None if grad_weight is None else grad_weight.finish()
+        ctx.gradients = grad_hidden.finish(), grad_weight.finish()
         ctx.save_for_backward(grad_logprobs, grad_entropy)
         if not depends_on_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -170,14 +169,8 @@ class GradientsInChunk(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _add(grad_weight: WeightGradient | None, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Nothing for a frozen weight."""
-    if grad_weight is not None:
-        grad_weight.add(grad_logits, hidden)
-
-
 def _require_same(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
-    """ValueError if a loss is not what it was in the chunks."""
+    """Raise a ValueError if the gradients of a loss are not those that the chunks were computed with."""
     difference = (used if actual is None else used - actual).abs()
     if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():
         row = int(difference.argmax())

@@ -9,14 +9,18 @@ import torch.distributed as dist
 
 from megarl.parallel.head.rows import RowOwners, wait_all
 
-# Of chunks, under way at once: the next one is computed meanwhile, and more would each hold a buffer of the backend's.
+# How many chunks are being reduced at once: the next one is computed meanwhile, and each further one would hold a
+# buffer of the backend.
 MAX_REDUCTIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSinks:
-    """Where gradients go. owners: whose the hidden rows are; overwrite_hidden: their gradient takes their place;
-    main_grad: what the weight's is added to, None: a tensor of its own."""
+    """Where gradients go.
+
+    owners: which rank each hidden row belongs to. overwrite_hidden: whether their gradient takes the place of the
+    hidden rows. main_grad: the tensor to which the gradient of the weight is added; None: one of its own.
+    """
 
     owners: RowOwners
     main_grad: torch.Tensor | None
@@ -29,10 +33,10 @@ class HiddenGradient:
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
         self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
         self._owners = sinks.owners
-        self._works: deque[Sequence[dist.Work]] = deque()
+        self._works: deque[Sequence[dist.Work | None]] = deque()
 
     def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
-        """dX = dz·W of some rows, whose hidden states nobody reads from here on if they are overwritten."""
+        """Write dz·W of some rows, whose hidden states nobody reads from here on if they are overwritten."""
         part = self._partial[rows]
         if len(weight):
             torch.mm(grad_logits, weight, out=part)
@@ -43,7 +47,7 @@ class HiddenGradient:
             wait_all(self._works.popleft())
 
     def finish(self) -> torch.Tensor:
-        """This rank's rows, complete."""
+        """Return this rank's rows, complete."""
         for works in self._works:
             wait_all(works)
         # Of its own for autograd, which copies what others hold.
@@ -53,17 +57,18 @@ class HiddenGradient:
 class WeightGradient:
     """∂L/∂W of a vocabulary shard, summed over chunks in float32: into Megatron's main gradient where there is one.
 
-    Sums in bfloat16 would depend on the size of a chunk.
+    Sums in bfloat16 would depend on the size of a chunk. Of a frozen weight no gradient is wanted, and none is summed.
     """
 
-    def __init__(self, weight: torch.Tensor, main: torch.Tensor | None) -> None:
-        self._dtype, self._main = weight.dtype, main
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self._sum = torch.zeros_like(weight, dtype=wide) if main is None else main
+    def __init__(self, weight: torch.Tensor, main: torch.Tensor | None, *, wanted: bool) -> None:
+        self._dtype, self._is_own = weight.dtype, main is None
+        if wanted and main is None:
+            main = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self._sum = main if wanted else None
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """dW += dzᵀ·h of the rows of a chunk."""
-        if not grad_logits.shape[1]:
+        """Add dzᵀ·h of the rows of a chunk."""
+        if self._sum is None or not grad_logits.shape[1]:
             return
         target = self._sum[: grad_logits.shape[1]]
         if grad_logits.dtype == target.dtype:
@@ -75,5 +80,5 @@ class WeightGradient:
             target.addmm_(grad_logits.t().to(target.dtype), hidden.to(target.dtype))
 
     def finish(self) -> torch.Tensor | None:
-        """The gradient; None if it is already where the optimizer reads it."""
-        return self._sum.to(self._dtype) if self._main is None else None
+        """Return the gradient; None if it is not wanted, or already where the optimizer reads it."""
+        return self._sum.to(self._dtype) if self._sum is not None and self._is_own else None

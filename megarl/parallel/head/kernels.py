@@ -1,15 +1,20 @@
-"""What is done with a chunk of logits: three statistics per row, and their gradient written over them.
+"""The two passes over a chunk of logits: three statistics per row, and the gradient written over the logits.
 
 For raw logits r = h·Wᵀ of one vocabulary shard, temperature T and label y:  z = r/T.
 """
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+# Float32 numbers of a block: a share of a core's cache on CPU; on an accelerator enough to fill it.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17}
+_DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class ChunkKernels(Protocol):
-    """Two passes over a chunk of logits. Labels are local: −1 where another rank owns the label."""
+    """An implementation of both passes. Labels are local: −1 where another rank owns the label."""
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
         """Write the statistics of each row of z into `out` [3, n]: lse, entropy of the local softmax, z of the label.
@@ -35,3 +40,70 @@ class ChunkKernels(Protocol):
             ∂L/∂r_v = (−p_v (a + b·log p_v) + grad_logprobs·1[v = label]) / T.
         For L = Σ g_l·log p(label) + g_H·H:  a = g_l + g_H·H and b = g_H; b is None where it is 0.
         """
+
+
+class TorchKernels:
+    """`ChunkKernels` in PyTorch, for every device and dtype; statistics are float32, or float64 of float64 logits.
+
+    It works in blocks of rows with two workspaces of one block each, so that the several passes over a block find it
+    in the cache and the float32 copies of bfloat16 logits stay small.
+    """
+
+    def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
+        owned = labels >= 0
+        picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].to(out.dtype) * inverse_temperature
+        torch.where(owned, picked, torch.zeros_like(picked), out=out[2])
+        shifted, mass = _workspaces(logits, out.dtype)
+        for rows in _blocks(logits, len(shifted)):
+            n = rows.stop - rows.start
+            z, e = shifted[:n], mass[:n]
+            torch.mul(logits[rows], inverse_temperature[rows, None], out=z)
+            peak = z.amax(1, keepdim=True)
+            # Entropies of shifted logits: no large numbers cancel.
+            torch.exp(z.sub_(peak), out=e)
+            total = e.sum(1)
+            mean = e.mul_(z).sum(1) / total
+            torch.log(total, out=total)
+            torch.add(peak[:, 0], total, out=out[0, rows])
+            torch.sub(total, mean, out=out[1, rows])
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        inverse_temperature: Tensor,
+        labels: Tensor,
+        *,
+        lse: Tensor,
+        grad_logprobs: Tensor,
+        a: Tensor,
+        b: Tensor | None,
+    ) -> None:
+        # The division by T is done to a row's factors, which are few.
+        at_label = (grad_logprobs * inverse_temperature * (labels >= 0)).to(lse.dtype)
+        labels = labels.clamp(min=0)
+        log_probs, gradient = _workspaces(logits, lse.dtype)
+        for rows in _blocks(logits, len(log_probs)):
+            n = rows.stop - rows.start
+            log_p, g = log_probs[:n], gradient[:n]
+            torch.mul(logits[rows], inverse_temperature[rows, None], out=log_p)
+            log_p.sub_(lse[rows, None])
+            torch.exp(log_p, out=g)
+            scale = -inverse_temperature[rows, None]
+            if b is None:
+                g.mul_(a[rows, None] * scale)
+            else:
+                g.mul_(log_p.mul_(b[rows, None] * scale).add_(a[rows, None] * scale))
+            # Before rounding: a likely label's two terms nearly cancel.
+            g.scatter_add_(1, labels[rows, None], at_label[rows, None])
+            logits[rows] = g
+
+
+def _workspaces(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    elements = _BLOCK_ELEMENTS.get(logits.device.type, _DEVICE_BLOCK_ELEMENTS)
+    rows = min(logits.shape[0], max(1, elements // logits.shape[1]))
+    both = torch.empty(2, rows, logits.shape[1], dtype=dtype, device=logits.device)
+    return both[0], both[1]
+
+
+def _blocks(logits: Tensor, size: int) -> list[slice]:
+    return [slice(i, min(i + size, len(logits))) for i in range(0, len(logits), size)] if size else []

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megarl.parallel.head.choose import choose_kernels
 from megarl.parallel.head.differentiable import DeferredGradients, GradientsInChunk, LossGradients
@@ -22,9 +23,7 @@ from megarl.parallel.head.gradients import GradientSinks
 from megarl.parallel.head.kernels import ChunkKernels
 from megarl.parallel.head.regime import Regime, automatic_chunk
 from megarl.parallel.head.rows import RowOwners
-from megarl.parallel.head.shard import VocabShard
-from megarl.parallel.head.statistics import HeadInputs, row_statistics
-from megarl.parallel.head.top import TopLogprobs
+from megarl.parallel.head.statistics import NOT_OWNED, HeadInputs, TopLogprobs, VocabShard, row_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +51,11 @@ def vocab_parallel_logprobs(
     loss_gradients: LossGradients | None = None,
     kernels: ChunkKernels | None = None,
 ) -> TokenLogprobs:
-    """Log-probs of `labels` and entropies from hidden states and this rank's rows of the output weight.
+    """Compute log-probs of `labels` and entropies from hidden states and this rank's rows of the output weight.
 
     Args:
-        hidden: [N, H], the same on every rank of `shard.group`; with `row_counts` the [row_counts[rank], H] rows of
-            this rank, in rank order. Its gradient comes back complete: reduced over the group.
+        hidden: [N, H] on every rank of `shard.group`; with `row_counts` this rank's [row_counts[rank], H], in rank
+            order. Its gradient comes back reduced over the group.
         weight: [≥ shard.size, H]; rows beyond `shard.size` are vocabulary padding.
         labels: [N] int64 ids in the true vocabulary.
         temperature: a float, or [N] per-row temperatures, > 0.
@@ -64,42 +63,29 @@ def vocab_parallel_logprobs(
         chunk_tokens: rows of logits at a time; None: as `automatic_chunk` says.
         entropy_needs_grad: whether `entropy` has a graph; in the regime in_chunk `loss_gradients` decides.
         fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
-        overwrite_hidden: write the gradient of `hidden` over it, for a tensor that nothing else reads, not even the
-            backward of what made it; then backward runs once. So it does where `row_counts` had rows gathered, whose
-            copy is overwritten in any case.
-        main_grad: [≥ shard.size, H] float32 to which the weight's gradient is added; the weight then gets none from
-            autograd. None: it does.
+        overwrite_hidden: write the gradient of `hidden` over it; nothing else may read it, not even the backward of
+            what made it. Then, as with `row_counts`, backward runs only once.
+        main_grad: [≥ shard.size, H] float32 to which the weight's gradient is added in place of autograd's.
         loss_gradients: what the regime in_chunk needs.
         kernels: None: the best for the device.
 
     Raises:
         ValueError: shapes that do not agree, a weight or rows of the regime that are missing.
     """
-    num_rows = len(hidden) if row_counts is None else sum(row_counts)
-    if num_rows != len(labels):
-        raise ValueError(f"hidden has {num_rows} rows, labels {len(labels)}; they must agree")
-    rank, size = shard.group.rank(), shard.group.size()
-    if row_counts is not None and (len(row_counts) != size or len(hidden) != row_counts[rank]):
-        raise ValueError(f"hidden has {len(hidden)} rows on rank {rank} of {size}, expected those of {row_counts}")
+    owners = _row_owners(len(hidden), len(labels), shard.group, row_counts)
     if (regime is Regime.IN_CHUNK) != (loss_gradients is not None) and torch.is_grad_enabled():
         raise ValueError(f"regime {regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
     if fp32_logits:
         hidden, weight = hidden.float(), weight.float()
-    owners = RowOwners(group=shard.group, counts=None if row_counts is None else tuple(row_counts))
+    states = owners.gather(hidden.detach())
     x = head_inputs(
-        owners.gather(hidden.detach()),
-        weight,
-        labels,
-        shard=shard,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        kernels=kernels,
+        states, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
     )
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = row_statistics(x)
         return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy)
     # What was gathered here is nobody else's.
-    overwrite = overwrite_hidden or x.hidden.data_ptr() != hidden.data_ptr()
+    overwrite = overwrite_hidden or states.data_ptr() != hidden.data_ptr()
     sinks = GradientSinks(owners=owners, main_grad=main_grad, overwrite_hidden=overwrite)
     if loss_gradients is not None:
         logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, loss_gradients)
@@ -107,6 +93,17 @@ def vocab_parallel_logprobs(
         keep = regime is Regime.KEEP
         logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, entropy_needs_grad, keep)
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
+
+
+def _row_owners(num_own: int, num_labels: int, group: dist.ProcessGroup, row_counts: Sequence[int] | None) -> RowOwners:
+    """Check that this rank's hidden rows, those of all ranks and the labels agree."""
+    num_rows = num_own if row_counts is None else sum(row_counts)
+    if num_rows != num_labels:
+        raise ValueError(f"hidden has {num_rows} rows, labels {num_labels}; they must agree")
+    rank, size = group.rank(), group.size()
+    if row_counts is not None and (len(row_counts) != size or num_own != row_counts[rank]):
+        raise ValueError(f"hidden has {num_own} rows on rank {rank} of {size}, expected those of {row_counts}")
+    return RowOwners(group=group, counts=None if row_counts is None else tuple(row_counts))
 
 
 @torch.no_grad()
@@ -121,7 +118,7 @@ def vocab_parallel_top_logprobs(
     chunk_tokens: int | None = None,
     kernels: ChunkKernels | None = None,
 ) -> tuple[TokenLogprobs, TopLogprobs]:
-    """`vocab_parallel_logprobs`, and in the same pass each row's `top_k` likeliest tokens; no graph."""
+    """Compute, without a graph, what `vocab_parallel_logprobs` does and each row's `top_k` likeliest tokens."""
     x = head_inputs(
         hidden, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
     )
@@ -140,13 +137,14 @@ def head_inputs(
     chunk_tokens: int | None,
     kernels: ChunkKernels | None = None,
 ) -> HeadInputs:
-    """What `vocab_parallel_logprobs` makes of its arguments, without a graph; `hidden` has all rows."""
+    """Turn the arguments of `vocab_parallel_logprobs` into inputs without a graph; `hidden` has all rows."""
+    local = labels - shard.start
     wide = torch.promote_types(hidden.dtype, torch.float32)
     inverse_temperature = torch.as_tensor(temperature, dtype=wide, device=hidden.device).reciprocal()
     return HeadInputs(
         hidden=hidden.detach(),
         weight=weight.detach()[: shard.size],
-        labels=shard.local_labels(labels),
+        labels=local.where((local >= 0) & (local < shard.size), NOT_OWNED),
         inverse_temperature=inverse_temperature.expand(labels.shape).contiguous(),
         shard=shard,
         # From what all ranks know alike: they exchange chunk by chunk.

@@ -9,13 +9,10 @@ of seven floats a pair gives the KL exactly: with the shards' masses m_i = e^{ls
 KL = Σ_i m_i d_i − lse(z) + lse(u). The vocabulary is never gathered.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from megarl.parallel.head.rows import broadcast, wait_all
 from megarl.parallel.head.statistics import HeadInputs, combine, gather_parts, write_chunk_statistics
 
 # Float32 numbers of the rows whose differences are computed at a time.
@@ -24,8 +21,11 @@ _BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPairs:
-    """[N] float32 each, in nats. kl: KL(twin ‖ row) at the labels of the pack's first half of rows, whose twins are
-    its second half; 0 at those of the twins."""
+    """What the head says of rows and their twins: [N] float32 each, in nats.
+
+    kl: KL(twin ‖ row) at the labels of the pack's first half of rows, whose twins are its second half; 0 at the labels
+    of the twins.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -34,7 +34,7 @@ class TokenPairs:
 
 @torch.no_grad()
 def pair_statistics(x: HeadInputs, first: torch.Tensor, second: torch.Tensor) -> TokenPairs:
-    """`row_statistics` of rows `first` and `second` [P], which are all of x's, and KL(second ‖ first) at `first`."""
+    """Score rows `first` and `second` [P], which are all rows of x, and compute KL(second ‖ first) at `first`."""
     parts = torch.zeros(7, len(first), dtype=x.statistics_dtype, device=x.hidden.device)
     rows, twins = x.rows(first), x.rows(second)
     size = min(x.chunk_tokens, len(first))
@@ -62,27 +62,10 @@ def pair_statistics(x: HeadInputs, first: torch.Tensor, second: torch.Tensor) ->
 
 
 def _mean_difference(logits: torch.Tensor, others: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
-    """[n] Σ_v softmax(z)_v (z_v − u_v) of one shard, from raw logits [n, V]."""
+    """Return [n] Σ_v softmax(z)_v (z_v − u_v) of one shard, from raw logits [n, V]."""
     size = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     means = []
     for z, u, scale in zip(logits.split(size), others.split(size), inverse_temperature.split(size), strict=True):
         wide = z * scale[:, None]
         means.append((wide.softmax(1) * (wide - u * scale[:, None])).sum(1))
     return torch.cat(means)
-
-
-def gather_uneven(values: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The tensors of all ranks, whose first dimensions may differ."""
-    if group.size() == 1:
-        return [values]
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=values.device)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(values)], device=values.device), group=group)
-    parts = [values.new_empty(count, *values.shape[1:]) for count in counts.tolist()]
-    parts[group.rank()] = values.contiguous()
-    wait_all([broadcast(part, owner, group) for owner, part in enumerate(parts) if len(part)])
-    return parts
-
-
-def split_like(values: torch.Tensor, parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    """A rank's part of what was computed for all parts, laid end to end."""
-    return values.split([len(part) for part in parts])[rank]

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megarl.config.schema import HeadConfig
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs, head_inputs, vocab_parallel_logprobs
-from megarl.parallel.head.pairs import TokenPairs, gather_uneven, pair_statistics, split_like
+from megarl.parallel.head.pairs import TokenPairs, pair_statistics
 from megarl.parallel.head.regime import Regime, choose_regime
-from megarl.parallel.head.rows import RowOwners
-from megarl.parallel.head.shard import VocabShard
+from megarl.parallel.head.rows import RowOwners, uneven_owners
+from megarl.parallel.head.statistics import VocabShard
 from megarl.parallel.packing import Pack
 
 
@@ -48,14 +48,26 @@ class PolicyHead:
         request: HeadRequest,
         loss_gradients: LossGradients | None,
     ) -> TokenLogprobs | TokenPairs:
-        """What is asked of the kept labels, from [T, 1, H] ([T/tp, 1, H] under sequence parallelism).
+        """Score the kept labels as asked, from [T, 1, H] ([T/tp, 1, H] under sequence parallelism).
 
         Positions outside the loss mask are dropped first: prompt tokens meet neither the head nor the gather.
         """
-        own, counts = self._kept(hidden, pack)
+        positions, counts = pack.positions, None
+        if self.sequence_parallel:
+            rank, counts = self.shard.group.rank(), pack.kept_per_rank
+            positions = positions.split(counts)[rank] - rank * len(hidden)
+        own = hidden[positions, 0]
         if request.paired:
             return self._pairs(own, counts, pack, request)
-        regime = self._regime(pack, request) if torch.is_grad_enabled() else Regime.RECOMPUTE
+        regime = Regime.RECOMPUTE
+        if torch.is_grad_enabled():
+            itemsize = 4 if request.fp32_logits else self.weight.element_size()
+            regime = choose_regime(
+                request.settings.regime,
+                logits_bytes=len(pack.labels) * len(self.weight) * itemsize,
+                memory_bytes=request.settings.memory_mib << 20,
+                token_local=request.token_local,
+            )
         return vocab_parallel_logprobs(
             own,
             self.weight,
@@ -73,31 +85,13 @@ class PolicyHead:
             loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
         )
 
-    def _kept(self, hidden: torch.Tensor, pack: Pack) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-        """This rank's kept rows, and how many each rank has; None if all have the same."""
-        if not self.sequence_parallel:
-            return hidden[pack.positions, 0], None
-        rank = self.shard.group.rank()
-        positions = pack.positions.split(pack.kept_per_rank)[rank] - rank * len(hidden)
-        return hidden[positions, 0], pack.kept_per_rank
-
-    def _regime(self, pack: Pack, request: HeadRequest) -> Regime:
-        itemsize = 4 if request.fp32_logits else self.weight.element_size()
-        return choose_regime(
-            request.settings.regime,
-            logits_bytes=len(pack.labels) * len(self.weight) * itemsize,
-            memory_bytes=request.settings.memory_mib << 20,
-            token_local=request.token_local,
-        )
-
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
-        """The two of a pair may lie on different context-parallel ranks, so all of them compute all pairs."""
+        """Score pairs, all of them on every context-parallel rank: the two of a pair may lie on different ranks."""
         gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
-        parts = [
-            gather_uneven(values, self.cp_group)
-            for values in (gathered, pack.labels, pack.row_index, pack.column_index)
-        ]
-        states, labels, rows, columns = (torch.cat(values) for values in parts)
+        owners = uneven_owners(len(pack.labels), self.cp_group, own.device)
+        states, labels, rows, columns = (
+            owners.gather(values) for values in (gathered, pack.labels, pack.row_index, pack.column_index)
+        )
         # Labels of the first half by row and column, then those of the second half in the same order.
         first, second = torch.argsort(rows * pack.batch_shape[1] + columns).chunk(2)
         weight = self.weight
@@ -111,9 +105,7 @@ class PolicyHead:
             temperature=request.temperature,
             chunk_tokens=request.settings.chunk_tokens,
         )
-        found, rank = pair_statistics(x, first, second), self.cp_group.rank()
+        found = pair_statistics(x, first, second)
         return TokenPairs(
-            logprobs=split_like(found.logprobs, parts[0], rank),
-            entropy=split_like(found.entropy, parts[0], rank),
-            kl=split_like(found.kl, parts[0], rank),
+            logprobs=owners.own(found.logprobs), entropy=owners.own(found.entropy), kl=owners.own(found.kl)
         )

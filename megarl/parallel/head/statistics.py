@@ -12,16 +12,33 @@ import torch
 import torch.distributed as dist
 
 from megarl.parallel.head.kernels import ChunkKernels
-from megarl.parallel.head.shard import VocabShard
-from megarl.parallel.head.top import TopLogprobs, top_from_parts, top_of_chunk
 
 # Elements: kernels load 16 bytes at once where rows start at multiples of it.
 ROW_MULTIPLE = 16
+# The local label of a row whose label another rank holds.
+NOT_OWNED = -1
+# Token ids travel among float32 statistics, which hold integers up to here.
+MAX_ID = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabShard:
+    """Rows [start, start + size) of the true vocabulary on this rank; padded rows are excluded by `size`."""
+
+    group: dist.ProcessGroup
+    start: int
+    size: int
+
+
+def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size: int) -> VocabShard:
+    """Return the shard of this rank when the padded vocabulary is split evenly over `group`."""
+    start = group.rank() * padded_rows_per_rank
+    return VocabShard(group=group, start=start, size=max(0, min(padded_rows_per_rank, vocab_size - start)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInputs:
-    """What logits are made of. hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's
+    """The inputs of a chunked head. hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's
     rows; inverse_temperature: [N]; chunk_tokens: rows of logits at a time."""
 
     hidden: torch.Tensor
@@ -41,7 +58,7 @@ class HeadInputs:
         return (slice(i, min(i + self.chunk_tokens, num_rows)) for i in range(0, num_rows, self.chunk_tokens))
 
     def rows(self, indices: torch.Tensor) -> "HeadInputs":
-        """The same of some rows."""
+        """Return the inputs of these rows only."""
         return replace(
             self,
             hidden=self.hidden[indices],
@@ -50,12 +67,12 @@ class HeadInputs:
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
-        """Room for the raw logits of so many rows, which begin where wide loads can."""
+        """Allocate room for the raw logits of so many rows, each of which begins where wide loads can."""
         width = -(-self.shard.size // ROW_MULTIPLE) * ROW_MULTIPLE
         return self.hidden.new_empty(num_rows, width)[:, : self.shard.size]
 
     def write_logits(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
-        """r = h·Wᵀ of some rows, into the first rows of `out`."""
+        """Write r = h·Wᵀ of some rows to the first rows of `out`, and return these."""
         logits = out[: rows.stop - rows.start]
         if self.shard.size:
             torch.mm(self.hidden[rows], self.weight.t(), out=logits)
@@ -63,8 +80,16 @@ class HeadInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
+
+    logprobs: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """[N] each, over the whole vocabulary, in nats."""
+    """What all shards together say of each row: [N] each, over the whole vocabulary, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -73,7 +98,7 @@ class RowStatistics:
 
 
 def write_chunk_statistics(x: HeadInputs, rows: slice, logits: torch.Tensor, out: torch.Tensor) -> None:
-    """This shard's statistics of a chunk of raw logits into `out` [3, n]; a shard of padding has no mass."""
+    """Write this shard's statistics of a chunk of raw logits to `out` [3, n]; a shard of padding has no mass."""
     if x.shard.size:
         x.kernels.statistics(logits, x.inverse_temperature[rows], x.labels[rows], out)
     else:
@@ -81,8 +106,24 @@ def write_chunk_statistics(x: HeadInputs, rows: slice, logits: torch.Tensor, out
         out[0] = -torch.inf
 
 
+def top_of_chunk(
+    logits: torch.Tensor, inverse_temperature: torch.Tensor, shard: VocabShard, top_k: int
+) -> torch.Tensor:
+    """Return [2k, n]: the k largest z of this shard and their token ids; −∞ where the shard has fewer."""
+    assert shard.start + shard.size <= MAX_ID, f"token ids up to {shard.start + shard.size} do not fit into float32"
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    parts = torch.zeros(2 * top_k, len(logits), dtype=wide, device=logits.device)
+    parts[:top_k] = -torch.inf
+    count = min(top_k, shard.size)
+    if count:
+        values, local = logits.topk(count, dim=1)
+        parts[:count] = values.to(wide).t() * inverse_temperature
+        parts[top_k : top_k + count] = (local + shard.start).t().to(wide)
+    return parts
+
+
 def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: int = 0) -> RowStatistics:
-    """Statistics of all rows, chunk by chunk; raw logits stay in `kept` [N, shard.size] if given.
+    """Compute the statistics of all rows, chunk by chunk; raw logits stay in `kept` [N, shard.size] if given.
 
     top_k: also the log-probs of each row's most likely tokens; they travel in the same all-gather.
     """
@@ -97,7 +138,7 @@ def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: in
 
 
 def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[k, n] of this rank → [ranks, k, n] of all: the one collective."""
+    """Gather [k, n] of every rank into [ranks, k, n], in one collective."""
     if group.size() == 1 or not parts.shape[1]:
         return parts[None]
     gathered = parts.new_empty(group.size(), *parts.shape)
@@ -106,12 +147,17 @@ def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def combine(parts: torch.Tensor) -> RowStatistics:
-    """[ranks, 3 + 2k, n] → what all shards say together."""
+    """Combine the statistics of all shards, [ranks, 3 + 2k, n], into those of the whole vocabulary."""
     lse = parts[:, 0].logsumexp(0)
     mass = torch.exp(parts[:, 0] - lse)
+    top = None
+    if top_k := (parts.shape[1] - 3) // 2:
+        candidates, ids = parts[:, 3 : 3 + top_k].flatten(0, 1), parts[:, 3 + top_k :].flatten(0, 1)
+        values, places = candidates.topk(top_k, dim=0)
+        top = TopLogprobs(logprobs=(values - lse).t(), ids=ids.gather(0, places).t().long())
     return RowStatistics(
         logprobs=parts[:, 2].sum(0) - lse,
         entropy=(mass * parts[:, 1] + torch.special.entr(mass)).sum(0),
         lse=lse,
-        top=top_from_parts(parts[:, 3:], lse) if parts.shape[1] > 3 else None,
+        top=top,
     )

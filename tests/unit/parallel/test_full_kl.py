@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.parallel.head.shard import vocab_shard
+from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import pair_kl
 

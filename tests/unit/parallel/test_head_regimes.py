@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.parallel.head.logprobs import vocab_parallel_logprobs
 from megarl.parallel.head.regime import Regime
-from megarl.parallel.head.shard import vocab_shard
+from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, HeadResult, head_problem
 from tests.helpers.head_ranks import (

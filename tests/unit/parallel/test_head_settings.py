@@ -9,7 +9,7 @@ import torch
 
 from megarl.parallel.head.logprobs import vocab_parallel_logprobs
 from megarl.parallel.head.regime import Regime, automatic_chunk, choose_regime
-from megarl.parallel.head.shard import vocab_shard
+from megarl.parallel.head.statistics import vocab_shard
 from tests.helpers.head import head_problem
 from tests.helpers.head_ranks import one_rank_arguments
 

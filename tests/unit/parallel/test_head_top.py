@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megarl.parallel.head.logprobs import vocab_parallel_top_logprobs
-from megarl.parallel.head.shard import VocabShard, vocab_shard
-from megarl.parallel.head.top import MAX_ID, top_of_chunk
+from megarl.parallel.head.statistics import MAX_ID, VocabShard, top_of_chunk, vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, dense_head, head_problem
 from tests.helpers.head_ranks import ONE_RANK, HeadCase, TopResult, top_result

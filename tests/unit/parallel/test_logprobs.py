@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.parallel.head.logprobs import TokenLogprobs, vocab_parallel_logprobs
-from megarl.parallel.head.shard import VocabShard, vocab_shard
+from megarl.parallel.head.statistics import VocabShard, vocab_shard
 from tests.helpers.compare import assert_within
 from tests.helpers.head import HeadProblem, HeadResult, dense_head, differentiate_head, head_problem
 

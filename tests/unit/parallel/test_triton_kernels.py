@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.head.choose import Candidate, choose_kernels, find_fault, first_that_passes, triton_candidate
-from megarl.parallel.head.kernels import ChunkKernels
+from megarl.parallel.head.kernels import ChunkKernels, TorchKernels
 from megarl.parallel.head.self_test import self_test
-from megarl.parallel.head.torch_kernels import TorchKernels
 from tests.helpers.chunk_kernels import assert_exact
 from tests.helpers.compare import assert_within
 from tools import install

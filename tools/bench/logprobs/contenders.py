@@ -70,7 +70,7 @@ def _head(regime: str, kernels: Callable[[], Any] | None = None) -> Callable[[di
 
     def load(group: dist.ProcessGroup) -> Head:
         from megarl.parallel.head.logprobs import Regime, vocab_parallel_logprobs
-        from megarl.parallel.head.shard import vocab_shard
+        from megarl.parallel.head.statistics import vocab_shard
 
         made = None if kernels is None else kernels()
 
@@ -98,7 +98,7 @@ def _head(regime: str, kernels: Callable[[], Any] | None = None) -> Callable[[di
 
 
 def _torch_kernels() -> Any:
-    from megarl.parallel.head.torch_kernels import TorchKernels
+    from megarl.parallel.head.kernels import TorchKernels
 
     return TorchKernels()
 
