@@ -9,20 +9,18 @@ Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engi
 from megarl.cluster.cluster import Cluster
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import wait_all
-from megarl.cluster.role_workers import RoleWorkers
 from megarl.cluster.roster import Process
-from megarl.cluster.rows import RowShards, put_rows
 from megarl.cluster.supervisor import EngineSupervisor
-from megarl.cluster.workers import WorkerGroup
+from megarl.cluster.workers import RankGroup, RoleWorkers, RowShards, put_rows
 
 __all__ = [
     "Cluster",
     "EngineGroup",
     "EngineSupervisor",
     "Process",
+    "RankGroup",
     "RoleWorkers",
     "RowShards",
-    "WorkerGroup",
     "put_rows",
     "wait_all",
 ]

@@ -11,8 +11,8 @@ import psutil
 import ray
 
 from megarl.cluster.location import Location
-from megarl.cluster.rows import RowShards
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
+from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.parallel.worker import PolicyWorker
@@ -69,12 +69,9 @@ class RankActor(RunActor):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.worker, method)(*args, **kwargs)
 
-    def call_with_rows(
-        self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any, **kwargs: Any
-    ) -> Any:
-        rows = shards.fetch(micro_batches)
-        bound = getattr(self.worker, method)
-        return bound(rows, micro_batches, *args, **kwargs)
+    def call_with_rows(self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any) -> Any:
+        """Call a method of the worker with the rows that these micro-batches name."""
+        return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
 
 
 # Beside the actor's other calls, which run one after the other.

@@ -20,12 +20,11 @@ from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_plac
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.replication import weight_transport
-from megarl.cluster.role_workers import RoleWorkers
 from megarl.cluster.roles import actor_role, by_layout
 from megarl.cluster.roster import Roster
 from megarl.cluster.serving import check_serves
 from megarl.cluster.sync_plan import ends_of, engine_ranks
-from megarl.cluster.workers import WorkerGroup
+from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import Config
 from megarl.device.platform import apply_environment, platform
 from megarl.errors import RunStopped
@@ -79,7 +78,7 @@ class Cluster:
 
     def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
         """ConfigError unless a run of these roles with this configuration can use these processes."""
-        check_serves(self._config, self.workers.layouts, config, roles)
+        check_serves(self._config, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
         cluster = self._config.cluster
@@ -121,7 +120,7 @@ class Cluster:
         processes = iter(locate(actors | self._seats.create(), timeout_s=self._config.cluster.start_timeout_s))
         timeout_s = self._config.rollout.timeout_s
         groups = [
-            WorkerGroup(list(itertools.islice(processes, layout.world_size)), layout=layout, timeout_s=timeout_s)
+            RankGroup(layout=layout, processes=list(itertools.islice(processes, layout.world_size)))
             for layout in self._roles
         ]
         self.workers = RoleWorkers(groups, timeout_s=timeout_s)
@@ -147,7 +146,8 @@ class Cluster:
         joins = []
         for group in self.workers.groups:
             first, *_ = itertools.islice(addresses, group.layout.world_size)
-            joins += group.begin("join", group.layout, first, self._config.cluster.collective_timeout_s)
+            join = ("join", group.layout, first, self._config.cluster.collective_timeout_s)
+            joins += [(p, p.actor.call.remote(*join)) for p in group.processes]
         pids = wait_all(joins, timeout_s=timeout_s, doing="joining process groups")
         return dict(zip((p.name for p in ranks), pids, strict=True))
 

@@ -1,102 +1,185 @@
-"""The trainer's ranks under one layout, called together."""
+"""The trainer's ranks as the driver sees them: one group of processes per Megatron layout, called by role."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+
+import ray
 
 from megarl.cluster.processes import wait_all
+from megarl.cluster.roles import by_layout
 from megarl.cluster.roster import Process
-from megarl.cluster.rows import RowShards, put_rows
 from megarl.config.schema import LayoutConfig
 from megarl.types import FloatArray, Row
-from megarl.types.messages import Part, Role, StoreResult, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    LoadRequest,
+    MicroBatchPlan,
+    Part,
+    Role,
+    RowScores,
+    ScoreRequest,
+    StoreResult,
+    UpdateRequest,
+    UpdateResult,
+)
 
-# Remote calls under way.
-Calls: TypeAlias = list[tuple[Process, Any]]
+ROWS_PER_SHARD = 64
 
 
-class WorkerGroup:
-    """Ranks under one layout. Each hosts its shard of every role of this layout."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShards:
+    """Rows of a batch in Ray's object store, in shards, so that a rank fetches only those it works on."""
 
-    def __init__(self, processes: Sequence[Process], *, layout: LayoutConfig, timeout_s: float) -> None:
-        self.processes, self.layout, self._timeout_s = list(processes), layout, timeout_s
+    refs: tuple[Any, ...]
+    rows_per_shard: int
 
-    def begin(self, method: str, *args: Any, **kwargs: Any) -> Calls:
-        """Call a method of every rank's worker without waiting."""
-        return [(p, p.actor.call.remote(method, *args, **kwargs)) for p in self.processes]
+    def fetch(self, micro_batches: Iterable[Iterable[int]]) -> dict[int, Row]:
+        """The rows that these micro-batches name, by their index in the batch."""
+        wanted = sorted({i for batch in micro_batches for i in batch})
+        shards = sorted({i // self.rows_per_shard for i in wanted})
+        loaded = dict(zip(shards, ray.get([self.refs[s] for s in shards]), strict=True))
+        return {i: loaded[i // self.rows_per_shard][i % self.rows_per_shard] for i in wanted}
 
-    def score(
-        self,
-        role: Role,
-        rows: Sequence[Row],
-        plan: Sequence[Sequence[Sequence[int]]],
-        *,
-        temperature: float,
-        step: int,
-        paired: bool = False,
-    ) -> dict[str, list[FloatArray]]:
-        """What a role says of all rows, in order, from one pass; `plan[dp][micro_batch]` lists rows.
 
-        Log-probs and entropies (`logprobs`, `entropy`) of a language model, `values` of a critic or reward model.
-        With `paired` the second half of each micro-batch is the first with other prompts, and the answer is `kl`; see
-        `HeadRequest`.
+def put_rows(rows: Sequence[Row]) -> RowShards:
+    """Place rows in the object store."""
+    starts = range(0, len(rows), ROWS_PER_SHARD)
+    refs = tuple(ray.put(list(rows[start : start + ROWS_PER_SHARD])) for start in starts)
+    return RowShards(refs=refs, rows_per_shard=ROWS_PER_SHARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """The ranks of one layout, in Megatron's order. Each hosts its shard of every role that has this layout."""
+
+    layout: LayoutConfig
+    processes: list[Process]
+
+
+class RoleWorkers:
+    """The trainer's ranks. A call goes to the group of ranks that hosts its role, or to all groups at the same time.
+
+    groups: one per layout, the actor's first.
+    """
+
+    def __init__(self, groups: Sequence[RankGroup], *, timeout_s: float) -> None:
+        self.groups, self._timeout_s = list(groups), timeout_s
+        self._group_of: dict[Role, RankGroup] = {}
+
+    @property
+    def processes(self) -> list[Process]:
+        """All ranks, those of the actor's layout first."""
+        return [process for group in self.groups for process in group.processes]
+
+    def load(self, request: LoadRequest) -> None:
+        """Start a run on these ranks: build models and optimizers, read weights. Models of an earlier run are freed."""
+        hosted = by_layout(request.roles)
+        assert hosted.keys() <= {group.layout for group in self.groups}, "Cluster.check_serves was not asked"
+        self._group_of = {spec.role: group for group in self.groups for spec in hosted.get(group.layout, ())}
+        calls = [
+            (p, p.actor.call.remote("load", replace(request, roles=hosted.get(group.layout, ()))))
+            for group in self.groups
+            for p in group.processes
+        ]
+        self._wait(calls, doing="loading the models")
+
+    def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
+        """What a role says of all rows, by name and in row order, from one pass.
+
+        `logprobs` and `entropy` of a language model, or `values` of a critic or reward model; with `request.paired`
+        also `kl`, see `HeadRequest`.
         """
-        shards = put_rows(rows)
-        results = self._call_with_rows(
-            "score",
-            shards,
-            plan,
-            doing=f"scoring with the {role}",
-            role=role,
-            temperature=temperature,
-            step=step,
-            paired=paired,
+        results: list[RowScores] = self._call_with_rows(
+            "score", rows, plan, request, doing=f"scoring with the {request.role}"
         )
         merged: dict[str, dict[int, FloatArray]] = {}
-        for scores in (result.scores for result in results if result is not None):
-            for name, arrays in scores.items():
+        for result in results:
+            for name, arrays in result.scores.items():
                 merged.setdefault(name, {}).update(arrays)
         return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
 
-    def update(
-        self, rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], request: UpdateRequest
-    ) -> UpdateResult:
-        """One optimizer step on a mini-batch."""
-        shards = put_rows(rows)
-        results = self._call_with_rows("update", shards, plan, doing=f"updating the {request.role}", request=request)
-        reported: list[UpdateResult] = [r for r in results if r is not None]
-        before = {i: a for r in reported for i, a in r.before.items()}
-        return UpdateResult(metrics=reported[0].metrics, before=before)
-
-    def store_weights(self, role: Role, files: Sequence[Path], *, with_checksums: bool) -> StoreResult:
-        """Every rank writes its own slices of a role's model into preallocated files."""
-        paths = [str(f) for f in files]
-        parts = self._call("store_weights", paths, with_checksums=with_checksums, role=role, doing="writing weights")
-        return functools.reduce(StoreResult.merged, parts)
-
-    def offload(self, role: Role, parts: Sequence[Part]) -> int:
-        """Move parts of a role to the hosts; returns the bytes released on all devices together."""
-        return sum(self._call("offload", role, list(parts), doing=f"offloading the {role}"))
-
-    def onload(self, role: Role, parts: Sequence[Part]) -> None:
-        """Bring parts of a role back to the devices."""
-        self._call("onload", role, list(parts), doing=f"onloading the {role}")
-
-    def _call(self, method: str, *args: Any, doing: str, **kwargs: Any) -> list[Any]:
-        return wait_all(self.begin(method, *args, **kwargs), timeout_s=self._timeout_s, doing=doing)
+    def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
+        """One optimizer step of `request.role` on a mini-batch."""
+        results: list[UpdateResult] = self._call_with_rows(
+            "update", rows, plan, request, doing=f"updating the {request.role}"
+        )
+        before = {i: a for r in results for i, a in r.before.items()}
+        return UpdateResult(metrics=results[0].metrics, before=before)
 
     def _call_with_rows(
         self,
         method: str,
-        shards: RowShards,
-        plan: Sequence[Sequence[Sequence[int]]],
+        rows: Sequence[Row],
+        plan: MicroBatchPlan,
+        request: ScoreRequest | UpdateRequest,
         *,
         doing: str,
-        **kwargs: Any,
     ) -> list[Any]:
+        """The answers of those ranks that report for their data-parallel replica."""
+        group, shards = self._group(request.role), put_rows(rows)
         calls = [
-            (p, p.actor.call_with_rows.remote(method, shards, plan[self.layout.dp_rank_of(rank)], **kwargs))
-            for rank, p in enumerate(self.processes)
+            (p, p.actor.call_with_rows.remote(method, shards, plan.ranks[group.layout.dp_rank_of(rank)], request))
+            for rank, p in enumerate(group.processes)
         ]
+        return [result for result in self._wait(calls, doing=doing) if result is not None]
+
+    def store_weights(
+        self, files: Sequence[Path], *, with_checksums: bool = False, role: Role = Role.ACTOR
+    ) -> StoreResult:
+        """Every rank that hosts a role writes its own slices of the model into preallocated files."""
+        options = {"with_checksums": with_checksums, "role": role}
+        parts = self._call("store_weights", [str(f) for f in files], role_only=role, doing="writing weights", **options)
+        return functools.reduce(StoreResult.merged, parts)
+
+    def start_checkpoint(self, directory: Path) -> None:
+        """Every rank starts to write its part; returns when all have a snapshot, so that training may go on."""
+        self._call("save_checkpoint", str(directory), doing="saving a checkpoint")
+
+    def finish_checkpoint(self, *, wait: bool) -> bool:
+        """Whether all ranks have written their part; with `wait`, return when they have."""
+        return all(self._call("finish_checkpoint", wait=wait, doing="writing a checkpoint"))
+
+    def load_checkpoint(self, directory: Path, *, same_layout: Collection[Role]) -> None:
+        """Continue from a complete checkpoint, whatever layouts wrote it.
+
+        same_layout: the roles that have the same layout as when they were saved.
+        """
+        self._call("load_checkpoint", str(directory), same_layout=same_layout, doing="loading a checkpoint")
+
+    def offload(self, role: Role, parts: Sequence[Part]) -> int:
+        """Move parts of a role to the hosts; returns the bytes released on all devices together."""
+        return sum(self._call("offload", role, list(parts), role_only=role, doing=f"offloading the {role}"))
+
+    def onload(self, role: Role, parts: Sequence[Part]) -> None:
+        """Bring parts of a role back to the devices."""
+        self._call("onload", role, list(parts), role_only=role, doing=f"onloading the {role}")
+
+    def start_profile(self) -> None:
+        """Start torch's profiler in every rank."""
+        self._call("start_profile", doing="starting the profiler")
+
+    def stop_profile(self, directory: Path) -> None:
+        """Every rank writes its trace since `start_profile` as rank_N.json.gz (Chrome's trace format).
+
+        Those of further layouts go to subdirectories named after their roles.
+        """
+        calls = []
+        for i, group in enumerate(self.groups):
+            roles = "+".join(role for role, its_group in self._group_of.items() if its_group is group)
+            path = str(directory / roles if i else directory)
+            calls += [(p, p.actor.call.remote("stop_profile", path)) for p in group.processes]
+        self._wait(calls, doing="writing profiler traces")
+
+    def _group(self, role: Role) -> RankGroup:
+        assert role in self._group_of, f"these ranks host {', '.join(self._group_of)}, not the {role}; load it first"
+        return self._group_of[role]
+
+    def _call(self, method: str, *args: Any, doing: str, role_only: Role | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method of the ranks that host a role, or of all ranks."""
+        processes = self.processes if role_only is None else self._group(role_only).processes
+        return self._wait([(p, p.actor.call.remote(method, *args, **kwargs)) for p in processes], doing=doing)
+
+    def _wait(self, calls: Sequence[tuple[Process, Any]], *, doing: str) -> list[Any]:
         return wait_all(calls, timeout_s=self._timeout_s, doing=doing)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import LayoutConfig
 from megarl.types import Rows
-from megarl.types.messages import LoadRequest, Part, Role, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    LoadRequest,
+    Part,
+    Role,
+    RowScores,
+    ScoreRequest,
+    StoreResult,
+    UpdateRequest,
+    UpdateResult,
+)
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
@@ -72,25 +81,13 @@ class PolicyWorker:
             self.__dict__.pop(name, None)
         gc.collect()
 
-    def score(
-        self,
-        rows: Rows,
-        micro_batches: Sequence[Sequence[int]],
-        *,
-        role: Role,
-        temperature: float,
-        step: int,
-        paired: bool = False,
-    ) -> RowScores | None:
-        """Score this replica's rows; only the rank that reports for the replica returns them.
-
-        paired: the second half of each micro-batch is the first with other prompts; scored is the KL between them too.
-        """
+    def score(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: ScoreRequest) -> RowScores | None:
+        """Score this replica's rows; only the rank that reports for the replica returns them."""
         from megarl.parallel.passes import score_rows
 
-        loaded = self._role(role, Part.PARAMS)
-        head = loaded.head_request(temperature=temperature, paired=paired)
-        scores = score_rows(loaded.chunks, rows, micro_batches, head, role=role, step=step)
+        loaded = self._role(request.role, Part.PARAMS)
+        head = loaded.head_request(temperature=request.temperature, paired=request.paired)
+        scores = score_rows(loaded.chunks, rows, micro_batches, head, role=request.role, step=request.step)
         return scores if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:

@@ -33,9 +33,9 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
     for warning in inputs.warnings:
         print(f"warning: {warning}")
     with _heartbeat(recorder, "train"), started_cluster(config, recorder.paths.logs, inputs.roles) as cluster:
-        from megarl.train.loop import Trainer
+        from megarl.train.wiring import build_trainer
 
-        Trainer(inputs, cluster, recorder).fit(checkpoint)
+        build_trainer(inputs, cluster, recorder).fit(checkpoint)
     write_report(recorder.paths.root)
     return recorder
 

@@ -242,13 +242,13 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
 
 def _train(run: PlannedRun, cluster: "Cluster") -> str:
     """One run, from fresh weights to its report; its result in words."""
-    from megarl.train.loop import Trainer
+    from megarl.train.wiring import build_trainer
 
     inputs = open_train_inputs(run.config)
     for warning in inputs.warnings:
         print(f"{run.name}: warning: {warning}")
     recorder = RunRecorder(run.config, overwrite=True)
-    Trainer(inputs, cluster, recorder).fit()
+    build_trainer(inputs, cluster, recorder).fit()
     write_report(recorder.paths.root)
     return _result(recorder.paths.root)
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from megarl.config import from_dict
 from megarl.config.roles import role_settings
@@ -20,6 +20,9 @@ from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.types import AlgoState
 from megarl.types.messages import Role
+
+if TYPE_CHECKING:
+    from megarl.cluster.workers import RoleWorkers
 
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
@@ -69,14 +72,6 @@ class Checkpoint:
         return frozenset(role for role in Role if before[role].layout == now[role].layout)
 
 
-class CheckpointWriters(Protocol):
-    """The ranks' side."""
-
-    def start_checkpoint(self, directory: Path) -> None: ...
-
-    def finish_checkpoint(self, *, wait: bool) -> bool: ...
-
-
 def checkpoint_dir(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies under RUN/checkpoints."""
     return root / f"step_{step:06d}"
@@ -116,8 +111,8 @@ def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_be
 class CheckpointManager:
     """Writes a run's checkpoints, one at a time, and removes those that the configuration does not keep."""
 
-    def __init__(self, root: Path, config: CheckpointConfig, writers: CheckpointWriters) -> None:
-        self._root, self._config, self._writers = root, config, writers
+    def __init__(self, root: Path, config: CheckpointConfig, workers: "RoleWorkers") -> None:
+        self._root, self._config, self._workers = root, config, workers
         self._writing: Path | None = None
 
     def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[], RunState]) -> None:
@@ -146,11 +141,11 @@ class CheckpointManager:
         remove_checkpoint(path)
         path.mkdir(parents=True)
         (path / STATE_FILE).write_text(state.to_json())
-        self._writers.start_checkpoint(path)
+        self._workers.start_checkpoint(path)
         self._writing = path
 
     def _finish(self, *, wait: bool) -> None:
-        if self._writing is None or not self._writers.finish_checkpoint(wait=wait):
+        if self._writing is None or not self._workers.finish_checkpoint(wait=wait):
             return
         mark_complete(self._writing)
         self._writing = None

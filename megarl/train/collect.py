@@ -1,46 +1,35 @@
-"""The samples that a step trains on: prompts in their order, groups sampled and judged, refilled where a filter asks.
+"""Collecting the samples of a step: take prompts in order, sample and judge a group for each, filter, refill.
 
-With a filter (`algo.filter`) groups that teach nothing are removed. Up to `max_refills` further batches of prompts
-then replace them. Prompts whose groups passed but found no place are the first of the next step: they are sampled
-anew, by the policy of that step.
+With a filter (`algo.filter`), groups that carry no learning signal are removed, and up to `max_refills` further
+batches of prompts are sampled to replace them. Prompts whose groups passed the filter but exceeded the batch go first
+in the next step, where they are sampled again by the policy of that step.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from megarl.algos.filters import group_metrics, kept_rows
-from megarl.config.algo import FilterConfig
+from megarl.cluster import residency
+from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.record.metrics import Timers
-from megarl.rewards.judge import Judged, Tally, tally_metrics
-from megarl.rollout.source import OnSample
+from megarl.rewards.judge import Tally, tally_metrics
+from megarl.rewards.manager import RewardManager
+from megarl.rollout.prefixes import plan_prefixes
+from megarl.rollout.replay import record_path, write_record
+from megarl.rollout.source import RolloutSource, SamplingPlan
 from megarl.types import Prompt, Reward, RolloutBatch, Sample
-
-# Samples a group for every prompt in a step, and tells of each sample as soon as it is finished.
-Generate = Callable[[Sequence[Prompt], int, OnSample], RolloutBatch]
-
-
-class Judging(Protocol):
-    """Judges the samples of one batch, which it is told of as they finish."""
-
-    def add(self, prompt: Prompt, sample: Sample) -> None: ...
-
-    def finish(self, samples: Sequence[Sample]) -> Judged: ...
-
-
-class Rewards(Protocol):
-    """Who judges: `megarl.rewards.RewardManager`."""
-
-    def begin(self) -> Judging: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Samples with their rewards in the same order, in groups that lack only what nobody could judge, and how they
-    were found.
+    """Samples of complete groups with their rewards, in the same order, and metrics of how they were found.
+
+    A group lacks only those samples that nobody could judge.
     """
 
     rollout: RolloutBatch
@@ -49,14 +38,14 @@ class Collected:
 
 
 class PromptQueue:
-    """Indices of prompts in the sampler's order, those that were given back first."""
+    """Yields prompt indices in the sampler's order, those that were given back first."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._waiting: list[int] = []
 
     def take(self, count: int, *, except_for: set[int]) -> list[int]:
-        """The next `count` indices; those of `except_for` keep their place."""
+        """Take the next `count` indices; those in `except_for` keep their place in the queue."""
         taken: list[int] = []
         passed: list[int] = []
         while len(taken) < count:
@@ -68,22 +57,23 @@ class PromptQueue:
         return taken
 
     def give_back(self, indices: Sequence[int]) -> None:
-        """Take these first next time."""
+        """Put indices at the front of the queue."""
         # Each once: a mixture draws the rows of a small file again and again while they wait.
         self._waiting = list(dict.fromkeys([*indices, *self._waiting]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers: the sampler's state, and the indices that wait."""
+        """Plain numbers for a checkpoint: the sampler's state and the indices that wait."""
         return {"sampler": dict(self._sampler.state_dict()), "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
         self._sampler.load_state_dict(state["sampler"])
         self._waiting = [int(index) for index in state["waiting"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The samples of one prompt, without those that nobody could judge, and how many there were."""
+    """The judged samples of one prompt, and how many were drawn: samples that nobody could judge are left out."""
 
     index: int
     prompt: Prompt
@@ -93,115 +83,120 @@ class _Group:
 
     @property
     def is_judged(self) -> bool:
-        """Whether its rewards can be compared: one alone would be its own baseline."""
+        """Whether its rewards can be compared: a single reward would be its own baseline."""
         return len(self.samples) >= min(2, self.num_sampled)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCollector:
-    """Finds `num_prompts` groups for each step."""
+    """Samples and judges `trainer.prompts_per_step` groups for each step.
 
-    def __init__(
-        self,
-        queue: PromptQueue,
-        prompts: Sequence[Prompt] | PromptDataset,
-        generate: Generate,
-        rewards: Rewards,
-        *,
-        cfg: FilterConfig,
-        num_prompts: int,
-        timers: Timers,
-    ) -> None:
-        self.queue = queue
-        self._prompts, self._generate, self._rewards = prompts, generate, rewards
-        self._cfg, self._num_prompts, self._timers = cfg, num_prompts, timers
+    prompts: indexed by what `queue` yields. eos_token_id: ends a demonstration that was not cut. records: the directory
+    that takes each step's rollout if `rollout.record` is set. enter: called with the phase before each generation, so
+    that the engines are on their devices.
+    """
+
+    config: Config
+    queue: PromptQueue
+    prompts: Sequence[Prompt] | PromptDataset
+    source: RolloutSource
+    rewards: RewardManager
+    eos_token_id: int
+    records: Path
+    enter: Callable[[residency.Phase], None]
+    timers: Timers
 
     def collect(self, step: int) -> Collected:
         """The groups of a step, in the order of their prompts; fewer, or none, if the filter removed too many."""
-        sampled, tallies = self._sample(self._num_prompts, step, used=set())
-        kept, judged = self._passed(sampled), [tallies]
+        num_prompts, max_refills = self.config.trainer.prompts_per_step, self.config.algo.filter.max_refills
+        sampled, tallies = self._sample(num_prompts, step, used=set())
+        kept, judged = self._filtered(sampled)[0], [tallies]
         num_refills = 0
-        while len(kept) < self._num_prompts and num_refills < self._cfg.max_refills:
-            count = refill_count(self._num_prompts, num_kept=len(kept), num_sampled=len(sampled))
-            count = min(count, len(self._prompts) - len(sampled))
+        while len(kept) < num_prompts and num_refills < max_refills:
+            count = refill_count(num_prompts, num_kept=len(kept), num_sampled=len(sampled))
+            count = min(count, len(self.prompts) - len(sampled))
             if count == 0:  # every prompt was asked
                 break
             num_refills += 1
             more, tallies = self._sample(count, step, used={group.index for group in sampled})
             judged.append(tallies)
             sampled += more
-            kept += self._passed(more)
-        self.queue.give_back([group.index for group in kept[self._num_prompts :]])
-        kept = kept[: self._num_prompts]
+            kept += self._filtered(more)[0]
+        self.queue.give_back([group.index for group in kept[num_prompts:]])
+        kept = kept[:num_prompts]
         return Collected(
             rollout=RolloutBatch(
                 prompts={group.prompt.uid: group.prompt for group in kept},
                 samples=tuple(sample for group in kept for sample in group.samples),
             ),
             rewards=[reward for group in kept for reward in group.rewards],
-            metrics=self._metrics(sampled) | tally_metrics(judged) | {"filter/num_refills": float(num_refills)},
+            # Group metrics count everything that was sampled and judged, removed or not.
+            metrics=self._filtered(sampled)[1] | tally_metrics(judged) | {"filter/num_refills": float(num_refills)},
         )
 
     def _sample(self, count: int, step: int, *, used: set[int]) -> tuple[list[_Group], Mapping[str, Tally]]:
+        """Sample and judge a group for each of the next `count` prompts, skipping those in `used`."""
+        rollout, run_seed = self.config.rollout, self.config.run.seed
         indices = self.queue.take(count, except_for=used)
-        prompts = [self._prompts[index] for index in indices]
-        judging = self._rewards.begin()
-        with self._timers("gen"):
-            rollout = self._generate(prompts, step, judging.add)
-        with self._timers("reward"):
-            judged = judging.finish(rollout.samples)
+        prompts = [self.prompts[index] for index in indices]
+        judging = self.rewards.begin()
+        with self.timers("gen"):
+            prefixes = plan_prefixes(
+                prompts,
+                self.config.algo.demonstrations,
+                step=step,
+                num_samples=rollout.num_samples,
+                run_seed=run_seed,
+                eos_token_id=self.eos_token_id,
+            )
+            plan = SamplingPlan(
+                step=step,
+                num_samples=rollout.num_samples,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                max_response_tokens=rollout.max_response_tokens,
+                run_seed=run_seed,
+                prefixes=prefixes,
+            )
+            self.enter(residency.GENERATE)
+            self.source.submit(prompts, plan)
+            batch = self.source.collect(count, timeout_s=rollout.timeout_s, on_sample=judging.add)
+            if rollout.record:
+                write_record(record_path(self.records, step), batch)
+        with self.timers("reward"):
+            judged = judging.finish(batch.samples)
         by_uid: dict[str, list[tuple[Sample, Reward]]] = {prompt.uid: [] for prompt in prompts}
-        for sample, reward in zip(rollout.samples, judged.rewards, strict=True):
+        for sample, reward in zip(batch.samples, judged.rewards, strict=True):
             by_uid[sample.uid].append((sample, reward))
-        groups = [_group(index, prompt, by_uid[prompt.uid]) for index, prompt in zip(indices, prompts, strict=True)]
+        groups = []
+        for index, prompt in zip(indices, prompts, strict=True):
+            known = [(sample, reward) for sample, reward in by_uid[prompt.uid] if not reward.dropped]
+            groups.append(
+                _Group(
+                    index=index,
+                    prompt=prompt,
+                    samples=tuple(sample for sample, _ in known),
+                    rewards=tuple(reward for _, reward in known),
+                    num_sampled=len(by_uid[prompt.uid]),
+                )
+            )
         return groups, judged.tallies
 
-    def _passed(self, groups: Sequence[_Group]) -> list[_Group]:
+    def _filtered(self, groups: Sequence[_Group]) -> tuple[list[_Group], dict[str, float]]:
+        """The judged groups that pass the filter, and metrics of all judged ones."""
         judged = [group for group in groups if group.is_judged]
-        rows = _rows(judged)
-        keep = kept_rows(rows.scores, rows.uids, self._cfg, demonstrated=rows.demonstrated)
-        kept = {uid for uid, stays in zip(rows.uids, keep, strict=True) if stays}
-        return [group for group in judged if group.prompt.uid in kept]
-
-    def _metrics(self, sampled: Sequence[_Group]) -> dict[str, float]:
-        """Of all that was sampled and judged, removed or not."""
-        rows = _rows([group for group in sampled if group.is_judged])
-        keep = kept_rows(rows.scores, rows.uids, self._cfg, demonstrated=rows.demonstrated)
-        return group_metrics(rows.correct, rows.uids, keep, demonstrated=rows.demonstrated)
-
-
-def _group(index: int, prompt: Prompt, judged: Sequence[tuple[Sample, Reward]]) -> _Group:
-    left = [(sample, reward) for sample, reward in judged if not reward.dropped]
-    return _Group(
-        index=index,
-        prompt=prompt,
-        samples=tuple(sample for sample, _ in left),
-        rewards=tuple(reward for _, reward in left),
-        num_sampled=len(judged),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """What filters read, a number per sample."""
-
-    uids: Sequence[str]
-    scores: Sequence[float]
-    correct: Sequence[bool]
-    demonstrated: Sequence[bool]
-
-
-def _rows(groups: Sequence[_Group]) -> _Rows:
-    judged = [(s, r) for group in groups for s, r in zip(group.samples, group.rewards, strict=True)]
-    return _Rows(
-        uids=[sample.uid for sample, _ in judged],
-        scores=[reward.score for _, reward in judged],
-        correct=[reward.correct for _, reward in judged],
-        demonstrated=[sample.has_demonstration for sample, _ in judged],
-    )
+        rows = [(s, r) for group in judged for s, r in zip(group.samples, group.rewards, strict=True)]
+        uids = [sample.uid for sample, _ in rows]
+        demonstrated = [sample.has_demonstration for sample, _ in rows]
+        keep = kept_rows([r.score for _, r in rows], uids, self.config.algo.filter, demonstrated=demonstrated)
+        kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
+        metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
+        return [group for group in judged if group.prompt.uid in kept], metrics
 
 
 def refill_count(num_wanted: int, *, num_kept: int, num_sampled: int) -> int:
-    """Prompts to sample next: as many as the share that passed so far makes likely to do, one batch at most."""
+    """How many prompts to sample next: as many as the pass rate so far suggests are needed, one batch at most."""
     missing = num_wanted - num_kept
     passed_frac = num_kept / num_sampled
     return num_wanted if passed_frac == 0 else min(num_wanted, math.ceil(missing / passed_frac))

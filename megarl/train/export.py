@@ -5,26 +5,23 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.sync.seam import check_complete
-from megarl.types.messages import Head, Role, RoleSpec, StoreResult
+from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from megarl.weights.tables import Family
+
+if TYPE_CHECKING:
+    from megarl.cluster.workers import RoleWorkers
 
 # Everything a model directory holds besides weights: configuration, tokenizer, templates.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.index.json",)
 
 
-class RoleWriters(Protocol):
-    """The trainer's side."""
-
-    def store_weights(self, files: Sequence[Path], *, role: Role) -> StoreResult: ...
-
-
-def export_model(workers: RoleWriters, role: RoleSpec, directory: Path) -> None:
+def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
     """Export a role. The directory appears under its name only when it is complete.
 
     A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` takes.

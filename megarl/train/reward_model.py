@@ -6,8 +6,9 @@ from megarl.algos.preference import MARGIN, BradleyTerry
 from megarl.cluster.roles import reward_role
 from megarl.data.preferences import PreferenceDataset
 from megarl.train.inputs import TrainRewardInputs
-from megarl.train.supervised import SupervisedTask, Validation
+from megarl.train.supervised import SupervisedTask
 from megarl.train.update import RoleScorer
+from megarl.train.validate import Validation
 from megarl.types import FloatArray
 
 

@@ -40,10 +40,11 @@ def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
             )
 
 
-def training_rows(collected: Collected, cfg: AlgoConfig) -> TrainingRows:
-    """A row of every sample; with demonstrations rows say which tokens these are.
+def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | None = None) -> TrainingRows:
+    """One row per sample; with demonstrations, rows mark which of their tokens these are.
 
-    Without the samples whose group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
+    Leaves out the samples whose group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
+    replayed: the model whose routing is replayed, if it is; DataError for rows that recorded no experts of this model.
     """
     samples, rewards = collected.rollout.samples, collected.rewards
     rows = [row_from_sample(sample) for sample in samples]
@@ -58,8 +59,11 @@ def training_rows(collected: Collected, cfg: AlgoConfig) -> TrainingRows:
         if bound is not None and rows:
             unneeded = unneeded_demonstrations(scored_batch(rows, rewards), bound).tolist()
             kept = [i for i, out in enumerate(unneeded) if not out]
+    rows = [rows[i] for i in kept]
+    if replayed is not None:
+        require_routed_experts(rows, replayed)
     return TrainingRows(
-        rows=[rows[i] for i in kept],
+        rows=rows,
         rewards=[rewards[i] for i in kept],
         finish_reasons=[samples[i].finish_reason for i in kept],
     )

@@ -1,30 +1,60 @@
-"""The scoring passes of a step: each model runs once over all that it is asked about, hinted rows included."""
+"""The scoring passes of a step: each model runs once over all that it is asked about, hinted rows included.
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+`SOURCES` says of each score which role computes it, what that role calls it, and of which variant of the rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.algos.cpo import EXCLUDED
 from megarl.cluster import residency
-from megarl.cluster.residency import Phase
 from megarl.config.algo import CpoConfig
 from megarl.data.answer_span import answer_mask
 from megarl.data.chat import response_decoder
 from megarl.data.hints import HintedRows, Hints, encode_hints, hinted_rows, shuffled_hints, user_tags
 from megarl.record.metrics import Timers
 from megarl.train.update import RoleScorer
-from megarl.types import BoolArray, FloatArray, Prompt, Row, Score
+from megarl.types import Advantages, FloatArray, Prompt, Row, Score
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HINT_SCORES = frozenset({Score.HINT_LOGPROBS, Score.SHUFFLED_HINT_LOGPROBS, Score.HINT_KL})
-_ACTOR_SCORES = HINT_SCORES | {Score.OLD_LOGPROBS, Score.OLD_ENTROPY}
-# Phases by the role that scores in them, as verl names their times.
+
+class Variant(Enum):
+    """Which form of the rows a score is about."""
+
+    PLAIN = auto()
+    HINTED = auto()  # with the hint of the own prompt
+    SHUFFLED = auto()  # with the hint of another prompt
+    PAIR = auto()  # the plain and the hinted form together
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSource:
+    """Where a score comes from: the role that computes it, the name it has there, and the variant of the rows."""
+
+    role: Role
+    name: str
+    variant: Variant = Variant.PLAIN
+
+
+SOURCES: dict[Score, ScoreSource] = {
+    Score.REF_LOGPROBS: ScoreSource(Role.REFERENCE, "logprobs"),
+    Score.VALUES: ScoreSource(Role.CRITIC, "values"),
+    Score.OLD_LOGPROBS: ScoreSource(Role.ACTOR, "logprobs"),
+    Score.OLD_ENTROPY: ScoreSource(Role.ACTOR, "entropy"),
+    Score.HINT_LOGPROBS: ScoreSource(Role.ACTOR, "logprobs", Variant.HINTED),
+    Score.SHUFFLED_HINT_LOGPROBS: ScoreSource(Role.ACTOR, "logprobs", Variant.SHUFFLED),
+    Score.HINT_KL: ScoreSource(Role.ACTOR, "kl", Variant.PAIR),
+}
+HINT_SCORES = frozenset(score for score, source in SOURCES.items() if source.variant is not Variant.PLAIN)
+# The roles that score, in order, with the names of their timers, which are verl's. The actor is last: its update
+# follows, and finds it on its devices.
 _TIMERS = {Role.REFERENCE: "ref", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
 
 
@@ -33,76 +63,85 @@ def with_scores(rows: Sequence[Row], scores: Mapping[Any, Sequence[FloatArray]])
     return [row.with_scores(**{str(name): values[i] for name, values in scores.items()}) for i, row in enumerate(rows)]
 
 
+def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
+    """Rows with their advantages, and what else the updates read."""
+    named = {"advantages": advantages.values, **advantages.scores}
+    host = {name: values.float().numpy() for name, values in named.items()}
+    return with_scores(
+        rows, {name: [v[i, : row.num_response_tokens] for i, row in enumerate(rows)] for name, v in host.items()}
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPasses:
-    """Adds to rows what an algorithm needs to know of them. `enter` is called with the phase of each pass before it."""
+    """Adds to rows the scores that an algorithm needs. `enter` is called with the phase of each pass before it."""
 
     scorers: Mapping[Role, RoleScorer]
     hints: "HintWriter | None"
-    enter: Callable[[Phase], None]
+    enter: Callable[[residency.Phase], None]
     timers: Timers
 
     def score(
         self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[Score], *, seed: int, step: int
     ) -> tuple[list[Row], dict[str, float]]:
-        """The rows with the scores `needed`, and metrics of the hints; `seed` decides which hints are shuffled."""
-        if Score.REF_LOGPROBS in needed:
-            with self._pass(Role.REFERENCE) as reference:
-                rows = with_scores(rows, {Score.REF_LOGPROBS: reference.score(rows, step=step)["logprobs"]})
-        if Score.VALUES in needed:
-            with self._pass(Role.CRITIC) as critic:
-                rows = with_scores(rows, {Score.VALUES: critic.score(rows, step=step)["values"]})
-        if not needed & _ACTOR_SCORES:
-            return rows, {}
-        with self._pass(Role.ACTOR) as actor:
-            if not needed & HINT_SCORES:
-                return self._score_plain(actor, rows, step), {}
-            return self._score_hinted(actor, rows, prompts, needed, seed=seed, step=step)
+        """The rows with the scores `needed`, and metrics of the hints; `seed` decides which hints are shuffled.
 
-    def _score_plain(self, actor: RoleScorer, rows: list[Row], step: int) -> list[Row]:
-        found = actor.score(rows, step=step)
-        return with_scores(rows, {Score.OLD_LOGPROBS: found["logprobs"], Score.OLD_ENTROPY: found["entropy"]})
+        A pass adds every plain score that its role computes, needed or not.
+        """
+        metrics: dict[str, float] = {}
+        for role, timer in _TIMERS.items():
+            wanted = {score for score in needed if SOURCES[score].role is role}
+            if not wanted:
+                continue
+            self.enter(residency.scoring(role))
+            with self.timers(timer):
+                if wanted & HINT_SCORES:
+                    rows, metrics = self._score_hinted(role, rows, prompts, wanted, seed=seed, step=step)
+                else:
+                    rows = with_scores(rows, _plain_scores(role, self.scorers[role].score(rows, step=step)))
+        return rows, metrics
 
     def _score_hinted(
         self,
-        actor: RoleScorer,
+        role: Role,
         rows: list[Row],
         prompts: Mapping[str, Prompt],
-        needed: frozenset[Score],
+        wanted: set[Score],
         *,
         seed: int,
         step: int,
     ) -> tuple[list[Row], dict[str, float]]:
         """Plain and hinted rows in one packed pass."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
-        hints = self.hints.encode(prompts)
+        hints, count = self.hints.encode(prompts), len(rows)
+        # Every score of hints is compared with the log-probs under the own hint.
         variants = {Score.HINT_LOGPROBS: self.hints.write(rows, hints)}
-        if Score.SHUFFLED_HINT_LOGPROBS in needed:
+        if Score.SHUFFLED_HINT_LOGPROBS in wanted:
             variants[Score.SHUFFLED_HINT_LOGPROBS] = self.hints.write(rows, shuffled_hints(hints, seed=seed))
         # A row counts as hinted only if all its variants got a hint: a baseline of nothing would be none.
         has_hint = np.logical_and.reduce([variant.has_hint for variant in variants.values()])
         asked = [*rows, *(row for variant in variants.values() for row in variant.rows)]
-        pairs = np.flatnonzero(variants[Score.HINT_LOGPROBS].has_hint) if Score.HINT_KL in needed else np.empty(0, int)
-        found, count = _score_with_pairs(actor, asked, pairs.tolist(), len(rows), step), len(rows)
-        old = found["logprobs"][:count]
-        scores = {Score.OLD_LOGPROBS: old, Score.OLD_ENTROPY: found["entropy"][:count]}
-        for place, name in enumerate(variants, start=1):
-            scores[name] = _where(has_hint, found["logprobs"][place * count : (place + 1) * count], old)
-        if Score.HINT_KL in needed:
+        pairs = np.flatnonzero(variants[Score.HINT_LOGPROBS].has_hint) if Score.HINT_KL in wanted else np.empty(0, int)
+        found = _score_with_pairs(self.scorers[role], asked, pairs.tolist(), count, step)
+        scores = _plain_scores(role, {name: values[:count] for name, values in found.items()})
+        for place, score in enumerate(variants, start=1):
+            name = SOURCES[score].name
+            hinted = found[name][place * count : (place + 1) * count]
+            # Rows that got no hint have their plain score, exactly.
+            scores[score] = [a if has else b for has, a, b in zip(has_hint, hinted, found[name][:count], strict=True)]
+        if Score.HINT_KL in wanted:
             scores[Score.HINT_KL] = found["kl"]
         rows = with_scores(rows, scores)
         return self.hints.exclude_answers(rows), variants[Score.HINT_LOGPROBS].metrics()
 
-    @contextlib.contextmanager
-    def _pass(self, role: Role) -> Iterator[RoleScorer]:
-        self.enter(residency.scoring(role))
-        with self.timers(_TIMERS[role]):
-            yield self.scorers[role]
 
-
-def _where(has_hint: BoolArray, values: Sequence[FloatArray], without: Sequence[FloatArray]) -> list[FloatArray]:
-    """`values`, in rows that got no hint `without`, exactly."""
-    return [a if has else b for has, a, b in zip(has_hint, values, without, strict=True)]
+def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:
+    """The scores of the rows as they are, from what a role says of them."""
+    return {
+        score: found[source.name]
+        for score, source in SOURCES.items()
+        if source.role is role and source.variant is Variant.PLAIN
+    }
 
 
 def _score_with_pairs(

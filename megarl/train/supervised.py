@@ -1,6 +1,6 @@
 """The loop of runs without rollouts: batches of a fixed data set, an optimizer step each, checkpoints, export."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,20 +14,12 @@ from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_model
 from megarl.train.update import CountedObjective, RoleUpdater
+from megarl.train.validate import Validation
 from megarl.types import AlgoState, Row
 from megarl.types.messages import LoadRequest, RoleSpec
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """Metrics of held-out data, the score that `checkpoint.keep_best` compares, and one line of it."""
-
-    metrics: Mapping[str, float]
-    score: float
-    summary: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

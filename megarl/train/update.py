@@ -1,13 +1,20 @@
-"""Scoring passes and optimizer steps of a role: micro-batch plans, denominators, learning rate."""
+"""Scoring passes and optimizer steps of a role, and the update stage of a step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.cluster import residency
+from megarl.config.batches import actor_learns, mini_batch_prompts
+from megarl.config.schema import Config
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.schedule import learning_rate
+from megarl.record.metrics import Timers
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
-from megarl.types.messages import Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
+
+if TYPE_CHECKING:
+    from megarl.cluster.workers import RoleWorkers
 
 
 class CountedObjective(Objective[Any], Protocol):
@@ -17,83 +24,60 @@ class CountedObjective(Objective[Any], Protocol):
         """Global counts of an optimizer mini-batch."""
 
 
-class Workers(Protocol):
-    """The ranks' side; `plan[dp][micro_batch]` lists rows."""
-
-    def score(
-        self,
-        role: Role,
-        rows: Sequence[Row],
-        plan: Sequence[Sequence[Sequence[int]]],
-        *,
-        temperature: float,
-        step: int,
-        paired: bool = False,
-    ) -> dict[str, list[FloatArray]]: ...
-
-    def update(
-        self, rows: Sequence[Row], plan: Sequence[Sequence[Sequence[int]]], request: UpdateRequest
-    ) -> UpdateResult: ...
-
-
 class RoleScorer:
-    """Scoring passes of a role, trained or frozen, in micro-batches for its layout."""
+    """Runs scoring passes of a role, trained or frozen, in micro-batches for its layout."""
 
-    def __init__(self, workers: Workers, role: RoleSpec, *, temperature: float = 1.0) -> None:
+    def __init__(self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0) -> None:
         self._workers, self._role, self._temperature = workers, role, temperature
 
     def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """All that the role says of the rows in one pass, by name, in row order: `WorkerGroup.score`.
+        """All that the role says of the rows in one pass, by name, in row order: `RoleWorkers.score`.
 
         Log-probs and entropies are those at the training temperature.
         """
-        plan = self._plan([row.num_tokens for row in rows])
-        return self._score(rows, plan, step=step)
+        return self._score(rows, step, paired=False)
 
     def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """`score` of `rows` and then `others`, which are the same rows with other prompts, in one pass; and `kl`:
+        """`score` of `rows` followed by `others`, which are the same rows with other prompts, in one pass; and `kl`:
         KL(policy on `others` ‖ policy on `rows`) over the vocabulary, per response token, of `rows`.
 
         A pair shares a micro-batch.
         """
-        both = [*rows, *others]
-        found = self._score(both, self._plan_pairs(both), step=step, paired=True)
+        found = self._score([*rows, *others], step, paired=True)
         return {**found, "kl": found["kl"][: len(rows)]}
 
-    def _score(
-        self, rows: Sequence[Row], plan: list[list[list[int]]], *, step: int, paired: bool = False
-    ) -> dict[str, list[FloatArray]]:
+    def _score(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
+        request = ScoreRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
         # Scores of earlier passes stay with the driver.
-        bare = self._sent(rows, frozenset())
-        return self._workers.score(self._role.role, bare, plan, temperature=self._temperature, step=step, paired=paired)
+        return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired), request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
         """Rows with no more than a pass of this role reads."""
         return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
 
-    def _plan_pairs(self, rows: Sequence[Row]) -> list[list[list[int]]]:
-        """Micro-batches of rows of the first half, followed in the same order by their like in the second."""
-        count = len(rows) // 2
-        plan = self._plan([a.num_tokens + b.num_tokens for a, b in zip(rows[:count], rows[count:], strict=True)])
-        return [[[*indices, *(count + i for i in indices)] for indices in batches] for batches in plan]
-
-    def _plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        layout = self._role.layout
-        return plan_micro_batches(
+    def _plan(self, rows: Sequence[Row], *, paired: bool) -> MicroBatchPlan:
+        """Micro-batches of the rows; if `paired`, of rows of the first half followed in the same order by their
+        counterparts in the second.
+        """
+        layout, lengths, half = self._role.layout, [row.num_tokens for row in rows], len(rows) // 2
+        if paired:
+            lengths = [a + b for a, b in zip(lengths[:half], lengths[half:], strict=True)]
+        plan = plan_micro_batches(
             lengths,
             layout.dp,
             self._role.settings.micro_batch_tokens,
             # Interleaved pipelines take micro-batches in groups of pp.
             multiple=layout.pp if layout.virtual_pp > 1 else 1,
         )
+        return MicroBatchPlan(plan).paired(half) if paired else MicroBatchPlan(plan)
 
 
 class RoleUpdater(RoleScorer):
-    """Scoring passes and optimizer steps of a trained role; `total_steps` optimizer steps are its schedule's length."""
+    """Runs scoring passes and optimizer steps of a trained role; its schedule has `total_steps` optimizer steps."""
 
     def __init__(
         self,
-        workers: Workers,
+        workers: "RoleWorkers",
         role: RoleSpec,
         objective: CountedObjective,
         *,
@@ -107,7 +91,7 @@ class RoleUpdater(RoleScorer):
     def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False) -> UpdateResult:
         """One optimizer step on these rows; its `before` is in row order.
 
-        paired: row i and row i of the second half share a micro-batch, of which they have the same places.
+        paired: row i of the first half and row i of the second share a micro-batch.
         """
         optimizer = self._role.settings.optimizer
         request = UpdateRequest(
@@ -121,14 +105,13 @@ class RoleUpdater(RoleScorer):
         )
         self.num_optimizer_steps += 1
         needed = self._sent(rows, self._objective.reads)
-        plan = self._plan_pairs(rows) if paired else self._plan([row.num_tokens for row in rows])
-        result = self._workers.update(needed, plan, request)
+        result = self._workers.update(needed, self._plan(rows, paired=paired), request)
         return replace(result, before={i: result.before[i] for i in range(len(rows))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchUpdate:
-    """Means of metrics over the optimizer steps of a batch, and what the role said of the rows before them."""
+    """Metrics averaged over the optimizer steps of a batch, and what the role said of each row before them."""
 
     metrics: Mapping[str, float]
     before: Sequence[FloatArray]
@@ -143,9 +126,9 @@ def update_on_batch(
     mini_batch_prompts: int,
     num_epochs: int,
 ) -> BatchUpdate:
-    """Every optimizer step that uses a batch: `num_epochs` times each mini-batch of `mini_batch_prompts` groups.
+    """Take every optimizer step that uses a batch: `num_epochs` times each mini-batch of `mini_batch_prompts` groups.
 
-    `before` is of each row's first mini-batch, so that of later mini-batches saw the steps on the earlier ones.
+    `before` comes from each row's first mini-batch, so in later mini-batches it reflects the steps on earlier ones.
     """
     uids = list(dict.fromkeys(row.uid for row in rows))
     sums: dict[str, float] = {}
@@ -165,3 +148,45 @@ def update_on_batch(
         metrics={name: value / num_steps for name, value in sums.items()},
         before=[before[i] for i in range(len(rows))],
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStage:
+    """Updates every trained role on the rows of a step, the critic before the actor.
+
+    enter: called with the phase of each role's update before it, so that the role is on its devices.
+    """
+
+    config: Config
+    updaters: Mapping[Role, RoleUpdater]
+    has_critic: bool
+    enter: Callable[[residency.Phase], None]
+    timers: Timers
+
+    def update(
+        self, rows: Sequence[Row], state: AlgoState, *, step: int
+    ) -> tuple[dict[str, float], Sequence[FloatArray] | None]:
+        """Metrics of the updates, and the actor's log-probs before its own; None if only the critic learned.
+
+        Before step `critic.warmup_steps` the actor waits for its critic.
+        """
+        metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
+        before = None
+        for role, updater in reversed(list(self.updaters.items())):
+            warmup_steps = self.config.critic.warmup_steps
+            if role is Role.ACTOR and self.has_critic and not actor_learns(step, critic_warmup_steps=warmup_steps):
+                continue
+            self.enter(residency.updating(role))
+            with self.timers(f"update_{role}"):
+                result = update_on_batch(
+                    updater,
+                    rows,
+                    state,
+                    step=step,
+                    mini_batch_prompts=mini_batch_prompts(self.config),
+                    num_epochs=self.config.trainer.num_epochs,
+                )
+            metrics |= result.metrics
+            if role is Role.ACTOR:
+                before = result.before
+        return metrics, before

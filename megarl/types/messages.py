@@ -1,6 +1,6 @@
 """What the driver and the trainer's ranks say to each other. Imports no megatron: the driver unpickles these."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -63,6 +63,35 @@ class LoadRequest:
     roles: tuple[RoleSpec, ...]
     seed: int
     deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """Which rows of a batch each data-parallel rank processes, in micro-batches: `ranks[dp][micro_batch]` lists row
+    indices. All ranks have the same number of micro-batches.
+    """
+
+    ranks: Sequence[Sequence[Sequence[int]]]
+
+    def paired(self, offset: int) -> "MicroBatchPlan":
+        """The plan of a batch twice as long: each micro-batch also gets the rows `offset` further on, in its order."""
+        return MicroBatchPlan(
+            [[[*indices, *(offset + i for i in indices)] for indices in batches] for batches in self.ranks]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """One scoring pass of one role. Log-probs and entropies are those at `temperature`.
+
+    paired: the second half of each micro-batch repeats the first with other prompts; the KL between the two is scored
+    as well.
+    """
+
+    role: Role
+    step: int
+    temperature: float = 1.0
+    paired: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

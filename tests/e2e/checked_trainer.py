@@ -20,24 +20,26 @@ class Seen:
     engine_logprobs: list[list[list[float]]] = field(default_factory=list)  # [sync][engine][token]
 
 
-class CheckedTrainer(Trainer):
-    """Writes into `seen`."""
+def checked(trainer: Trainer, seen: Seen) -> Trainer:
+    """The trainer, which now writes into `seen` after every sync."""
+    push = trainer.engines.push
 
-    seen: Seen
-
-    def _push(self, version: int) -> dict[str, float]:
-        metrics = super()._push(version)
-        calls = list(self.seen.calls)
-        rows = compared_rows(self.inputs.spec.dims.vocab)
-        trainer = self.updaters[Role.ACTOR].score(rows, step=version)["logprobs"]
+    def push_and_compare(version: int) -> dict[str, float]:
+        metrics = push(version)
+        calls = list(seen.calls)
+        rows = compared_rows(trainer.inputs.spec.dims.vocab)
+        logprobs = trainer.updates.updaters[Role.ACTOR].score(rows, step=version)["logprobs"]
         sequences = [row.token_ids.tolist() for row in rows]
-        engines = self.cluster.engines
+        engines = trainer.cluster.engines
         scored = [engines.prompt_logprobs(sequences, engine=i) for i in range(len(engines.processes))]
-        self.seen.trainer_logprobs.append(np.concatenate(trainer).tolist())
-        self.seen.engine_logprobs.append([np.concatenate(each).tolist() for each in scored])
+        seen.trainer_logprobs.append(np.concatenate(logprobs).tolist())
+        seen.engine_logprobs.append([np.concatenate(each).tolist() for each in scored])
         # The comparison is no part of the run.
-        self.seen.calls[:] = calls
+        seen.calls[:] = calls
         return metrics
+
+    trainer.engines.push = push_and_compare  # type: ignore[method-assign]
+    return trainer
 
 
 def compared_rows(vocab: int) -> list[Row]:

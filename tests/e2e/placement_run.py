@@ -22,8 +22,9 @@ from megarl.cluster.replication import FileKeeper, ReplicatedFiles  # noqa: E402
 from megarl.config import load_config  # noqa: E402
 from megarl.record.recorder import RunRecorder  # noqa: E402
 from megarl.train.inputs import open_train_inputs  # noqa: E402
-from megarl.types.messages import Role, StoreResult  # noqa: E402
-from tests.e2e.checked_trainer import CheckedTrainer, Seen  # noqa: E402
+from megarl.train.wiring import build_trainer  # noqa: E402
+from megarl.types.messages import Role, ScoreRequest, StoreResult  # noqa: E402
+from tests.e2e.checked_trainer import Seen, checked  # noqa: E402
 
 RUN_FILE = Path(__file__).parents[2] / "configs" / "run" / "sums-rl.yaml"
 # What the trainer tells ranks and engines, in the words of the memory ledger.
@@ -50,6 +51,7 @@ def record_calls(cluster: Cluster, calls: list[str]) -> None:
         @functools.wraps(call)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             words = [a if isinstance(a, str) else "+".join(sorted(a)) for a in args if _is_text(a)]
+            words += [a.role for a in args if isinstance(a, ScoreRequest)]
             calls.append(" ".join([name, *words]))
             return call(*args, **kwargs)
 
@@ -113,9 +115,7 @@ def run(job: Job) -> Iterator[Seen]:
         if job.pretend_hosts:
             pretend_hosts(cluster)
         record_calls(cluster, seen.calls)
-        trainer = CheckedTrainer(inputs, cluster, recorder)
-        trainer.seen = seen
-        trainer.fit()
+        checked(build_trainer(inputs, cluster, recorder), seen).fit()
         yield seen
 
 

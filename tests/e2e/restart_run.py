@@ -6,18 +6,17 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megarl.cluster import Cluster, Process
 from megarl.cluster.engines import Submission
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
-from megarl.rollout.source import OnSample, ignore_sample
-from megarl.train.collect import Collected
+from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
 from megarl.train.inputs import open_train_inputs
-from megarl.train.loop import Trainer
-from megarl.types import Prompt, RolloutBatch, Row, Sample
+from megarl.train.wiring import build_trainer
+from megarl.types import Prompt, RolloutBatch, Sample
 from tests.e2e.support import RUN_FILE
 from tests.helpers.rank_pool import RankContext
 from tools.bench.kill_resume import MEASURED
@@ -43,38 +42,48 @@ class Seen:
     weights: bytes
 
 
-class DeadlyTrainer(Trainer):
-    """Lets `death` come, if any does; `num_again` notes what is submitted again."""
+class DeadlySource(RolloutSource):
+    """A source during whose generation, or after it, the death may come."""
 
-    death: Death | None
-    num_again: list[int]
+    def __init__(self, source: RolloutSource, kill: "Kill") -> None:
+        self._source, self._kill, self._step = source, kill, 0
 
-    def _victim(self, moment: str, step: int) -> int | None:
-        """The process that dies now; once."""
-        if self.death is None or self.death.moment != moment or step != DEADLY_STEP:
-            return None
-        pid, self.death = self.cluster.pids[self.death.victim], None
-        return pid
+    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+        self._step = plan.step
+        self._source.submit(prompts, plan)
 
-    def generate(self, prompts: Sequence[Prompt], step: int, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
         def kill_at_the_first(prompt: Prompt, sample: Sample) -> None:
             on_sample(prompt, sample)
-            if pid := self._victim("generating", step):
-                os.kill(pid, signal.SIGKILL)
+            self._kill("generating", self._step)
 
-        return super().generate(prompts, step, kill_at_the_first)
+        batch = self._source.collect(num_groups, timeout_s=timeout_s, on_sample=kill_at_the_first)
+        self._kill("idle", self._step)
+        return batch
 
-    def learn(self, collected: Collected, step: int) -> tuple[list[Row], dict[str, float]]:
-        if pid := self._victim("idle", step):
-            os.kill(pid, signal.SIGKILL)
-        return super().learn(collected, step)
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
 
-    def _push(self, version: int) -> dict[str, float]:
-        if pid := self._victim("syncing", version):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+class Kill:
+    """Kills the victim of `death`, once, when its moment of the deadly step is there."""
+
+    def __init__(self, cluster: Cluster, death: Death | None) -> None:
+        self._cluster, self._death = cluster, death
+
+    def __call__(self, moment: str, step: int) -> None:
+        if self._death is None or self._death.moment != moment or step != DEADLY_STEP:
+            return
+        pid, self._death = self._cluster.pids[self._death.victim], None
+        if moment == "syncing":
             # It takes no weights any more, so that the sync is under way when it dies.
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(_REACH_S, os.kill, (pid, signal.SIGKILL)).start()
-        return super()._push(version)
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _move_apart(cluster: Cluster) -> None:
@@ -101,12 +110,20 @@ def run(_: RankContext, settings: Sequence[str], deaths: Sequence[Death], apart:
 def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Seen:
     config = load_config(RUN_FILE, [*settings, f"run.name={'undisturbed' if death is None else '-'.join(death)}"])
     recorder = RunRecorder(config)
-    trainer = DeadlyTrainer(open_train_inputs(config), cluster, recorder)
-    trainer.death, trainer.num_again = death, []
+    trainer = build_trainer(open_train_inputs(config), cluster, recorder)
+    kill, num_again = Kill(cluster, death), list[int]()
+    trainer.collector = replace(trainer.collector, source=DeadlySource(trainer.collector.source, kill))
+    push = trainer.engines.push
+
+    def deadly_push(version: int) -> dict[str, float]:
+        kill("syncing", version)
+        return push(version)
+
+    trainer.engines.push = deadly_push  # type: ignore[method-assign]
     submit_again = type(cluster.engines).submit_again
 
     def counted(submission: Submission, finished: Collection[int], *, exactly: bool) -> Submission:
-        trainer.num_again.append(len(submission.requests) - len(finished))
+        num_again.append(len(submission.requests) - len(finished))
         return submit_again(cluster.engines, submission, finished, exactly=exactly)
 
     cluster.engines.submit_again = counted  # type: ignore[method-assign]
@@ -114,6 +131,6 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
     records = read_metrics(recorder.paths.metrics)
     return Seen(
         metrics=[{k: v for k, v in r.metrics.items() if not k.startswith(MEASURED)} for r in records],
-        num_again=trainer.num_again,
+        num_again=num_again,
         weights=Path(recorder.paths.export / "model.safetensors").read_bytes(),
     )

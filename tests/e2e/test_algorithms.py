@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.recorder import RunRecorder
 from megarl.train.inputs import open_train_inputs
-from megarl.train.loop import Trainer
+from megarl.train.wiring import build_trainer
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
 from tests.helpers.rank_pool import RankPool
@@ -45,7 +45,7 @@ class Machine:
             overrides.append(f"critic.model_path={critic}")
         config = self.config(algorithm, name or algorithm, *overrides)
         recorder = RunRecorder(config, overwrite=True)
-        Trainer(open_train_inputs(config), self.cluster, recorder).fit()
+        build_trainer(open_train_inputs(config), self.cluster, recorder).fit()
         return Result(recorder.paths, self._model)
 
 

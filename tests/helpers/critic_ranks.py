@@ -12,7 +12,7 @@ from megarl.algos.value_loss import ValueLoss
 from megarl.data.packing import plan_micro_batches
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import AlgoState, Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec, RowScores, UpdateRequest, UpdateResult
+from megarl.types.messages import LoadRequest, Role, RoleSpec, RowScores, ScoreRequest, UpdateRequest, UpdateResult
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -41,7 +41,7 @@ def run_critic(context: RankContext, case: CriticCase) -> CriticOutcome:
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
     mine = case.micro_batches[worker.layout.dp_rank]
-    scored = worker.score(case.rows, mine, role=case.critic.role, temperature=1.0, step=0)
+    scored = worker.score(case.rows, mine, ScoreRequest(role=case.critic.role, temperature=1.0, step=0))
     updates = []
     for request, files in zip(case.requests, case.files, strict=True):
         updates.append(worker.update(case.rows, mine, request))
@@ -54,7 +54,7 @@ def refused_update(context: RankContext, case: CriticCase) -> str:
     worker = join_layout(context, case.critic.layout)
     worker.load(LoadRequest(roles=(case.critic,), seed=0))
     mine = case.micro_batches[worker.layout.dp_rank]
-    worker.score(case.rows, mine, role=Role.CRITIC, temperature=1.0, step=0)
+    worker.score(case.rows, mine, ScoreRequest(role=Role.CRITIC, temperature=1.0, step=0))
     try:
         worker.update(case.rows, mine, case.requests[0])
     except AssertionError as refusal:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig
 from megarl.types import Row
-from megarl.types.messages import Role, RowScores, UpdateRequest, UpdateResult
+from megarl.types.messages import Role, RowScores, ScoreRequest, UpdateRequest, UpdateResult
 from tests.helpers.head import HeadProblem, HeadResult, dense_head
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout, load_worker
@@ -259,5 +259,5 @@ def _head_update(context: RankContext, case: HeadUpdates, settings: HeadConfig) 
     with patch.object(policy, "vocab_parallel_logprobs", wraps=policy.vocab_parallel_logprobs) as head:
         result = worker.update(case.rows, mine, case.request)
     temperature = case.request.temperature
-    after = worker.score(case.rows, mine, role=Role.ACTOR, temperature=temperature, step=0)
+    after = worker.score(case.rows, mine, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0))
     return HeadUpdate(result=result, after=after, regimes=[str(call.kwargs["regime"]) for call in head.call_args_list])

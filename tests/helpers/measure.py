@@ -13,7 +13,7 @@ from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import FloatArray, Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec, StoreResult, UpdateRequest
+from megarl.types.messages import LoadRequest, Role, RoleSpec, ScoreRequest, StoreResult, UpdateRequest
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
 
@@ -50,7 +50,7 @@ def measure(context: RankContext, case: MeasureCase) -> Measured:
     worker = join_layout(context, case.actor.layout)
     worker.load(LoadRequest(roles=(RoleSpec(role=Role.ACTOR, model=case.model, settings=case.actor),), seed=0))
     mine = case.micro_batches[worker.layout.dp_rank]
-    scores = worker.score(case.rows, mine, role=Role.ACTOR, temperature=1.0, step=0)
+    scores = worker.score(case.rows, mine, ScoreRequest(role=Role.ACTOR, temperature=1.0, step=0))
     logits = dense_logits(worker, case.rows, mine)
     weights = worker.store_weights(case.weight_files, with_checksums=False)
 

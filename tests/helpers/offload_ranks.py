@@ -8,7 +8,7 @@ import torch
 from megarl.config.schema import ActorConfig, ModelConfig
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
-from megarl.types.messages import LoadRequest, Part, Role, RoleSpec
+from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
 from tests.helpers.checkpoint_ranks import train
 from tests.helpers.rank_pool import RankContext
 from tests.helpers.ranks import join_layout
@@ -82,7 +82,11 @@ def use_while_offloaded(
     """The errors of a pass, a step and a store that miss a part each."""
     worker, _ = open_trained(context, actor, model, rows, 1)
     return [
-        _error_of(worker, Part.PARAMS, lambda: worker.score(rows[:1], [[0]], role=Role.ACTOR, temperature=1.0, step=1)),
+        _error_of(
+            worker,
+            Part.PARAMS,
+            lambda: worker.score(rows[:1], [[0]], ScoreRequest(role=Role.ACTOR, temperature=1.0, step=1)),
+        ),
         _error_of(worker, Part.OPTIMIZER, lambda: train(worker, actor, rows, range(1, 2))),
         _error_of(worker, Part.GRADS, lambda: train(worker, actor, rows, range(1, 2))),
         _error_of(worker, Part.PARAMS, lambda: worker.store_weights(files, with_checksums=False)),
@@ -107,7 +111,7 @@ def offload_reference(
     worker, _ = open_trained(context, actor, model, rows, 0)
 
     def scores() -> list[list[float]]:
-        result = worker.score(rows[:1], [[0]], role=Role.REFERENCE, temperature=1.0, step=1)
+        result = worker.score(rows[:1], [[0]], ScoreRequest(role=Role.REFERENCE, temperature=1.0, step=1))
         return [] if result is None else [array.tolist() for of in result.scores.values() for array in of.values()]
 
     before = scores()

@@ -12,7 +12,16 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
-from megarl.types.messages import LoadRequest, Role, RoleSpec, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    LoadRequest,
+    Role,
+    RoleSpec,
+    RowScores,
+    ScoreRequest,
+    StoreResult,
+    UpdateRequest,
+    UpdateResult,
+)
 from tests.helpers.rank_pool import RankContext
 
 # A rank that waits for a dead one gives up well before the pool does.
@@ -85,7 +94,7 @@ def score(
 ) -> RowScores | None:
     """The actor's scores of the rows."""
     worker = load_worker(context, actor, model)
-    return worker.score(rows, micro_batches, role=Role.ACTOR, temperature=temperature, step=0)
+    return worker.score(rows, micro_batches, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0))
 
 
 def score_pairs(
@@ -100,7 +109,7 @@ def score_pairs(
     """The actor's divergences between the halves of each micro-batch of `plan[dp]`."""
     worker = load_worker(context, actor, model)
     mine = plan[worker.layout.dp_rank]
-    return worker.score(rows, mine, role=Role.ACTOR, temperature=temperature, step=0, paired=True)
+    return worker.score(rows, mine, ScoreRequest(role=Role.ACTOR, temperature=temperature, step=0, paired=True))
 
 
 def load_and_store(
@@ -153,7 +162,7 @@ def run_updates(context: RankContext, case: UpdateCase) -> UpdateOutcome:
     temperature = case.requests[0].temperature
 
     def scored(role: Role) -> RowScores | None:
-        return worker.score(case.rows, mine, role=role, temperature=temperature, step=0)
+        return worker.score(case.rows, mine, ScoreRequest(role=role, temperature=temperature, step=0))
 
     actor, reference = scored(Role.ACTOR), scored(Role.REFERENCE)
     updates = []
@@ -212,7 +221,7 @@ def non_finite_messages(
         return None
 
     return (
-        complaint(lambda: worker.score(rows, micro_batches, role=Role.ACTOR, temperature=1.0, step=request.step)),
+        complaint(lambda: worker.score(rows, micro_batches, ScoreRequest(role=Role.ACTOR, step=request.step))),
         complaint(lambda: worker.update(rows, micro_batches, request)),
     )
 

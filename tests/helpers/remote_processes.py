@@ -19,7 +19,7 @@ from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.errors import NonFiniteError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import FinishReason, Row
-from megarl.types.messages import Role, RowScores, StoreResult, UpdateRequest, UpdateResult
+from megarl.types.messages import LoadRequest, Role, RowScores, ScoreRequest, StoreResult, UpdateRequest, UpdateResult
 
 
 class Worker:
@@ -64,10 +64,13 @@ class Worker:
 
     # --- as a rank
 
-    def call_with_rows(self, method: str, shards: Any, micro_batches: Any, **kwargs: Any) -> Any:
-        return getattr(self, method)(shards.fetch(micro_batches), micro_batches, **kwargs)
+    def load(self, request: LoadRequest) -> None:
+        """Nothing to load."""
 
-    def score(self, rows: dict[int, Row], micro_batches: Any, **_: Any) -> RowScores | None:
+    def call_with_rows(self, method: str, shards: Any, micro_batches: Any, *args: Any) -> Any:
+        return getattr(self, method)(shards.fetch(micro_batches), micro_batches, *args)
+
+    def score(self, rows: dict[int, Row], micro_batches: Any, _: ScoreRequest | None = None) -> RowScores | None:
         """[replica, first token] for every row, and that negated, from the first rank of each replica."""
         values = {i: np.asarray([self.index // 2, rows[i].token_ids[0]], np.float32) for b in micro_batches for i in b}
         scores = {"logprobs": values, "entropy": {i: -array for i, array in values.items()}}

@@ -10,12 +10,12 @@ import pytest
 import ray
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster import EngineGroup, Process, WorkerGroup, put_rows, wait_all
-from megarl.config.schema import LayoutConfig
+from megarl.cluster import EngineGroup, Process, RankGroup, RoleWorkers, put_rows, wait_all
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.types import AlgoState, Row
-from megarl.types.messages import Role, UpdateRequest
+from megarl.types.messages import Head, LoadRequest, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest
 from tests.helpers.remote_processes import calls, collected, request
 from tests.helpers.verifier import details_of, job, wait_for_end
 
@@ -74,15 +74,23 @@ def test_only_the_shards_of_the_wanted_rows_are_fetched(ray_session: None, monke
     assert fetched == [shards.refs[0], shards.refs[2]]
 
 
-PLAN = [[[4, 0], [2]], [[1], [3]]]
+PLAN = MicroBatchPlan([[[4, 0], [2]], [[1], [3]]])
+ACTOR = RoleSpec(role=Role.ACTOR, model=ModelConfig(), settings=ActorConfig(layout=LAYOUT))
+CRITIC = RoleSpec(role=Role.CRITIC, model=ModelConfig(), settings=ActorConfig(layout=LAYOUT), head=Head.SCALAR)
 # Which replica has which row, and the row's own token: what `Worker.score` answers.
 SCORES = {0: [0, 0], 1: [1, 1], 2: [0, 2], 3: [1, 3], 4: [0, 4]}
 
 
+def loaded(processes: list[Process]) -> RoleWorkers:
+    """Ranks that host an actor and a critic."""
+    workers = RoleWorkers([RankGroup(layout=LAYOUT, processes=processes)], timeout_s=30.0)
+    workers.load(LoadRequest(roles=(ACTOR, CRITIC), seed=0))
+    return workers
+
+
 def test_scores_of_all_replicas_come_in_row_order(processes: list[Process]) -> None:
     """Four ranks: two replicas of two tensor-parallel neighbours."""
-    group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
-    scored = group.score(Role.ACTOR, rows(5), PLAN, temperature=1.0, step=1)
+    scored = loaded(processes).score(rows(5), PLAN, ScoreRequest(role=Role.ACTOR, step=1))
     assert scored.keys() == {"logprobs", "entropy"}
     assert [s.tolist() for s in scored["logprobs"]] == [SCORES[i] for i in range(5)]
     assert [s.tolist() for s in scored["entropy"]] == [[-x for x in SCORES[i]] for i in range(5)]
@@ -97,14 +105,13 @@ def test_update_merges_log_probs_and_reports_once(processes: list[Process]) -> N
         temperature=1.0,
         lr=0.25,
     )
-    result = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0).update(rows(5), PLAN, request)
+    result = loaded(processes).update(rows(5), PLAN, request)
     assert result.metrics == {"lr": 0.25}
     assert {i: v.tolist() for i, v in result.before.items()} == SCORES
 
 
 def test_written_elements_and_checksums_add_up(processes: list[Process]) -> None:
-    group = WorkerGroup(processes, layout=LAYOUT, timeout_s=30.0)
-    stored = group.store_weights(Role.CRITIC, [Path("f")], with_checksums=True)
+    stored = loaded(processes).store_weights([Path("f")], with_checksums=True, role=Role.CRITIC)
     assert stored.num_elements == {"w": 40, "w0": 1, "w1": 1, "w2": 1, "w3": 1}
     # 4 · 2⁶³ is 0 modulo 2⁶⁴.
     assert stored.checksums == {"w": 0 + 1 + 2 + 3}

@@ -2,19 +2,33 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.cluster import Process, RoleWorkers, WorkerGroup
-from megarl.cluster.workers import Calls
+from megarl.cluster import Process, RankGroup, RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.types import AlgoState
-from megarl.types.messages import Head, LoadRequest, Part, Role, RoleSpec, StoreResult, UpdateRequest, UpdateResult
+from megarl.types.messages import (
+    Head,
+    LoadRequest,
+    MicroBatchPlan,
+    Part,
+    Role,
+    RoleSpec,
+    RowScores,
+    ScoreRequest,
+    StoreResult,
+    UpdateRequest,
+    UpdateResult,
+)
 
 TP2, DP2, ONE = LayoutConfig(tp=2), LayoutConfig(dp=2), LayoutConfig()
-ANSWERS = {"finish_checkpoint": True}
+STORED = StoreResult(num_elements={}, checksums={})
+ANSWERS = {"finish_checkpoint": True, "store_weights": STORED}
+PLAN = MicroBatchPlan([[], []])
 
 
 def spec(role: Role, layout: LayoutConfig) -> RoleSpec:
@@ -25,37 +39,30 @@ def spec(role: Role, layout: LayoutConfig) -> RoleSpec:
 ACTOR, REFERENCE, CRITIC = spec(Role.ACTOR, TP2), spec(Role.REFERENCE, DP2), spec(Role.CRITIC, DP2)
 
 
-class FakeGroup(WorkerGroup):
-    """Answers at once; `log` is shared by all groups of a test."""
+class FakeActor:
+    """A rank of a group that writes down what it is asked, if it is the group's first; `log` is shared by all."""
 
-    def __init__(self, name: str, layout: LayoutConfig, log: list[tuple[Any, ...]]) -> None:
-        processes = [Process(name=f"{name} rank {i}", actor=None) for i in range(layout.world_size)]
-        super().__init__(processes, layout=layout, timeout_s=1.0)
-        self.name, self.log = name, log
+    def __init__(self, group: str, rank: int, log: list[tuple[Any, ...]]) -> None:
+        self.group, self.rank, self.log = group, rank, log
         self.answers: dict[str, Any] = dict(ANSWERS)
+        self.call = SimpleNamespace(remote=self.answer)
+        self.call_with_rows = SimpleNamespace(remote=self.answer_with_rows)
 
-    def begin(self, method: str, *args: Any, **kwargs: Any) -> Calls:
-        self.log.append((self.name, method, *args, *kwargs.values()))
-        return [(process, self.answers.get(method)) for process in self.processes]
+    def answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self.rank == 0:
+            self.log.append((self.group, method, *args, *kwargs.values()))
+        return (3, 4)[self.rank] if method == "offload" else self.answers.get(method)
 
-    def score(self, role: Role, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.log.append((self.name, "score", role))
-        return {self.name: []}
+    def answer_with_rows(self, method: str, _: Any, indices: Any, request: ScoreRequest | UpdateRequest) -> Any:
+        if self.rank == 0:
+            self.log.append((self.group, method, request.role))
+        return RowScores(scores={self.group: {}}) if method == "score" else UpdateResult(metrics={}, before={})
 
-    def update(self, rows: Any, plan: Any, request: UpdateRequest) -> UpdateResult:
-        self.log.append((self.name, "update", request.role))
-        return UpdateResult(metrics={}, before={})
 
-    def store_weights(self, role: Role, files: Sequence[Path], *, with_checksums: bool) -> StoreResult:
-        self.log.append((self.name, "store_weights", role, with_checksums))
-        return StoreResult(num_elements={}, checksums={})
-
-    def offload(self, role: Role, parts: Sequence[Part]) -> int:
-        self.log.append((self.name, "offload", role))
-        return 7
-
-    def onload(self, role: Role, parts: Sequence[Part]) -> None:
-        self.log.append((self.name, "onload", role))
+def group_of(name: str, layout: LayoutConfig, log: list[tuple[Any, ...]]) -> RankGroup:
+    names = [f"{name} rank {i}" for i in range(layout.world_size)]
+    processes = [Process(name=text, actor=FakeActor(name, i, log)) for i, text in enumerate(names)]
+    return RankGroup(layout=layout, processes=processes)
 
 
 @pytest.fixture
@@ -63,17 +70,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the groups were asked, and the waits in between."""
     entries: list[tuple[Any, ...]] = []
 
-    def wait_all(calls: Calls, *, timeout_s: float, doing: str) -> list[Any]:
+    def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
         entries.append(("wait", len(calls), doing))
         return [answer for _, answer in calls]
 
-    monkeypatch.setattr("megarl.cluster.role_workers.wait_all", wait_all)
+    monkeypatch.setattr("megarl.cluster.workers.wait_all", wait_all)
     return entries
 
 
 @pytest.fixture
 def workers(log: list[tuple[Any, ...]]) -> RoleWorkers:
-    return RoleWorkers([FakeGroup("first", TP2, log), FakeGroup("second", DP2, log)], timeout_s=1.0)
+    return RoleWorkers([group_of("first", TP2, log), group_of("second", DP2, log)], timeout_s=1.0)
 
 
 def loaded(workers: RoleWorkers, log: list[tuple[Any, ...]], *roles: RoleSpec) -> RoleWorkers:
@@ -97,35 +104,35 @@ def test_a_group_without_a_role_forgets_the_last_runs_models(workers: RoleWorker
     loaded(workers, log, ACTOR, REFERENCE)
     workers.load(LoadRequest(roles=(ACTOR, spec(Role.REFERENCE, TP2)), seed=3))
     assert log[1] == ("second", "load", LoadRequest(roles=(), seed=3))
-    workers.score(Role.REFERENCE, [], [], temperature=1.0, step=1)
-    assert log[-1] == ("first", "score", Role.REFERENCE)
+    workers.score([], PLAN, ScoreRequest(role=Role.REFERENCE, step=1))
+    assert log[-2] == ("first", "score", Role.REFERENCE)
 
 
 def test_calls_go_to_the_group_of_their_role(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
     loaded(workers, log, ACTOR, REFERENCE, CRITIC)
     scores = [
-        workers.score(role, [], [], temperature=1.0, step=1) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
+        workers.score([], PLAN, ScoreRequest(role=role, step=1)) for role in (Role.ACTOR, Role.REFERENCE, Role.CRITIC)
     ]
     assert [list(score) for score in scores] == [["first"], ["second"], ["second"]]
     for role in (Role.ACTOR, Role.CRITIC):
-        workers.update([], [], request_of(role))
+        workers.update([], PLAN, request_of(role))
     workers.store_weights([Path("f")], with_checksums=True)
     workers.store_weights([Path("f")], role=Role.CRITIC)
     assert workers.offload(Role.CRITIC, [Part.PARAMS]) == 7
     workers.onload(Role.ACTOR, [Part.PARAMS])
-    assert log[3:] == [
+    assert [entry for entry in log if entry[0] != "wait"][3:] == [
         ("first", "update", Role.ACTOR),
         ("second", "update", Role.CRITIC),
-        ("first", "store_weights", Role.ACTOR, True),
-        ("second", "store_weights", Role.CRITIC, False),
-        ("second", "offload", Role.CRITIC),
-        ("first", "onload", Role.ACTOR),
+        ("first", "store_weights", ["f"], True, Role.ACTOR),
+        ("second", "store_weights", ["f"], False, Role.CRITIC),
+        ("second", "offload", Role.CRITIC, [Part.PARAMS]),
+        ("first", "onload", Role.ACTOR, [Part.PARAMS]),
     ]
 
 
 def test_a_role_that_is_not_loaded_is_named(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
     with pytest.raises(AssertionError, match="host actor, reference, not the critic; load it first"):
-        loaded(workers, log, ACTOR, REFERENCE).score(Role.CRITIC, [], [], temperature=1.0, step=1)
+        loaded(workers, log, ACTOR, REFERENCE).score([], PLAN, ScoreRequest(role=Role.CRITIC, step=1))
 
 
 def test_checkpoints_are_of_all_groups_at_once(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
@@ -148,9 +155,8 @@ def test_checkpoints_are_of_all_groups_at_once(workers: RoleWorkers, log: list[t
 
 
 def test_a_checkpoint_is_written_when_every_group_says_so(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
-    group = loaded(workers, log, ACTOR, CRITIC).groups[1]
-    assert isinstance(group, FakeGroup)
-    group.answers["finish_checkpoint"] = False
+    last = loaded(workers, log, ACTOR, CRITIC).groups[1].processes[-1]
+    last.actor.answers["finish_checkpoint"] = False
     assert not workers.finish_checkpoint(wait=False)
 
 
@@ -173,7 +179,6 @@ def test_the_actors_ranks_come_first(workers: RoleWorkers) -> None:
         "second rank 0",
         "second rank 1",
     ]
-    assert workers.layouts == [TP2, DP2]
 
 
 def request_of(role: Role) -> UpdateRequest:

@@ -58,7 +58,7 @@ class Machine:
         self.errors: dict[str, Exception] = {}
         self.reports: list[str] = []
         monkeypatch.setattr("megarl.cluster.Cluster", self.open_cluster)
-        monkeypatch.setattr("megarl.train.loop.Trainer", self.open_trainer)
+        monkeypatch.setattr("megarl.train.wiring.build_trainer", self.open_trainer)
         monkeypatch.setattr("megarl.run.study.write_report", lambda root: self.reports.append(root.name))
 
     def open_cluster(self, *_: object, **__: object) -> "Machine":

@@ -9,17 +9,21 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algos.advantages import compute_advantages
+from megarl.cluster.residency import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
+from megarl.config.schema import Config, TrainerConfig
+
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally
-from megarl.rollout.source import OnSample
+from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
 from megarl.train.collect import Collected, GroupCollector, PromptQueue, refill_count
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, scored_batch
@@ -113,7 +117,7 @@ def test_a_mixture_of_which_a_part_is_passed_over_again_and_again_does_not_grow(
 # --- groups
 
 
-class World:
+class World(RolloutSource):
     """Prompts, an engine and a judge; `asked` lists the prompts of every generation by step."""
 
     def __init__(self, scores: Sequence[Sequence[float]], *, demonstrated: bool = False) -> None:
@@ -122,10 +126,17 @@ class World:
             Prompt(uid=f"q:{i}", token_ids=(i,), data_source="q", ground_truth="") for i in range(len(scores))
         ]
         self.asked: list[tuple[int, list[int]]] = []
+        self.submitted: tuple[Sequence[Prompt], int] = ((), 0)
+        self.phases: list[Phase] = []
 
-    def generate(self, prompts: Sequence[Prompt], step: int, on_sample: OnSample) -> RolloutBatch:
+    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+        self.submitted = prompts, plan.step
+
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
         """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
+        prompts, step = self.submitted
         indices = [prompt.token_ids[0] for prompt in prompts]
+        assert len(indices) == num_groups
         self.asked.append((step, indices))
         samples = [self._sample(i, place, step) for i in indices for place in range(len(self.scores[i]))]
         random.Random(step).shuffle(samples)
@@ -155,12 +166,14 @@ class World:
         self, cfg: FilterConfig, num_prompts: int, *, queue: PromptQueue | None = None, timers: Timers | None = None
     ) -> GroupCollector:
         return GroupCollector(
-            queue or queue_of(len(self.scores)),
-            self.prompts,
-            self.generate,
-            self,
-            cfg=cfg,
-            num_prompts=num_prompts,
+            config=Config(algo=AlgoConfig(filter=cfg), trainer=TrainerConfig(prompts_per_step=num_prompts)),
+            queue=queue or queue_of(len(self.scores)),
+            prompts=self.prompts,
+            source=self,
+            rewards=self,  # type: ignore[arg-type]
+            eos_token_id=0,
+            records=Path("nowhere"),
+            enter=self.phases.append,
             timers=timers or Timers(),
         )
 
@@ -351,17 +364,17 @@ def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
 def test_times_of_generation_and_judging_add_up_over_refills() -> None:
     world, now = World([WRONG, WRONG, MIXED, MIXED]), [0.0]
     timers = Timers(clock=lambda: now[0])
-    generate, judge = world.generate, world.judge
+    submit, judge = world.submit, world.judge
 
-    def slow_generate(prompts: Sequence[Prompt], step: int, on_sample: OnSample) -> RolloutBatch:
+    def slow_submit(prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
         now[0] += 10.0
-        return generate(prompts, step, on_sample)
+        submit(prompts, plan)
 
     def slow_judge(sample: Sample) -> Reward:
         now[0] += 0.25
         return judge(sample)
 
-    world.generate, world.judge = slow_generate, slow_judge  # type: ignore[method-assign]
+    world.submit, world.judge = slow_submit, slow_judge  # type: ignore[method-assign]
     world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers).collect(1)
     assert timers.pop() == {"timing_s/gen": 20.0, "timing_s/reward": 2.0}
 

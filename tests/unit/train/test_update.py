@@ -8,45 +8,30 @@ import pytest
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.algos.value_loss import ValueLoss
+from megarl.cluster import RoleWorkers
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, update_on_batch
 from megarl.types import AlgoState, FloatArray, Row
-from megarl.types.messages import Role, RoleSpec, UpdateRequest, UpdateResult
-
-Plan = Sequence[Sequence[Sequence[int]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreCall:
-    """One scoring pass."""
-
-    role: Role
-    rows: Sequence[Row]
-    plan: Plan
-    temperature: float
-    step: int
-    paired: bool
+from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
 
 
 @dataclass(slots=True)
-class FakeWorkers:
+class FakeWorkers(RoleWorkers):
     """Ranks that say of a row its first token and of an update how many came before, and keep what they were asked."""
 
-    scored: list[ScoreCall] = field(default_factory=list)
-    updated: list[tuple[Sequence[Row], Plan, UpdateRequest]] = field(default_factory=list)
+    scored: list[tuple[Sequence[Row], MicroBatchPlan, ScoreRequest]] = field(default_factory=list)
+    updated: list[tuple[Sequence[Row], MicroBatchPlan, UpdateRequest]] = field(default_factory=list)
 
-    def score(
-        self, role: Role, rows: Sequence[Row], plan: Plan, *, temperature: float, step: int, paired: bool = False
-    ) -> dict[str, list[FloatArray]]:
-        call = ScoreCall(role=role, rows=rows, plan=plan, temperature=temperature, step=step, paired=paired)
-        self.scored.append(call)
-        return {name: [said_of(row) for row in rows] for name in (["logprobs", "kl"] if paired else ["logprobs"])}
+    def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
+        self.scored.append((rows, plan, request))
+        names = ["logprobs", "kl"] if request.paired else ["logprobs"]
+        return {name: [said_of(row) for row in rows] for name in names}
 
-    def update(self, rows: Sequence[Row], plan: Plan, request: UpdateRequest) -> UpdateResult:
+    def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
         number = len(self.updated)
         self.updated.append((rows, plan, request))
         # In the order in which the ranks had them.
-        order = [i for batches in plan for indices in batches for i in indices]
+        order = [i for batches in plan.ranks for indices in batches for i in indices]
         return UpdateResult(
             metrics={"actor/loss": float(number), "actor/grad_norm": 1.0},
             before={i: said_of(rows[i]) + number for i in order},
@@ -93,10 +78,10 @@ def test_a_scoring_pass_takes_rows_without_scores() -> None:
     rows = [make_row("a", 7, advantages=1.0), make_row("b", 9, advantages=2.0)]
     got = RoleScorer(workers, role_of(), temperature=0.5).score(rows, step=3)
     assert [values.tolist() for values in got["logprobs"]] == [[7.0] * 3, [9.0] * 3]
-    (call,) = workers.scored
-    assert (call.role, call.temperature, call.step, call.paired) == (Role.ACTOR, 0.5, 3, False)
-    assert [row.scores for row in call.rows] == [{}, {}]
-    assert [row.label for row in call.rows] == ["a/0", "b/0"]
+    ((sent, _, request),) = workers.scored
+    assert request == ScoreRequest(role=Role.ACTOR, temperature=0.5, step=3, paired=False)
+    assert [row.scores for row in sent] == [{}, {}]
+    assert [row.label for row in sent] == ["a/0", "b/0"]
     assert set(rows[0].scores) == {"advantages"}
 
 
@@ -105,10 +90,10 @@ def test_rows_are_spread_over_ranks_and_micro_batches() -> None:
     rows = [make_row("a", 0, 8), make_row("b", 0, 5), make_row("c", 0, 3)]
     RoleScorer(workers, role_of(LayoutConfig(dp=2))).score(rows, step=0)
     # 8 | 5 + 3 tokens: each fills its rank's one micro-batch of 8.
-    assert list(workers.scored[0].plan) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
+    assert list(workers.scored[0][1].ranks) in ([[[0]], [[1, 2]]], [[[1, 2]], [[0]]])
     # Two stages of two chunks each take micro-batches in pairs.
     RoleScorer(workers, role_of(LayoutConfig(pp=2, virtual_pp=2))).score(rows[:1], step=0)
-    assert workers.scored[1].plan == [[[0], []]]
+    assert workers.scored[1][1].ranks == [[[0], []]]
 
 
 def test_pairs_share_a_micro_batch() -> None:
@@ -117,11 +102,11 @@ def test_pairs_share_a_micro_batch() -> None:
     hinted = [make_row("a", 11, 8), make_row("b", 12, 5), make_row("c", 13, 3)]
     role = role_of(micro_batch_tokens=14)
     found = RoleScorer(workers, role).score_pairs(rows, hinted, step=5)
-    (call,) = workers.scored
-    assert call.paired
-    assert [row.token_ids[0] for row in call.rows] == [1, 2, 3, 11, 12, 13]
+    ((sent, plan, request),) = workers.scored
+    assert request.paired
+    assert [row.token_ids[0] for row in sent] == [1, 2, 3, 11, 12, 13]
     # Pairs have 12, 8 and 6 tokens, of which 14 fit: the last two together, the first alone.
-    assert call.plan == [[[1, 2, 4, 5], [0, 3]]]
+    assert plan.ranks == [[[1, 2, 4, 5], [0, 3]]]
     # The divergences are those of the first halves.
     assert [values.tolist() for values in found["kl"]] == [[1.0] * 3, [2.0] * 2, [3.0] * 2]
     assert [values[0] for values in found["logprobs"]] == [1, 2, 3, 11, 12, 13]

@@ -1,0 +1,127 @@
+"""How the parts of a `Trainer` are made for a configuration."""
+
+from functools import partial
+from pathlib import Path
+
+from megarl.algos.value_loss import ValueLoss
+from megarl.cluster import Cluster, EngineSupervisor, residency
+from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.record.metrics import Timers
+from megarl.record.performance import PerformanceMeter
+from megarl.record.profiling import StepProfiler
+from megarl.record.recorder import RunRecorder
+from megarl.rewards.build import open_panel, reward_manager
+from megarl.rewards.manager import RewardManager
+from megarl.rollout.replay import ReplaySource
+from megarl.rollout.source import RolloutSource
+from megarl.rollout.vllm_source import VllmSource
+from megarl.train.checkpoint import CheckpointManager
+from megarl.train.collect import GroupCollector, PromptQueue
+from megarl.train.gate import MismatchGate
+from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
+from megarl.train.loop import Trainer
+from megarl.train.model_judge import ModelJudge, ModelRewards
+from megarl.train.score import ScoringPasses
+from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, UpdateStage
+from megarl.train.validate import Validator
+from megarl.types.messages import Role
+from megarl.weights.safetensors_map import weight_specs
+
+
+def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
+    """A trainer of this run on this cluster. ConfigError if the cluster was started for another kind of run."""
+    config, workers, paths, timers = inputs.config, cluster.workers, recorder.paths, Timers()
+    cluster.check_serves(config, inputs.roles)
+    memory = residency.MemoryLedger(workers, cluster.engines, enabled=config.placement.offload)
+    engines = EngineSupervisor(
+        cluster,
+        memory,
+        partial(cluster.weight_sync, weight_specs(inputs.spec, config.model.dtype)),
+        max_restarts=config.rollout.max_engine_restarts,
+        deterministic=config.run.deterministic,
+        verify=config.sync.verify,
+    )
+    source: RolloutSource = VllmSource(engines)
+    if config.rollout.source == "replay":
+        assert config.rollout.replay_dir is not None
+        source = ReplaySource(Path(config.rollout.replay_dir))
+    temperature = config.rollout.temperature
+    scorers = {role.role: RoleScorer(workers, role, temperature=temperature) for role in inputs.roles}
+    rewards, validation_rewards = _reward_managers(inputs, scorers, memory)
+    collector = GroupCollector(
+        config=config,
+        queue=PromptQueue(open_sampler(config, inputs.train)),
+        prompts=inputs.train,
+        source=source,
+        rewards=rewards,
+        eos_token_id=inputs.tokenizer.eos_token_id,
+        records=paths.records,
+        enter=memory.enter,
+        timers=timers,
+    )
+    validator = None
+    if inputs.val is not None:
+        validator = Validator(
+            config=config,
+            data=inputs.val,
+            source=VllmSource(engines),
+            rewards=validation_rewards,
+            enter=memory.enter,
+        )
+    return Trainer(
+        inputs=inputs,
+        cluster=cluster,
+        recorder=recorder,
+        memory=memory,
+        collector=collector,
+        scoring=ScoringPasses(scorers=scorers, hints=inputs.hints, enter=memory.enter, timers=timers),
+        gate=MismatchGate(config),
+        updates=_update_stage(inputs, cluster, memory, timers),
+        engines=engines,
+        validator=validator,
+        checkpoints=CheckpointManager(paths.checkpoints, config.checkpoint, workers),
+        profiler=StepProfiler(workers, config.logging.profile_steps, paths.profile),
+        meter=PerformanceMeter(config, inputs.spec.dims),
+        timers=timers,
+    )
+
+
+def _reward_managers(
+    inputs: TrainInputs, scorers: dict[Role, RoleScorer], memory: residency.MemoryLedger
+) -> tuple[RewardManager, RewardManager]:
+    """Who judges in training, and who in validation: the rule alone, if it knows all data sources there."""
+    model = None
+    if inputs.conversations is not None:
+        limit, scorer = max_reward_tokens(inputs.config), scorers[Role.REWARD]
+        model = ModelJudge(ModelRewards(scorer, inputs.conversations, max_tokens=limit, enter=memory.enter))
+    val_sources = set() if inputs.val is None else inputs.val.data_sources
+    panel = open_panel(inputs.config.rewards, inputs.train.data_sources | val_sources, model=model)
+    rewards = reward_manager(panel, inputs.tokenizer)
+    by_rule = bool(val_sources) and all(map(panel.knows, val_sources))
+    return rewards, reward_manager(panel.by_rule(), inputs.tokenizer) if by_rule else rewards
+
+
+def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.MemoryLedger, timers: Timers) -> UpdateStage:
+    """An updater for every trained role, each with an objective and a schedule of its own."""
+    config, per_step = inputs.config, batch_counts(inputs.config).optimizer_steps_per_step
+    has_critic = any(role.role is Role.CRITIC for role in inputs.roles)
+    objectives: dict[Role, CountedObjective] = {
+        Role.ACTOR: inputs.algorithm,
+        Role.CRITIC: ValueLoss(clip=config.critic.value_clip),
+    }
+    steps = {
+        Role.ACTOR: num_actor_steps(config, has_critic=has_critic),
+        Role.CRITIC: config.trainer.total_steps,
+    }
+    updaters = {
+        role.role: RoleUpdater(
+            cluster.workers,
+            role,
+            objectives[role.role],
+            total_steps=steps[role.role] * per_step,
+            temperature=config.rollout.temperature,
+        )
+        for role in inputs.roles
+        if role.trainable
+    }
+    return UpdateStage(config=config, updaters=updaters, has_critic=has_critic, enter=memory.enter, timers=timers)
