@@ -223,6 +223,7 @@ LOGGED_IN = (
     "parallel/moe/balance.py",
     "sync/seam.py",
     "train/loop.py",
+    "train/update.py",
 )
 
 
