@@ -19,7 +19,6 @@ from megarl.algos.advantages import compute_advantages
 from megarl.cluster.residency import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.schema import Config, TrainerConfig
-
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally
