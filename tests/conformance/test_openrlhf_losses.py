@@ -140,7 +140,9 @@ def test_value_loss(seed: int, clip: float | None) -> None:
     batch = random_batch(seed, holes=True)
     rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores={"returns": batch.returns, "values": batch.values})
     assert_same_loss(
-        lambda v: ValueLoss(clip=clip).loss(rows, ValueOutputs(values=v), AlgoState()).loss / batch.num_tokens,
+        lambda v: (
+            ValueLoss(clip=clip).loss(rows, ValueOutputs(values=v), AlgoState()).objective["tokens"] / batch.num_tokens
+        ),
         lambda v: openrlhf.ValueLoss(clip_eps=clip)(v, batch.values, batch.returns, batch.mask.double()),
         batch.values + batch.advantages,
         FLOAT64,
@@ -154,7 +156,7 @@ def test_supervised_loss(seed: int) -> None:
 
     def ours(logprobs: Tensor) -> Tensor:
         out = PolicyOutputs(logprobs=logprobs, entropy=None)
-        return SftAlgorithm().loss(rows, out, AlgoState()).loss / batch.num_tokens
+        return SftAlgorithm().loss(rows, out, AlgoState()).objective["tokens"] / batch.num_tokens
 
     assert_same_loss(ours, lambda lp: openrlhf.SFTLoss()(lp, batch.mask.double()), batch.logprobs, FLOAT64)
 
