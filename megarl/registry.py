@@ -1,8 +1,8 @@
-"""Named collections of functions: what a configuration chooses from."""
+"""What a configuration chooses from by name, and refusals of settings that nothing would read."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megarl.errors import ConfigError
 
@@ -49,3 +49,27 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
+
+
+def refuse_unused(
+    key: str, cfg: Any, names: Iterable[str], situation: str, remedy: str, *, harmless: tuple[object, ...] = ()
+) -> None:
+    """Raise ConfigError for the first of `names`, fields of the dataclass `cfg`, that is not at its default.
+
+    A run must be what its configuration says, so a setting that nothing would read is an error.
+    key: where `cfg` is in the configuration. situation: what does not read them. harmless: values that pass too, as
+    they only say that a setting is off.
+    """
+    default = type(cfg)()
+    for name in names:
+        value, unset = getattr(cfg, name), getattr(default, name)
+        if value != unset and value not in harmless:
+            # As in a configuration file.
+            words = {None: "null", True: "true", False: "false"}
+            got, leave = (
+                words[v] if v is None or isinstance(v, bool) else str(list(v) if isinstance(v, tuple) else v)
+                for v in (value, unset)
+            )
+            raise ConfigError(
+                f"{key}.{name}: got {got}, which is not read with {situation}; leave it at {leave}, or {remedy}"
+            )

@@ -32,13 +32,32 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     check_filter(config.algo.filter, num_samples=config.rollout.num_samples)
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)
-    _check_truncated(config)
-    _check_kl_horizon(config)
-    _check_replay(config)
+    algo, kl, num_rows = config.algo, config.algo.kl, batch_counts(config).rows_per_step
+    if algo.off_policy.drop_truncated and shapes_in_loss(algo.cpo):
+        raise ConfigError(
+            "algo.off_policy.drop_truncated: got true with algo.cpo.entropy_source=current, which shapes advantages in "
+            "the loss, after truncated rows were dropped; set algo.cpo.entropy_source=old"
+        )
+    if kl.where != "none" and kl.controller == "adaptive" and MAX_KL_ERROR * num_rows >= kl.horizon:
+        raise ConfigError(
+            f"algo.kl.horizon: got {kl.horizon:g}, expected > {MAX_KL_ERROR * num_rows:g}, {MAX_KL_ERROR} × the "
+            f"{num_rows} rows of a step, or one update could turn the coefficient negative; raise it"
+        )
+    for key, value in (("rollout.record", config.rollout.record), ("rollout.source", config.rollout.source)):
+        if algo.filter.max_refills and value in (True, "replay"):
+            raise ConfigError(
+                f"{key}: got {value} with algo.filter.max_refills={algo.filter.max_refills}, but a record holds "
+                f"one batch of prompts per step; set algo.filter.max_refills=0, or change {key}"
+            )
     algorithm = build_algorithm(
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )
-    _check_head(config, algorithm)
+    if config.actor.head.regime == "in_chunk" and not algorithm.token_local:
+        raise ConfigError(
+            "actor.head.regime: got in_chunk, expected auto, recompute or keep: with "
+            f"algo.policy_loss.name={algo.policy_loss.name} and algo.cpo.entropy_source="
+            f"{algo.cpo.entropy_source} a token's loss depends on other tokens of its row"
+        )
     return algorithm
 
 
@@ -58,42 +77,3 @@ def _check_group(config: Config) -> None:
             f"rollout.num_samples: got {got}, expected >= {least}: the {name} estimator compares the samples of one "
             "prompt; raise it or choose another algo.advantage.estimator"
         )
-
-
-def _check_truncated(config: Config) -> None:
-    if config.algo.off_policy.drop_truncated and shapes_in_loss(config.algo.cpo):
-        raise ConfigError(
-            "algo.off_policy.drop_truncated: got true with algo.cpo.entropy_source=current, which shapes advantages in "
-            "the loss, after truncated rows were dropped; set algo.cpo.entropy_source=old"
-        )
-
-
-def _check_kl_horizon(config: Config) -> None:
-    """Where one update of the adaptive controller could turn its coefficient negative."""
-    kl, num_rows = config.algo.kl, batch_counts(config).rows_per_step
-    if kl.where != "none" and kl.controller == "adaptive" and MAX_KL_ERROR * num_rows >= kl.horizon:
-        raise ConfigError(
-            f"algo.kl.horizon: got {kl.horizon:g}, expected > {MAX_KL_ERROR * num_rows:g}, {MAX_KL_ERROR} × the "
-            f"{num_rows} rows of a step, or one update could turn the coefficient negative; raise it"
-        )
-
-
-def _check_head(config: Config, algorithm: Algorithm) -> None:
-    if config.actor.head.regime == "in_chunk" and not algorithm.token_local:
-        raise ConfigError(
-            "actor.head.regime: got in_chunk, expected auto, recompute or keep: with "
-            f"algo.policy_loss.name={config.algo.policy_loss.name} and algo.cpo.entropy_source="
-            f"{config.algo.cpo.entropy_source} a token's loss depends on other tokens of its row"
-        )
-
-
-def _check_replay(config: Config) -> None:
-    """A record holds one batch of prompts per step; refills would ask for more."""
-    if config.algo.filter.max_refills == 0:
-        return
-    for key, value in (("rollout.record", config.rollout.record), ("rollout.source", config.rollout.source)):
-        if value in (True, "replay"):
-            raise ConfigError(
-                f"{key}: got {value} with algo.filter.max_refills={config.algo.filter.max_refills}, but a record holds "
-                f"one batch of prompts per step; set algo.filter.max_refills=0, or change {key}"
-            )

@@ -10,16 +10,15 @@ from megarl.algos import cpo
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION
-from megarl.algos.entropy import initial_entropy_state, next_entropy_state
+from megarl.algos.entropy import next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
-from megarl.algos.masked import group_stats, masked_sum
+from megarl.algos.masked import group_stats, masked_sum, summary
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.off_policy import count_mixed
 from megarl.algos.policy_losses import ROW_RATIO_LOSSES
 from megarl.algos.prefixes import DEMONSTRATION, TARGET_PROBS
 from megarl.algos.rewards import reward_advantages, shape_rewards
 from megarl.algos.shaping import ADVANTAGE_SHAPERS, ShapingInputs
-from megarl.algos.summary import summary
 from megarl.algos.token_losses import token_losses, trained_rows
 from megarl.algos.token_rewards import KL_PENALTY
 from megarl.algos.validate import check_algo_config
@@ -28,6 +27,7 @@ from megarl.types import (
     Advantages,
     AlgoState,
     Denominators,
+    EntropyState,
     LossSums,
     PolicyOutputs,
     Row,
@@ -88,7 +88,7 @@ class ComposedAlgorithm:
 
     def initial_state(self) -> AlgoState:
         kl_coef = 0.0 if self.cfg.kl.where == "none" else self.cfg.kl.coef
-        return AlgoState(kl_coef=kl_coef, entropy=initial_entropy_state(self.cfg))
+        return AlgoState(kl_coef=kl_coef, entropy=EntropyState(coef=self.cfg.entropy_coef))
 
     # --- advantages, on the host
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from megarl.algos.correction_metrics import correction_metrics
 from megarl.algos.masked import row_means
 from megarl.algos.policy_losses import MAX_LOG_RATIO, RATIO_FREE_LOSSES, ROW_RATIO_LOSSES
-from megarl.algos.unused import refuse_unused
 from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
-from megarl.registry import Registry
+from megarl.registry import Registry, refuse_unused
 
 # The score that holds the weights of `compute_correction`.
 CORRECTION = "correction"
@@ -56,11 +55,6 @@ class LogRatios:
 
     token: Tensor
     sampled: Tensor
-
-    @property
-    def row_sum(self) -> Tensor:
-        """[B, 1] ln Π ρ."""
-        return self.token.sum(-1, keepdim=True)
 
     @property
     def row_mean(self) -> Tensor:
@@ -102,7 +96,7 @@ def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
     """min(Π ρ, high), one number per row."""
-    log_ratio = x.row_sum.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = x.token.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp().clamp(max=cfg.high).expand_as(x.token)
 
 
@@ -197,19 +191,28 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
         NonFiniteError: a log-prob of a sampled token is not finite.
     """
     rule = CORRECTIONS.get(cfg.name)
-    ratios = log_ratios(x)
-    sampled = ratios.sampled
+    demonstrated, sampled = x.loss_mask & x.demonstration_mask, x.loss_mask & ~x.demonstration_mask
+    difference = torch.where(sampled, x.old_logprobs.double() - x.rollout_logprobs.double(), 0.0)
+    bad = (~difference.isfinite()).nonzero().tolist()
+    if bad:
+        i, t = bad[0]
+        raise NonFiniteError(
+            f"correction: log-probs of row {i}, token {t}: got {x.old_logprobs[i, t].item()} (trainer) and "
+            f"{x.rollout_logprobs[i, t].item()} (engine), expected finite numbers; look at the engine's sampling "
+            "settings and at the weights"
+        )
+    ratios = LogRatios(token=difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), sampled=sampled)
     raw = rule.weight(ratios, cfg)
     gate = rule.gate(ratios, cfg)
     if cfg.only_negative:
         gate = gate | (x.advantages >= 0)
-    vetoed = vetoed_rows(ratios, cfg)
+    # A row's mean hides one token with ρ > veto or ρ < 1 / veto if the row is long.
+    vetoed = (ratios.token.abs().exp() > (torch.inf if cfg.veto is None else cfg.veto)).any(-1)
     accepted = sampled & gate & ~vetoed[:, None]
     weights = torch.where(accepted, raw, 0.0)
     if cfg.normalise:
         mean = weights.sum() / sampled.sum().clamp(min=1)
         weights = weights / torch.where(mean > 0, mean, 1.0)
-    demonstrated = x.loss_mask & x.demonstration_mask
     old = torch.where(sampled, x.rollout_logprobs, x.old_logprobs) if rule.rollout_ratio else x.old_logprobs
     return Correction(
         weights=torch.where(demonstrated, 1.0, weights).to(x.old_logprobs.dtype),
@@ -222,28 +225,6 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
     )
 
 
-def log_ratios(x: CorrectionInputs) -> LogRatios:
-    """ln ρ of the tokens that the engine sampled; NonFiniteError if one is not finite."""
-    sampled = x.loss_mask & ~x.demonstration_mask
-    difference = torch.where(sampled, x.old_logprobs.double() - x.rollout_logprobs.double(), 0.0)
-    bad = (~difference.isfinite()).nonzero().tolist()
-    if bad:
-        i, t = bad[0]
-        raise NonFiniteError(
-            f"correction: log-probs of row {i}, token {t}: got {x.old_logprobs[i, t].item()} (trainer) and "
-            f"{x.rollout_logprobs[i, t].item()} (engine), expected finite numbers; look at the engine's sampling "
-            "settings and at the weights"
-        )
-    return LogRatios(token=difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), sampled=sampled)
-
-
-def vetoed_rows(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """[B] bool: rows with a token of ρ > veto or ρ < 1 / veto. A row's mean hides one such token if the row is long."""
-    if cfg.veto is None:
-        return torch.zeros(len(x.token), dtype=torch.bool, device=x.token.device)
-    return (x.token.abs().exp() > cfg.veto).any(-1)
-
-
 def check_correction(cfg: AlgoConfig) -> None:
     """ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit."""
     correction = cfg.correction
@@ -253,11 +234,14 @@ def check_correction(cfg: AlgoConfig) -> None:
             f"algo.correction.low and algo.correction.high: got {correction.low} and {correction.high}, expected "
             "low <= 1 <= high and low < high, as a ratio of 1 is perfect agreement; take for example 0.5 and 5.0"
         )
+    takes = ", ".join(sorted(rule.options)) or "no options"
+    if correction.name == "baseline_unbiased":
+        takes += ": its baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
     refuse_unused(
         "algo.correction",
         correction,
         (field.name for field in fields(correction) if field.name != "name" and field.name not in rule.options),
-        f"algo.correction.name={correction.name}, {_what_it_takes(correction.name)}",
+        f"algo.correction.name={correction.name}, which takes {takes}",
         "choose another correction",
     )
     if cfg.policy_loss.name in ROW_RATIO_LOSSES and correction.name not in ("none", "rollout_ratio"):
@@ -272,9 +256,3 @@ def check_correction(cfg: AlgoConfig) -> None:
             "has no ratio that could be taken to the engine's log-probs; set algo.correction.name=tis_upper or another "
             "with weights, or algo.policy_loss.name=ppo_clip"
         )
-
-
-def _what_it_takes(name: str) -> str:
-    accepted = ", ".join(sorted(CORRECTIONS.get(name).options))
-    why = ": its baseline stays unbiased only if nothing but earlier tokens decides and ratios are not bounded"
-    return f"which takes {accepted or 'no options'}{why if name == 'baseline_unbiased' else ''}"

@@ -6,6 +6,7 @@ rank's own entropy would differ between ranks. The coefficient of a step was set
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from megarl.config.algo import AlgoConfig
@@ -23,16 +24,16 @@ EntropyController: TypeAlias = Callable[[EntropyState, float, AlgoConfig], Entro
 ENTROPY_CONTROLLERS: Registry[EntropyController] = Registry("entropy controller", key="algo.entropy.controller")
 
 
-def initial_entropy_state(cfg: AlgoConfig) -> EntropyState:
-    """The coefficient starts at `algo.entropy_coef`."""
-    return EntropyState(coef=cfg.entropy_coef)
-
-
 def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """The state for the next step by the configured controller; NonFiniteError for a bad entropy."""
+    """The state for the next step by the configured controller, with a coefficient of at most `max_coef`.
+
+    The first state is `EntropyState(coef=algo.entropy_coef)`. NonFiniteError for a bad entropy.
+    """
     if not math.isfinite(entropy_nats):
         raise NonFiniteError(f"entropy: got {entropy_nats}, expected a finite number of nats; check the log-probs")
-    return ENTROPY_CONTROLLERS.get(cfg.entropy.controller)(state, entropy_nats, cfg)
+    state = ENTROPY_CONTROLLERS.get(cfg.entropy.controller)(state, entropy_nats, cfg)
+    bound = cfg.entropy.max_coef
+    return state if bound is None else replace(state, coef=min(state.coef, bound))
 
 
 @ENTROPY_CONTROLLERS.register("fixed")
@@ -54,16 +55,14 @@ def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> Entrop
     exp_avg_sq = _BETA_2 * state.exp_avg_sq + (1 - _BETA_2) * gradient**2
     mean, mean_sq = exp_avg / (1 - _BETA_1**num_updates), exp_avg_sq / (1 - _BETA_2**num_updates)
     log_coef = math.log(state.coef) - cfg.entropy.lr * mean / (math.sqrt(mean_sq) + _EPS)
-    return EntropyState(
-        coef=_bounded(math.exp(log_coef), cfg), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, num_updates=num_updates
-    )
+    return EntropyState(coef=math.exp(log_coef), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, num_updates=num_updates)
 
 
 @ENTROPY_CONTROLLERS.register("proportional")
 def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
     """entropy_coef · target / H, at most `max_coef`; H counts as at least 1e-4 nats."""
     scale = cfg.entropy.target_nats / max(entropy_nats, _MIN_ENTROPY_NATS)
-    return EntropyState(coef=_bounded(cfg.entropy_coef * scale, cfg))
+    return EntropyState(coef=cfg.entropy_coef * scale)
 
 
 def check_entropy(cfg: AlgoConfig) -> None:
@@ -80,7 +79,3 @@ def check_entropy(cfg: AlgoConfig) -> None:
             f"algo.entropy_coef: got {cfg.entropy_coef}, expected <= algo.entropy.max_coef={bound}; "
             f"lower it or raise the bound"
         )
-
-
-def _bounded(coef: float, cfg: AlgoConfig) -> float:
-    return coef if cfg.entropy.max_coef is None else min(coef, cfg.entropy.max_coef)

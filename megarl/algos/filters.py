@@ -26,9 +26,20 @@ def kept_rows(
     groups = _group_rows(uids)
     removed: set[str] = set()
     for uid, rows in groups.items():
-        values = [float(scores[i]) for i in _judged(rows, cfg, demonstrated)]
-        _check_group(uid, values, len(rows), cfg)
-        if not _in_bounds(values, cfg) or _is_uniform(values, cfg):
+        own = rows if cfg.count_demonstrations or demonstrated is None else [i for i in rows if not demonstrated[i]]
+        values = [float(scores[i]) for i in own or rows]
+        bad = [value for value in values if not math.isfinite(value)]
+        if bad:
+            raise DataError(f"score of group {uid!r}: got {bad[0]}, expected a finite number; check the scorer")
+        if cfg.mean_score is not None:
+            if len(rows) == 1:
+                raise DataError(
+                    f"group {uid!r}: got 1 row, expected all samples of the prompt, at least 2, to judge its mean score"
+                )
+            low, high = cfg.mean_score
+            if not low < math.fsum(values) / len(values) < high:
+                removed.add(uid)
+        if any(all(abs(value - score) <= _SCORE_TOLERANCE for value in values) for score in cfg.uniform_scores):
             removed.add(uid)
     return tuple(uid not in removed for uid in uids)
 
@@ -91,31 +102,3 @@ def _group_rows(uids: Sequence[str]) -> dict[str, list[int]]:
     for i, uid in enumerate(uids):
         groups.setdefault(uid, []).append(i)
     return groups
-
-
-def _judged(rows: Sequence[int], cfg: FilterConfig, demonstrated: Sequence[bool] | None) -> Sequence[int]:
-    """The rows that decide about their group."""
-    if cfg.count_demonstrations or demonstrated is None:
-        return rows
-    return [i for i in rows if not demonstrated[i]] or rows
-
-
-def _check_group(uid: str, values: Sequence[float], num_rows: int, cfg: FilterConfig) -> None:
-    bad = [value for value in values if not math.isfinite(value)]
-    if bad:
-        raise DataError(f"score of group {uid!r}: got {bad[0]}, expected a finite number; check the scorer")
-    if cfg.mean_score is not None and num_rows == 1:
-        raise DataError(
-            f"group {uid!r}: got 1 row, expected all samples of the prompt, at least 2, to judge its mean score"
-        )
-
-
-def _in_bounds(values: Sequence[float], cfg: FilterConfig) -> bool:
-    if cfg.mean_score is None:
-        return True
-    low, high = cfg.mean_score
-    return low < math.fsum(values) / len(values) < high
-
-
-def _is_uniform(values: Sequence[float], cfg: FilterConfig) -> bool:
-    return any(all(abs(value - score) <= _SCORE_TOLERANCE for value in values) for score in cfg.uniform_scores)

@@ -1,4 +1,4 @@
-"""Masked sums, and statistics of groups that are keyed by uid."""
+"""Masked sums, statistics of groups that are keyed by uid, and what is logged about a tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,3 +50,11 @@ def group_stats(values: Tensor, uids: Sequence[str], where: Tensor | None = None
     mean = group_sum(values) / size.clamp(min=1)
     variance = group_sum((values - mean).square()) / (size - 1).clamp(min=1)
     return GroupStats(size=size, mean=mean, std=variance.sqrt())
+
+
+def summary(prefix: str, values: Tensor) -> dict[str, float]:
+    """`prefix`/{mean,max,min} of `values`; nothing if there are none."""
+    if not values.numel():
+        return {}
+    stats = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{prefix}/{name}": float(value.item()) for name, value in stats.items()}

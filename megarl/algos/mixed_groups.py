@@ -72,10 +72,7 @@ def mixed_metrics(batch: ScoredBatch) -> dict[str, float]:
     share = demonstration_mask(batch).sum() / batch.loss_mask.sum().clamp(min=1)
     metrics = {"batch/demonstration_frac": float(share)}
     for name, rows in (("on", ~off_policy), ("off", off_policy)):
-        metrics[f"on_off_metrics/{name}_score_mean"] = _mean(scores, rows)
-        metrics[f"on_off_metrics/{name}_response_tokens_mean"] = _mean(lengths, rows)
+        for what, values in (("score", scores), ("response_tokens", lengths)):
+            mean = masked_sum(values, rows) / rows.sum().clamp(min=1)
+            metrics[f"on_off_metrics/{name}_{what}_mean"] = float(mean)
     return metrics
-
-
-def _mean(values: Tensor, mask: Tensor) -> float:
-    return float(masked_sum(values, mask) / mask.sum().clamp(min=1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.aggregation import RowCounts
-from megarl.algos.policy_losses import PolicyLossInputs, Surrogate, clipped_surrogate
+from megarl.algos.policy_losses import PolicyLossInputs, clipped_surrogate
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.algos.reshape import demonstration_reshape, ratio_reshape
 from megarl.config.algo import OffPolicyConfig, PolicyLossConfig
@@ -52,8 +52,21 @@ def luffy_loss(
     Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, this is `ppo_clip`.
     """
     demonstrated = x.loss_mask & demonstration_mask
-    surrogate, log_ratio = _policy_terms(x, x.loss_mask & ~demonstrated, cfg, clip)
-    raw = _demonstration_ratio(torch.where(demonstrated, x.logprobs, 0.0), cfg, target_probs)
+    # Outside their tokens all inputs are 0, so that nothing there spoils a gradient.
+    own = x.loss_mask & ~demonstrated
+    logprobs, old_logprobs = (torch.where(own, v, 0.0) for v in (x.logprobs, x.old_logprobs.detach()))
+    surrogate = clipped_surrogate(
+        ratio_reshape(cfg).of_ratio(logprobs, old_logprobs),
+        torch.where(own, x.advantages, 0.0),
+        low=-torch.inf if cfg.remove_clip else 1 - clip.clip_low,
+        high=torch.inf if cfg.remove_clip else max(1 + clip.clip_high, cfg.clip_upper_bound),
+        dual_clip=None if cfg.remove_clip else clip.dual_clip,
+    )
+    given = torch.where(demonstrated, x.logprobs, 0.0)
+    raw = demonstration_reshape(cfg).of_probability(given)
+    if target_probs is not None:
+        known = target_probs >= 0
+        raw = torch.where(known, given.exp() / (torch.where(known, target_probs, 1.0) + _PROBABILITY_EPS), raw)
     ratio = raw.clamp(cfg.min_clip, cfg.max_clip) if (cfg.min_clip, cfg.max_clip) != (None, None) else raw
     demonstration_loss = -torch.where(demonstrated, x.advantages, 0.0) * ratio
     policy_loss = surrogate.loss if x.correction is None else surrogate.loss * x.correction.detach()
@@ -64,7 +77,7 @@ def luffy_loss(
             "actor/on_pg_loss": surrogate.loss.detach(),
             "actor/pg_clipfrac": surrogate.clipped.to(dtype),
             "actor/pg_clipfrac_lower": surrogate.dual_clipped.to(dtype),
-            "actor/ppo_kl": -log_ratio.detach(),
+            "actor/ppo_kl": -(logprobs - old_logprobs).detach(),
         },
         demonstration={
             "actor/off_pg_loss": demonstration_loss.detach(),
@@ -72,30 +85,6 @@ def luffy_loss(
             "actor/off_clipfrac": (ratio != raw).to(dtype),
         },
     )
-
-
-def _policy_terms(
-    x: PolicyLossInputs, mask: Tensor, cfg: OffPolicyConfig, clip: PolicyLossConfig
-) -> tuple[Surrogate, Tensor]:
-    """The surrogate and lp − old. Outside `mask` all inputs are 0, so that nothing there spoils a gradient."""
-    logprobs, old_logprobs = (torch.where(mask, v, 0.0) for v in (x.logprobs, x.old_logprobs.detach()))
-    surrogate = clipped_surrogate(
-        ratio_reshape(cfg).of_ratio(logprobs, old_logprobs),
-        torch.where(mask, x.advantages, 0.0),
-        low=-torch.inf if cfg.remove_clip else 1 - clip.clip_low,
-        high=torch.inf if cfg.remove_clip else max(1 + clip.clip_high, cfg.clip_upper_bound),
-        dual_clip=None if cfg.remove_clip else clip.dual_clip,
-    )
-    return surrogate, logprobs - old_logprobs
-
-
-def _demonstration_ratio(logprobs: Tensor, cfg: OffPolicyConfig, target_probs: Tensor | None) -> Tensor:
-    reshaped = demonstration_reshape(cfg).of_probability(logprobs)
-    if target_probs is None:
-        return reshaped
-    known = target_probs >= 0
-    divided = logprobs.exp() / (torch.where(known, target_probs, 1.0) + _PROBABILITY_EPS)
-    return torch.where(known, divided, reshaped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

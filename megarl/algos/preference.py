@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +21,9 @@ class BradleyTerry:
     score of the chosen rows, 0 in the rejected.
     """
 
-    @property
-    def entropy_needs_grad(self) -> bool:
-        return False
-
-    @property
-    def token_local(self) -> bool:
-        return False
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({MARGIN})
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = False
+    reads: ClassVar[frozenset[str]] = frozenset({MARGIN})
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """The pairs of an optimizer mini-batch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algos.advantages import Estimate, Flip, compute_advantages
 from megarl.algos.advantages.critic import last_values
-from megarl.algos.summary import summary
+from megarl.algos.masked import summary
 from megarl.algos.token_rewards import KL_PENALTY, sequence_rewards
 from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
 from megarl.types import ScoredBatch
@@ -121,22 +121,13 @@ def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tenso
     places: Counter[str] = Counter()
     numbers = []
     for uid in uids:
-        numbers.append(_uniform(f"{_MASK_SALT}/{seed}/{places[uid]}/{uid}"))
+        digest = hashlib.blake2b(f"{_MASK_SALT}/{seed}/{places[uid]}/{uid}".encode(), digest_size=8).digest()
+        numbers.append((int.from_bytes(digest, "big") >> 11) / 2**53)
         places[uid] += 1
     draws = torch.tensor(numbers, dtype=torch.float64)
     if cfg.kind == "bernoulli":
         return draws >= cfg.ratio
     keep = torch.ones(len(uids), dtype=torch.bool)
-    keep[draws.argsort()[: num_fixed(len(uids), cfg.ratio)]] = False
+    # Of the decimal ratio: 29 of 100 rows at 0.29, which in binary is just below.
+    keep[draws.argsort()[: math.floor(round(len(uids) * cfg.ratio, 9))]] = False
     return keep
-
-
-def num_fixed(num_rows: int, ratio: float) -> int:
-    """⌊num_rows × ratio⌋ of the decimal ratio: 29 of 100 rows at 0.29, which in binary is just below."""
-    return math.floor(round(num_rows * ratio, 9))
-
-
-def _uniform(key: str) -> float:
-    """A number in [0, 1) from a text, evenly spread over texts."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) / 2**53

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from megarl.algos.aggregation import count_rows
 from megarl.algos.masked import masked_sum
@@ -13,17 +13,9 @@ from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, 
 class SftAlgorithm:
     """loss = − mean over loss tokens of logprobs, i.e. the cross-entropy with the demonstration, in nats."""
 
-    @property
-    def entropy_needs_grad(self) -> bool:
-        return False
-
-    @property
-    def token_local(self) -> bool:
-        return True
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset()
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset()
 
     def requires(self) -> frozenset[Score]:
         return frozenset()

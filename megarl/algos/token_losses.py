@@ -37,7 +37,9 @@ class TokenLosses:
 def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: AlgoConfig) -> TokenLosses:
     """The configured loss of each token, times its correction weight if rows carry any."""
     off_policy = cfg.off_policy
-    mask = _trained_tokens(rows, off_policy)
+    mask, bound = rows.loss_mask, off_policy.drop_above
+    if bound is not None:
+        mask = kept_tokens(rows.score(Score.OLD_LOGPROBS), mask, bound)
     demonstrated = demonstration_mask(rows) & mask
     nothing = torch.zeros_like(mask)
     loss_mask, imitated = mask, nothing
@@ -78,12 +80,6 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
         demonstration_mask=demonstrated,
         imitated_mask=imitated,
     )
-
-
-def _trained_tokens(rows: RowBatch, cfg: OffPolicyConfig) -> Tensor:
-    if cfg.drop_above is None:
-        return rows.loss_mask
-    return kept_tokens(rows.score(Score.OLD_LOGPROBS), rows.loss_mask, cfg.drop_above)
 
 
 def trained_rows(rows: Sequence[Row], cfg: OffPolicyConfig) -> Sequence[Row]:

@@ -10,11 +10,11 @@ from megarl.algos.cpo import check_cpo
 from megarl.algos.entropy import check_entropy
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, LOSS_REFUSALS
 from megarl.algos.policy_losses import POLICY_LOSSES, ROW_RATIO_LOSSES, UNREAD_SETTINGS
-from megarl.algos.unused import refuse_unused
 from megarl.algos.validate_luffy import check_luffy
 from megarl.algos.validate_rewards import check_rewards
-from megarl.config.algo import AlgoConfig, KLConfig
+from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
 
 # A clip range beyond this is a PPO value, not a GSPO one.
 GSPO_LARGE_CLIP = 0.01
@@ -26,8 +26,23 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     POLICY_LOSSES.get(cfg.policy_loss.name)
     AGGREGATIONS.get(cfg.aggregation)
     KL_CONTROLLERS.get(cfg.kl.controller)
-    _check_kl_estimator(cfg.kl)
-    _check_gspo(cfg)
+    estimator, loss = KL_ESTIMATORS.get(cfg.kl.estimator), cfg.policy_loss
+    if cfg.kl.where == "loss" and estimator in LOSS_REFUSALS:
+        raise ConfigError(
+            f"algo.kl.estimator: got {cfg.kl.estimator!r} with algo.kl.where=loss: {LOSS_REFUSALS[estimator]}; "
+            f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
+        )
+    if loss.name in ROW_RATIO_LOSSES and cfg.aggregation != "seq-mean-token-mean":
+        raise ConfigError(
+            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={loss.name}, whose ratio "
+            f"is one per row; set algo.aggregation=seq-mean-token-mean"
+        )
+    if loss.name in ROW_RATIO_LOSSES and loss.clip_high > GSPO_LARGE_CLIP:
+        warnings.warn(
+            f"algo.policy_loss.clip_high={loss.clip_high} hardly ever clips under {loss.name}, whose ratio is a mean "
+            f"over the row; the paper uses 3e-4 and 4e-4",
+            stacklevel=2,
+        )
     check_rewards(cfg, max_response_tokens=max_response_tokens)
     check_cpo(cfg.cpo)
     check_correction(cfg)
@@ -38,31 +53,6 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         raise ConfigError(
             "algo.kl.coef: got 0 with algo.kl.controller=adaptive, which scales the coefficient and so never "
             "leaves 0; set algo.kl.coef > 0, or algo.kl.where=none"
-        )
-
-
-def _check_gspo(cfg: AlgoConfig) -> None:
-    if cfg.policy_loss.name not in ROW_RATIO_LOSSES:
-        return
-    if cfg.aggregation != "seq-mean-token-mean":
-        raise ConfigError(
-            f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={cfg.policy_loss.name}, whose ratio "
-            f"is one per row; set algo.aggregation=seq-mean-token-mean"
-        )
-    if cfg.policy_loss.clip_high > GSPO_LARGE_CLIP:
-        warnings.warn(
-            f"algo.policy_loss.clip_high={cfg.policy_loss.clip_high} hardly ever clips under "
-            f"{cfg.policy_loss.name}, whose ratio is a mean over the row; the paper uses 3e-4 and 4e-4",
-            stacklevel=2,
-        )
-
-
-def _check_kl_estimator(cfg: KLConfig) -> None:
-    estimator = KL_ESTIMATORS.get(cfg.estimator)
-    if cfg.where == "loss" and estimator in LOSS_REFUSALS:
-        raise ConfigError(
-            f"algo.kl.estimator: got {cfg.estimator!r} with algo.kl.where=loss: {LOSS_REFUSALS[estimator]}; "
-            f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
         )
 
 

@@ -1,14 +1,14 @@
 """Checks that the settings of demonstrations and of their loss agree."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import demonstration_reshape, ratio_reshape
-from megarl.algos.unused import refuse_unused
 from megarl.config.algo import AlgoConfig, DemonstrationConfig
 from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
 
 _DEMONSTRATIONS, _OFF_POLICY = "algo.demonstrations", "algo.off_policy"
 # Settings of algo.off_policy that only one kind of loss reads.
@@ -49,50 +49,56 @@ def check_luffy(cfg: AlgoConfig) -> None:
     PREFIX_STRATEGIES.get(cfg.demonstrations.strategy)
     demonstration_reshape(cfg.off_policy)
     ratio_reshape(cfg.off_policy)
-    for check in _CHECKS:
-        check(cfg)
+    _check_demonstrations(cfg)
+    _check_off_policy(cfg)
 
 
-def _check_sharing(cfg: AlgoConfig) -> None:
-    demonstrations = cfg.demonstrations
-    if demonstrations.strategy == "fixed" and demonstrations.shared:
+def _check_demonstrations(cfg: AlgoConfig) -> None:
+    demonstrations, off_policy = cfg.demonstrations, cfg.off_policy
+    strategy, count = demonstrations.strategy, demonstrations.num_prefixed
+    if strategy == "fixed" and demonstrations.shared:
         raise ConfigError(
             "algo.demonstrations.shared: got true with strategy=fixed, which gives each sample of a prompt a ratio of "
             "its own; set shared=false, or another strategy"
         )
-    if demonstrations.strategy == "linear" and not demonstrations.shared:
+    if strategy == "linear" and not demonstrations.shared:
         raise ConfigError(
             "algo.demonstrations.shared: got false with strategy=linear, whose ratio depends on the step alone; "
             "set shared=true, or strategy=linear_variance for ratios around it"
         )
-
-
-def _check_bounds(cfg: AlgoConfig) -> None:
-    low, high = cfg.demonstrations.min_ratio, cfg.demonstrations.max_ratio
+    low, high = demonstrations.min_ratio, demonstrations.max_ratio
     if low > high:
         raise ConfigError(f"algo.demonstrations.min_ratio: got {low}, expected <= max_ratio={high}; swap them")
-    least, most = cfg.off_policy.min_clip, cfg.off_policy.max_clip
-    if least is not None and most is not None and least > most:
-        raise ConfigError(f"algo.off_policy.min_clip: got {least}, expected <= max_clip={most}; swap them")
-
-
-def _check_prefixed(cfg: AlgoConfig) -> None:
-    count = cfg.demonstrations.num_prefixed
-    if cfg.off_policy.prefix_reward is not None and count != -1:
+    if strategy == DemonstrationConfig().strategy:
+        others = (field.name for field in fields(demonstrations) if field.name != "strategy")
+        situation, remedy = f"{_DEMONSTRATIONS}.strategy=none", f"choose another {_DEMONSTRATIONS}.strategy"
+        refuse_unused(_DEMONSTRATIONS, demonstrations, others, situation, remedy)
+        refuse_unused(_OFF_POLICY, off_policy, _NEED_DEMONSTRATIONS, situation, remedy)
+    elif count == 0:
+        situation, remedy = f"{_DEMONSTRATIONS}.num_prefixed=0", f"raise {_DEMONSTRATIONS}.num_prefixed"
+        refuse_unused(_OFF_POLICY, off_policy, _NEED_DEMONSTRATIONS, situation, remedy)
+    for name, readers in _STRATEGIES_OF.items():
+        if strategy not in readers:
+            remedy = f"set strategy={' or '.join(readers)}"
+            refuse_unused(_DEMONSTRATIONS, demonstrations, (name,), f"strategy={strategy}", remedy)
+    if off_policy.prefix_reward is not None and count != -1:
         raise ConfigError(
             f"algo.off_policy.prefix_reward: is set with algo.demonstrations.num_prefixed={count}, expected -1, as it "
             f"shares one reward among all samples of a prompt; set num_prefixed=-1, or prefix_reward=null"
         )
-    if cfg.demonstrations.max_group_accuracy is not None and count == -1:
+    if demonstrations.max_group_accuracy is not None and count == -1:
         raise ConfigError(
             "algo.demonstrations.max_group_accuracy: is set with num_prefixed=-1, which leaves no sample without a "
             "demonstration to measure the accuracy on; set num_prefixed below rollout.num_samples"
         )
 
 
-def _check_loss_reads_its_settings(cfg: AlgoConfig) -> None:
-    """Imitation and LUFFY's loss exclude each other: a setting of the one is refused with the other."""
+def _check_off_policy(cfg: AlgoConfig) -> None:
     off_policy = cfg.off_policy
+    least, most = off_policy.min_clip, off_policy.max_clip
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"algo.off_policy.min_clip: got {least}, expected <= max_clip={most}; swap them")
+    # Imitation and LUFFY's loss exclude each other: a setting of the one is refused with the other.
     for loss, names in (("luffy", _ONLY_LUFFY), ("sft", _ONLY_SFT)):
         if off_policy.loss != loss:
             refuse_unused(_OFF_POLICY, off_policy, names, f"loss={off_policy.loss}", f"set loss={loss}")
@@ -100,39 +106,11 @@ def _check_loss_reads_its_settings(cfg: AlgoConfig) -> None:
         reshape = getattr(off_policy, key)
         if reshape not in readers:
             refuse_unused(_OFF_POLICY, off_policy, (name,), f"{key}={reshape}", f"set {key}={' or '.join(readers)}")
-
-
-def _check_there_are_demonstrations(cfg: AlgoConfig) -> None:
-    demonstrations, unset = cfg.demonstrations, DemonstrationConfig()
-    if demonstrations.strategy == unset.strategy:
-        others = (field.name for field in fields(demonstrations) if field.name != "strategy")
-        situation, remedy = f"{_DEMONSTRATIONS}.strategy=none", f"choose another {_DEMONSTRATIONS}.strategy"
-        refuse_unused(_DEMONSTRATIONS, demonstrations, others, situation, remedy)
-    elif demonstrations.num_prefixed == 0:
-        situation, remedy = f"{_DEMONSTRATIONS}.num_prefixed=0", f"raise {_DEMONSTRATIONS}.num_prefixed"
-    else:
-        return
-    refuse_unused(_OFF_POLICY, cfg.off_policy, _NEED_DEMONSTRATIONS, situation, remedy)
-
-
-def _check_strategy_reads_its_settings(cfg: AlgoConfig) -> None:
-    strategy = cfg.demonstrations.strategy
-    for name, readers in _STRATEGIES_OF.items():
-        if strategy not in readers:
-            remedy = f"set strategy={' or '.join(readers)}"
-            refuse_unused(_DEMONSTRATIONS, cfg.demonstrations, (name,), f"strategy={strategy}", remedy)
-
-
-def _check_policy_loss(cfg: AlgoConfig) -> None:
-    if cfg.off_policy.loss == "luffy" and cfg.policy_loss.name != "ppo_clip":
+    if off_policy.loss == "luffy" and cfg.policy_loss.name != "ppo_clip":
         raise ConfigError(
             f"algo.policy_loss.name: got {cfg.policy_loss.name!r} with algo.off_policy.loss=luffy, which brings a "
             f"clipped surrogate of its own; set ppo_clip, whose clip range it uses"
         )
-
-
-def _warn_of_reshapes(cfg: AlgoConfig) -> None:
-    off_policy = cfg.off_policy
     if off_policy.target_probs and off_policy.reshape != "no_reshape":
         warnings.warn(
             f"algo.off_policy.reshape={off_policy.reshape} acts only on demonstration tokens without a probability, "
@@ -145,15 +123,3 @@ def _warn_of_reshapes(cfg: AlgoConfig) -> None:
             "set remove_clip=true",
             stacklevel=3,
         )
-
-
-_CHECKS: tuple[Callable[[AlgoConfig], None], ...] = (
-    _check_sharing,
-    _check_bounds,
-    _check_there_are_demonstrations,
-    _check_strategy_reads_its_settings,
-    _check_prefixed,
-    _check_loss_reads_its_settings,
-    _check_policy_loss,
-    _warn_of_reshapes,
-)

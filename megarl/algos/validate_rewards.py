@@ -3,21 +3,54 @@
 from dataclasses import fields
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, Estimator
-from megarl.algos.unused import refuse_unused
-from megarl.config.algo import AlgoConfig, RewardConfig
+from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
 
 _MASK = "algo.reward.mask"
 
 
 def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     """ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing."""
-    _check_shaping(cfg.reward, max_response_tokens)
-    _check_source(cfg)
+    reward, name = cfg.reward, cfg.advantage.estimator
+    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
+        raise ConfigError(f"algo.reward.clip: got {list(reward.clip)}, expected [low, high] with low < high")
+    buffer = reward.overlong_buffer_tokens
+    if buffer is None:
+        situation, remedy = "algo.reward.overlong_buffer_tokens=null", "set algo.reward.overlong_buffer_tokens"
+        refuse_unused("algo.reward", reward, ("overlong_factor",), situation, remedy)
+    elif buffer > max_response_tokens:
+        raise ConfigError(
+            f"algo.reward.overlong_buffer_tokens: got {buffer}, expected at most "
+            f"rollout.max_response_tokens={max_response_tokens}"
+        )
+    if reward.source == "critic":
+        _check_critic_source(cfg)
+    elif name == "critic_value":
+        raise ConfigError(
+            "algo.advantage.estimator: got 'critic_value' with algo.reward.source=rule, whose rewards it does not "
+            "read; set algo.advantage.estimator=gae, or algo.reward.source=critic"
+        )
     _check_mask(cfg)
-    _check_options(cfg)
-    if cfg.advantage.estimator == "maxrl":
-        _check_no_negative_rewards(cfg)
+    situation, from_critic = f"algo.advantage.estimator={name}", reward.source == "critic"
+    if from_critic:
+        situation += " and algo.reward.source=critic"
+    read = _estimator(cfg).options
+    for key in (field.name for field in fields(cfg.advantage) if field.name != "estimator" and field.name not in read):
+        readers = [other for other in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(other).options]
+        remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
+        refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
+    makes_negative = {
+        "algo.kl.where=reward": cfg.kl.where == "reward",
+        "algo.reward.overlong_buffer_tokens": buffer is not None,
+        "algo.reward.truncated < 0": reward.truncated is not None and reward.truncated < 0,
+    }
+    for cause, present in makes_negative.items():
+        if name == "maxrl" and present:
+            raise ConfigError(
+                f"algo.advantage.estimator: got 'maxrl' with {cause}, which can make rewards negative; maxrl divides "
+                f"by the mean of rewards in [0, 1]; drop one of the two"
+            )
 
 
 def _estimator(cfg: AlgoConfig) -> Estimator:
@@ -26,33 +59,8 @@ def _estimator(cfg: AlgoConfig) -> Estimator:
     return ADVANTAGE_ESTIMATORS.get("critic_value") if cfg.reward.source == "critic" else named
 
 
-def _check_shaping(cfg: RewardConfig, max_response_tokens: int) -> None:
-    if cfg.clip is not None and cfg.clip[0] >= cfg.clip[1]:
-        raise ConfigError(f"algo.reward.clip: got {list(cfg.clip)}, expected [low, high] with low < high")
-    if cfg.overlong_buffer_tokens is None:
-        refuse_unused(
-            "algo.reward",
-            cfg,
-            ("overlong_factor",),
-            "algo.reward.overlong_buffer_tokens=null",
-            "set algo.reward.overlong_buffer_tokens",
-        )
-    elif cfg.overlong_buffer_tokens > max_response_tokens:
-        raise ConfigError(
-            f"algo.reward.overlong_buffer_tokens: got {cfg.overlong_buffer_tokens}, expected at most "
-            f"rollout.max_response_tokens={max_response_tokens}"
-        )
-
-
-def _check_source(cfg: AlgoConfig) -> None:
+def _check_critic_source(cfg: AlgoConfig) -> None:
     name = cfg.advantage.estimator
-    if cfg.reward.source == "rule":
-        if name == "critic_value":
-            raise ConfigError(
-                "algo.advantage.estimator: got 'critic_value' with algo.reward.source=rule, whose rewards it does not "
-                "read; set algo.advantage.estimator=gae, or algo.reward.source=critic"
-            )
-        return
     if not ADVANTAGE_ESTIMATORS.get(name).needs_values:
         raise ConfigError(
             f"algo.reward.source: got 'critic' with algo.advantage.estimator={name}, which reads no values; "
@@ -97,31 +105,6 @@ def _check_mask(cfg: AlgoConfig) -> None:
         if holds:
             remedy = "flip advantages of an estimator that normalises them over the batch, such as gae"
             refuse_unused(_MASK, mask, ("flip_stage",), situation, remedy)
-
-
-def _check_options(cfg: AlgoConfig) -> None:
-    situation, from_critic = f"algo.advantage.estimator={cfg.advantage.estimator}", cfg.reward.source == "critic"
-    if from_critic:
-        situation += " and algo.reward.source=critic"
-    read = _estimator(cfg).options
-    for key in (field.name for field in fields(cfg.advantage) if field.name != "estimator" and field.name not in read):
-        readers = [name for name in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(name).options]
-        remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
-        refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
-
-
-def _check_no_negative_rewards(cfg: AlgoConfig) -> None:
-    causes = {
-        "algo.kl.where=reward": cfg.kl.where == "reward",
-        "algo.reward.overlong_buffer_tokens": cfg.reward.overlong_buffer_tokens is not None,
-        "algo.reward.truncated < 0": cfg.reward.truncated is not None and cfg.reward.truncated < 0,
-    }
-    for cause, present in causes.items():
-        if present:
-            raise ConfigError(
-                f"algo.advantage.estimator: got 'maxrl' with {cause}, which can make rewards negative; maxrl divides "
-                f"by the mean of rewards in [0, 1]; drop one of the two"
-            )
 
 
 def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,17 +20,9 @@ class ValueLoss:
 
     clip: float | None = None
 
-    @property
-    def entropy_needs_grad(self) -> bool:
-        return False
-
-    @property
-    def token_local(self) -> bool:
-        return True
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"returns", "values"})
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"returns", "values"})
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """A token mean: the loss tokens of an optimizer mini-batch."""

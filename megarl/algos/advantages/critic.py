@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
-from megarl.algos.masked import masked_sum
-from megarl.algos.summary import summary
+from megarl.algos.masked import masked_sum, summary
 from megarl.algos.token_rewards import last_token, token_rewards
 from megarl.config.algo import AdvantageConfig
 from megarl.types import Score, ScoredBatch

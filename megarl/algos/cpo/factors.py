@@ -105,6 +105,27 @@ def _highest_entropy(x: Terms) -> Tensor:
     return x.entropy.amax(dim=-1, keepdim=True)
 
 
+def verifier_weights(x: Terms) -> Tensor:
+    """Weights (1 − λ) + λ·w_t, whose mean over the tokens that may change is 1 in every row.
+
+    The verifier gives the sign, the hint only the magnitude (RLSD, arXiv:2604.03128); the row's mean of 1 is ours.
+    λ is `mix` at step 0 and falls linearly to 0 over `mix_decay_steps` (0: constant).
+    w_t = clip(exp(sign(A_t)·clip(d_t, ±10)), 1 − weight_clip, 1 + weight_clip), divided by its mean over the row:
+    of a row's credit (or blame) more falls on the tokens that the hint makes likelier (or less likely). Signs stay,
+    and where A is constant over a row, so does its sum. Terms that are added to the advantage pull the policy towards
+    the hinted one instead, which leaks the hint (arXiv:2604.03128).
+    """
+    clip, mix, decay_steps = x.cfg.weight_clip, x.cfg.mix, x.cfg.mix_decay_steps
+    if decay_steps:
+        mix *= max(0.0, 1 - x.inputs.step / decay_steps)
+    weights = (x.advantages.sign() * capped_delta(x)).exp().clamp(1 - clip, 1 + clip)
+    total = masked_sum(weights, x.active, dim=-1)[:, None]
+    num_tokens = x.active.sum(dim=-1, keepdim=True)
+    # A row where nothing may change has total 0.
+    weights = weights * num_tokens / total.clamp(min=1 - clip)
+    return (1 - mix) + mix * weights
+
+
 # What reads the mutual information.
 MI_FACTORS: frozenset[Factor] = frozenset({mi, capped_mi, row_mi_sum, row_mi_mean})
 # What needs entropies, however they are obtained.

@@ -62,10 +62,6 @@ class Formula:
     def uses_entropy(self) -> bool:
         return any(not ENTROPY_FACTORS.isdisjoint(term.factors) for term in self.terms)
 
-    @property
-    def uses_neg_scope(self) -> bool:
-        return any(scopes.negative in term.scopes for term in self.terms)
-
 
 def apply_formula(formula: Formula, x: Terms) -> Tensor:
     """A' [B, T]; advantages outside `x.active` are not changed."""
@@ -74,7 +70,11 @@ def apply_formula(formula: Formula, x: Terms) -> Tensor:
         value = gain.value(x) if callable(gain.value) else gain.value
         result = torch.where(_where(gain.scopes, x), result * value, result)
     for term in formula.terms:
-        result = torch.where(_where(term.scopes, x), result + _amount(term, x), result)
+        weight: float = getattr(x.cfg, term.weight)
+        amount = reduce(torch.mul, (factor(x) for factor in term.factors)) * (term.sign * weight)
+        if term.max_share is not None:
+            amount = torch.minimum(amount, term.max_share * x.advantages.abs())
+        result = torch.where(_where(term.scopes, x), result + amount, result)
     if formula.accuracy_clamp:
         result = torch.where(scopes.correct(x), result.clamp(min=0), result.clamp(max=0))
     return torch.where(x.active, result, x.advantages)
@@ -82,9 +82,3 @@ def apply_formula(formula: Formula, x: Terms) -> Tensor:
 
 def _where(conditions: tuple[Scope, ...], x: Terms) -> Tensor:
     return reduce(torch.logical_and, (scope(x) for scope in conditions), x.active)
-
-
-def _amount(term: Term, x: Terms) -> Tensor:
-    weight: float = getattr(x.cfg, term.weight)
-    amount = reduce(torch.mul, (factor(x) for factor in term.factors)) * (term.sign * weight)
-    return amount if term.max_share is None else torch.minimum(amount, term.max_share * x.advantages.abs())

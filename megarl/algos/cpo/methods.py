@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 from megarl.algos.cpo import factors as f
 from megarl.algos.cpo import scopes as s
 from megarl.algos.cpo.formulas import Formula, Gain, Term
-from megarl.algos.cpo.verifier_sign import verifier_weights
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
 from megarl.registry import Registry
@@ -182,15 +181,6 @@ _add("negonly_mi", ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative,), weight
 # --- by the log-ratio, of tokens or of rows
 
 
-def _negonly_seq_kl(row_kl: f.Factor) -> Formula:
-    return Formula(
-        terms=(
-            Term(scopes=(s.correct,), weight="pos_alpha", factors=(row_kl,)),
-            Term(scopes=(s.negative,), weight="neg_alpha", factors=(row_kl,)),
-        )
-    )
-
-
 def _towards_hint(unsure: Term, kl: f.Factor) -> Formula:
     """Wrong rows move towards the hinted policy, by at most half of an advantage that other samples gave them."""
     return Formula(
@@ -208,7 +198,12 @@ _UNSURE_ROW = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.row_entro
 _add(
     "negonly_seq_kl",
     doc=Formula(terms=(Term(scopes=(s.negative,), weight="kl_alpha", factors=(f.row_mi_sum,)),)),
-    ref=_negonly_seq_kl(f.row_delta),
+    ref=Formula(
+        terms=(
+            Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.row_delta,)),
+            Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.row_delta,)),
+        )
+    ),
     fix=Formula(terms=(Term(scopes=(s.negative,), weight="kl_alpha", factors=(f.row_mi_mean,)),)),
 )
 _add("seq_kl", ref=_towards_hint(_UNSURE_ROW, f.row_delta), fix=_towards_hint(_UNSURE_ROW, f.row_capped_delta))
@@ -222,5 +217,5 @@ _add("tok_kl", ref=_towards_hint(_UNSURE, f.capped_delta))
 
 CPO_METHODS.register("none")(Method(default="fix", formulas={"doc": Formula(), "ref": Formula(), "fix": Formula()}))
 CPO_METHODS.register("verifier_sign")(
-    Method(default="fix", formulas={"fix": Formula(gains=(Gain(value=verifier_weights),))})
+    Method(default="fix", formulas={"fix": Formula(gains=(Gain(value=f.verifier_weights),))})
 )

@@ -55,7 +55,10 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
         if cfg.shuffled_baseline:
             baseline = _clean("shuffled_hint_logprobs", x.need("shuffled_hint_logprobs"), active)
         delta = hint - baseline
-        mi = _mutual_information(x, cfg, delta, hint)
+        estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
+        hint_kl = _clean("hint_kl", x.need("hint_kl"), active) if estimator.uses_hint_kl else None
+        low, high = estimator.bounds(cfg.ratio_clamp)
+        mi = torch.where(active, estimator.of(delta.clamp(low, high), hint, hint_kl), 0.0)
     return Terms(
         inputs=x,
         cfg=cfg,
@@ -68,13 +71,6 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
         entropy=_clean("entropy", x.need("entropy"), active).detach() if uses_entropy else zeros,
         negative=NEG_SCOPES.get(neg_scope)(x),
     )
-
-
-def _mutual_information(x: CpoInputs, cfg: CpoConfig, delta: Tensor, hint_logprobs: Tensor) -> Tensor:
-    estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
-    hint_kl = _clean("hint_kl", x.need("hint_kl"), x.active) if estimator.uses_hint_kl else None
-    low, high = estimator.bounds(cfg.ratio_clamp)
-    return torch.where(x.active, estimator.of(delta.clamp(low, high), hint_logprobs, hint_kl), 0.0)
 
 
 def _clean(name: str, values: Tensor, mask: Tensor) -> Tensor:

@@ -1,25 +1,36 @@
 """Checks of `algo.cpo` that need its registries."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 
+from megarl.algos.cpo import scopes
 from megarl.algos.cpo.difficulty import DIFFICULTIES
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.methods import formula, formula_set
-from megarl.algos.unused import refuse_unused
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
+from megarl.registry import refuse_unused
 
 
 def check_cpo(cfg: CpoConfig) -> None:
     """ConfigError for an unknown name, a conflict, or a setting that the formula does not read."""
-    chosen = formula_set(cfg)
+    chosen, read = formula_set(cfg), formula(cfg)
     DIFFICULTIES.get(cfg.difficulty)
     estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
+    # The hint is not judged, as run files set it for all algorithms, nor are weights of terms, which may be 0 for any.
+    of_none = (field.name for field in fields(cfg) if field.name not in ("method", "hint"))
+    unread = (
+        (of_none, cfg.method == "none"),
+        (("mix", "mix_decay_steps", "weight_clip"), cfg.method != "verifier_sign"),
+        (("ratio_clamp", "shuffled_baseline", "exclude_answer"), not read.uses_hint),
+        (("mi_estimator",), not read.uses_mi),
+        (("entropy_source",), not read.uses_entropy),
+        (("neg_scope",), not any(scopes.negative in term.scopes for term in read.terms)),
+        (("difficulty",), not read.uses_difficulty),
+    )
     refuse_unused(
         "algo.cpo",
         cfg,
-        _unread(cfg),
+        (name for names, is_unread in unread if is_unread for name in names),
         f"the {chosen} formula of algo.cpo.method={cfg.method}",
         "choose another method or formula set",
     )
@@ -38,23 +49,3 @@ def check_cpo(cfg: CpoConfig) -> None:
             f"algo.cpo.hint.template: got {cfg.hint.template!r}, expected text with {{hint}} in it; "
             f"the hint stands in its place"
         )
-
-
-def _unread(cfg: CpoConfig) -> Iterator[str]:
-    """Settings that the formula does not read. Not among them: the hint, which run files set for all algorithms, and
-    the weights of terms, which may be 0 for any formula."""
-    chosen = formula(cfg)
-    if cfg.method == "none":
-        yield from (field.name for field in fields(cfg) if field.name not in ("method", "hint"))
-    if cfg.method != "verifier_sign":
-        yield from ("mix", "mix_decay_steps", "weight_clip")
-    if not chosen.uses_hint:
-        yield from ("ratio_clamp", "shuffled_baseline", "exclude_answer")
-    if not chosen.uses_mi:
-        yield "mi_estimator"
-    if not chosen.uses_entropy:
-        yield "entropy_source"
-    if not chosen.uses_neg_scope:
-        yield "neg_scope"
-    if not chosen.uses_difficulty:
-        yield "difficulty"

@@ -42,7 +42,8 @@ advantages = algorithm.advantages(batch, state).values
 rows = RowBatch(labels=("a/0", "b/0", "a/1", "b/1"), loss_mask=mask, scores={"advantages": advantages})
 logprobs = torch.tensor([-1.0, -5.0, -2.0, -5.0])[:, None].expand(4, 3)
 sums = algorithm.loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), state)
-found = {"package": megarl.__file__, "name": cfg.name, "advantages": advantages.tolist(), "loss_sum": sums.objective["loss"].item()}
+loss_sum = sums.objective["loss"].item()
+found = {"package": megarl.__file__, "name": cfg.name, "advantages": advantages.tolist(), "loss_sum": loss_sum}
 print(json.dumps(found))
 main(sys.argv[1:])
 """

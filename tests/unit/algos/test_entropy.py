@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algos.entropy import EntropyState, check_entropy, initial_entropy_state, next_entropy_state
+from megarl.algos.entropy import EntropyState, check_entropy, next_entropy_state
 from megarl.config.algo import AlgoConfig
 from megarl.config.algo.compose import EntropyConfig
 from megarl.errors import ConfigError, NonFiniteError
@@ -22,7 +22,7 @@ def test_learned_golden(golden: Any, check_golden: Any) -> None:
     case = golden("E.adaptive_temp")
     inputs, expected = case["inputs"], case["expected"]
     cfg = config("learned", coef=math.exp(inputs["log_alpha"]), target_nats=case["params"]["target_entropy"])
-    state = initial_entropy_state(cfg)
+    state = EntropyState(coef=cfg.entropy_coef)
     check_golden(state.coef, expected["entropy_coeff"], case)
     after = next_entropy_state(state, inputs["mean_entropy"], cfg)
     # The first moment of the first step is (1 − 0.9) times the gradient.
@@ -34,7 +34,7 @@ def test_learned_takes_the_steps_of_adamw() -> None:
     cfg = config("learned", lr=0.05, target_nats=0.7)
     log_alpha = torch.tensor(math.log(0.01), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.AdamW([log_alpha], lr=0.05, weight_decay=0.0)
-    state = initial_entropy_state(cfg)
+    state = EntropyState(coef=cfg.entropy_coef)
     for entropy in (0.6, 0.2, 1.9, 0.71, 0.0):
         optimizer.zero_grad()
         ((entropy - 0.7) * log_alpha.exp()).backward()
@@ -47,7 +47,7 @@ def test_learned_takes_the_steps_of_adamw() -> None:
 def test_the_bound_holds_and_is_left_at_once() -> None:
     # The first AdamW step moves the logarithm by lr.
     cfg = config("learned", lr=0.1, target_nats=1.0, max_coef=0.0102)
-    state = next_entropy_state(initial_entropy_state(cfg), 0.5, cfg)
+    state = next_entropy_state(EntropyState(coef=cfg.entropy_coef), 0.5, cfg)
     assert state.coef == 0.0102
     for _ in range(20):
         state = next_entropy_state(state, 0.5, cfg)
@@ -61,7 +61,7 @@ def test_the_bound_holds_and_is_left_at_once() -> None:
 def test_proportional(golden: Any, check_golden: Any) -> None:
     case = golden("E.adaptive_temp")
     cfg = config("proportional", target_nats=case["params"]["target_entropy"])
-    state = next_entropy_state(initial_entropy_state(cfg), case["inputs"]["mean_entropy"], cfg)
+    state = next_entropy_state(EntropyState(coef=cfg.entropy_coef), case["inputs"]["mean_entropy"], cfg)
     # The fixed variant of the case's note: 1/0.6 × the coefficient.
     check_golden(state.coef, 0.01 / 0.6, case)
     # It does not compound.
@@ -73,12 +73,12 @@ def test_proportional(golden: Any, check_golden: Any) -> None:
 
 def test_fixed_never_changes() -> None:
     cfg = config("fixed", coef=0.3)
-    assert next_entropy_state(initial_entropy_state(cfg), 7.0, cfg) == EntropyState(coef=0.3)
+    assert next_entropy_state(EntropyState(coef=cfg.entropy_coef), 7.0, cfg) == EntropyState(coef=0.3)
 
 
 def test_the_state_survives_json() -> None:
     cfg = config("learned")
-    state = next_entropy_state(initial_entropy_state(cfg), 1 / 3, cfg)
+    state = next_entropy_state(EntropyState(coef=cfg.entropy_coef), 1 / 3, cfg)
     assert EntropyState(**json.loads(json.dumps(dataclasses.asdict(state)))) == state
 
 
@@ -86,7 +86,7 @@ def test_the_state_survives_json() -> None:
 def test_a_bad_entropy_is_an_error(controller: str) -> None:
     cfg = config(controller)
     with pytest.raises(NonFiniteError, match="entropy: got nan, expected a finite number of nats"):
-        next_entropy_state(initial_entropy_state(cfg), math.nan, cfg)
+        next_entropy_state(EntropyState(coef=cfg.entropy_coef), math.nan, cfg)
 
 
 def test_settings_that_cannot_work() -> None:

@@ -16,7 +16,6 @@ from megarl.algos.rewards import (
     critic_rewards,
     hide_rewards,
     keep_rows,
-    num_fixed,
     overlong_penalty,
     reward_advantages,
     shape_rewards,
@@ -159,8 +158,9 @@ def test_fixed_count_golden(golden: Any) -> None:
 
 def test_fixed_count_is_that_of_the_decimal_ratio() -> None:
     assert 100 * 0.29 < 29
-    assert num_fixed(100, 0.29) == 29
-    assert num_fixed(30, 0.1) == 3
+    for num_rows, ratio, expected in ((100, 0.29, 29), (30, 0.1, 3)):
+        keep = keep_rows(["q"] * num_rows, RewardMaskConfig(ratio=ratio, kind="fixed"), seed=3)
+        assert int((~keep).sum()) == expected
 
 
 @settings(deadline=None, max_examples=40)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algos.cpo import CpoInputs, shape_advantages
-from megarl.algos.cpo.verifier_sign import mix_at
 from megarl.config.algo import CpoConfig
 
 CFG = CpoConfig(method="verifier_sign", weight_clip=0.2)
@@ -54,8 +53,13 @@ def test_share_of_the_weights() -> None:
 
 def test_the_share_decays_to_zero() -> None:
     cfg = replace(CFG, mix=0.8, mix_decay_steps=4)
-    assert [mix_at(cfg, step) for step in range(6)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
-    assert mix_at(replace(CFG, mix=0.8), 1000) == 0.8
+
+    def mix(cfg: CpoConfig, step: int) -> float:
+        """The whole weight is 1.2, so the share of it is (A' − 1) / 0.2."""
+        return (shape_advantages(inputs([[1.0, 1.0]], [[1.0, -1.0]], step=step), cfg)[0, 0].item() - 1) / 0.2
+
+    assert [mix(cfg, step) for step in range(6)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
+    assert mix(replace(CFG, mix=0.8), 1000) == mix(cfg, 0)
     x = inputs([[1.0, 1.0]], [[1.0, -1.0]], step=4)
     assert shape_advantages(x, cfg)[0].tolist() == [1.0, 1.0]
 
