@@ -1,5 +1,4 @@
-"""The `megarl` command: train, sft, train-reward, serve-reward, eval, convert, slurm, status, doctor, report,
-quickstart.
+"""The `megarl` command with its subcommands, from train to quickstart.
 
 Exit codes are those of `megarl.host.exit_codes`.
 """
@@ -7,45 +6,28 @@ Exit codes are those of `megarl.host.exit_codes`.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 from megarl.launch.cli import add_slurm
 
-if TYPE_CHECKING:
-    from megarl.config import Config
-
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point."""
+    """Run the command given on the command line, and exit with the code that its error has."""
     arguments = parse(argv)
     with exit_on_errors():
         arguments.run(arguments)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """A command line's arguments; a wrong one ends the process with exit code 2."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse takes no overrides after an option; they come back as unknown.
-    if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):
-        from megarl.config.aliases import unknown_options
-
-        parser.error(unknown_options(rest))
-    if rest:
-        arguments.overrides += rest
-    return arguments
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, function, text in (
-        ("train", _train, "train a policy by reinforcement learning"),
-        ("sft", _sft, "train a policy on demonstrations"),
-        ("train-reward", _train_reward, "train a reward model on preference pairs"),
+    for name, text in (
+        ("train", "train a policy by reinforcement learning"),
+        ("sft", "train a policy on demonstrations"),
+        ("train-reward", "train a reward model on preference pairs"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
@@ -53,9 +35,13 @@ def _parser() -> argparse.ArgumentParser:
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
         existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
-        command.set_defaults(run=function)
+        command.set_defaults(run=_train_supervised)
         if name == "train":
-            _add_train_options(command)
+            command.set_defaults(run=_train)
+            command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
+            command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
+            command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+            command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
     _add_eval(commands)
     add_convert(commands)
     add_slurm(commands, parse)
@@ -76,14 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     quick.add_argument("--task", default="sums", help="a built-in task")
     quick.add_argument("--seed", type=int, default=0)
     quick.set_defaults(run=_quickstart)
-    return parser
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes no overrides after an option; they come back as unknown.
+    if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):
+        from megarl.config.aliases import unknown_options
 
-
-def _add_train_options(train: argparse.ArgumentParser) -> None:
-    train.add_argument("--dry-run", action="store_true", help="check and print what the run would do; start nothing")
-    train.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
-    train.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
-    train.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
+        parser.error(unknown_options(rest))
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -113,13 +100,20 @@ def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     command.set_defaults(run=_serve_reward)
 
 
-# Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once.
+# Heavy imports wait until the command is known, so that `megarl --help` and errors answer at once. The environment
+# is set before the imports that read it.
 
 
 def _train(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
 
-    config = load_config(arguments.config, [*arguments.overrides, *_profile_override(arguments.profile_steps)])
+    overrides = list(arguments.overrides)
+    if (steps := arguments.profile_steps) is not None:
+        first, colon, last = steps.partition(":")
+        if not (colon and first.isdigit() and last.isdigit()):
+            raise ConfigError(f"--profile-steps: got {steps!r}, expected FIRST:LAST, such as 3:5")
+        overrides.append(f"logging.profile_steps=[{first}, {last}]")
+    config = load_config(arguments.config, overrides)
     if arguments.dry_run:
         from megarl.plan.render import print_plan
 
@@ -127,50 +121,29 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     if arguments.json or arguments.device_gib is not None:
         raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
-    _apply_environment()
+    from megarl.device.platform import apply_environment
+
+    apply_environment()
     from megarl.run.start import train
 
     train(config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
-def _profile_override(steps: str | None) -> list[str]:
-    """`3:5` → the setting that profiles steps 3 to 5."""
-    if steps is None:
-        return []
-    first, colon, last = steps.partition(":")
-    if not (colon and first.isdigit() and last.isdigit()):
-        raise ConfigError(f"--profile-steps: got {steps!r}, expected FIRST:LAST, such as 3:5")
-    return [f"logging.profile_steps=[{first}, {last}]"]
-
-
-def _sft(arguments: argparse.Namespace) -> None:
-    _apply_environment()
-    from megarl.run.start import sft
-
-    sft(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
-
-
-def _train_reward(arguments: argparse.Namespace) -> None:
-    _apply_environment()
-    from megarl.run.start import train_reward
-
-    train_reward(_config(arguments), overwrite=arguments.overwrite, resume=arguments.resume)
-
-
-def _config(arguments: argparse.Namespace) -> "Config":
+def _train_supervised(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
-
-    return load_config(arguments.config, arguments.overrides)
-
-
-def _apply_environment() -> None:
     from megarl.device.platform import apply_environment
 
     apply_environment()
+    from megarl.run.start import sft, train_reward
+
+    start = sft if arguments.command == "sft" else train_reward
+    start(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    _apply_environment()
+    from megarl.device.platform import apply_environment
+
+    apply_environment()
     from megarl.evaluation.inputs import EvalRequest
     from megarl.evaluation.run import evaluate
 
@@ -230,7 +203,9 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
-    _apply_environment()
+    from megarl.device.platform import apply_environment
+
+    apply_environment()
     from megarl.run.quickstart import quickstart
 
     quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)

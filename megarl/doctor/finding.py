@@ -1,11 +1,11 @@
-"""One line of a diagnosis."""
+"""The result of one check, as all checks of the doctor return it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Status(StrEnum):
-    """`warn`: a run can start, but see the advice. `missing`: none can."""
+    """How serious a finding is: with `warn` a run can start, but see the advice; with `missing` none can."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,7 +14,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it (empty if nothing)."""
+    """A checked subject: what was found, and what to do about it (empty if nothing)."""
 
     subject: str
     found: str

@@ -1,4 +1,4 @@
-"""Devices and the host: what the processes of a run need to find there."""
+"""Checks of the machine: devices, memory, shared memory, open files, and whether programs can be isolated."""
 
 import os
 import resource
@@ -9,7 +9,9 @@ from pathlib import Path
 from megarl.device.accelerators import Device, torch_build
 from megarl.device.platform import Platform
 from megarl.doctor.finding import Finding, Status
+from megarl.errors import ConfigError, WorkerError
 from megarl.host.janitor import SHM_DIR, RunScope
+from megarl.sandbox import Sandbox
 
 GIB = 2**30
 # A run of the tiny model (two trainer ranks, one engine) holds 3.4 GiB.
@@ -23,11 +25,29 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def check_machine(platform: Platform) -> Iterator[Finding]:
-    """Devices, collectives, memory, cores, shared memory and open files."""
+    """Look at devices, collectives, memory, cores, shared memory and open files."""
     yield devices_finding(platform.name, platform.devices())
-    yield _collectives(platform.backend)
-    yield memory_finding(_available_bytes())
-    yield cores_finding(len(os.sched_getaffinity(0)))
+    version = torch_build().nccl_version if platform.backend == "nccl" else None
+    if platform.backend != "nccl" or version is not None:
+        yield Finding(subject="collectives", found=platform.backend if version is None else f"NCCL {version}")
+    else:
+        yield Finding(
+            subject="collectives",
+            found="NCCL absent",
+            status=Status.MISSING,
+            advice="install the CUDA build of torch (requirements/cuda.txt)",
+        )
+    free = available_bytes(Path("/proc/meminfo").read_text())
+    # In a container the limit of its memory counts, if that is less.
+    limits = [file.read_text().strip() for file in map(Path, CGROUP_LIMITS) if file.is_file()]
+    yield memory_finding(min([free, *[int(limit) for limit in limits if limit.isdigit()][:1]]))
+    num_cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        subject="cores",
+        found=str(num_cores),
+        status=Status.OK if num_cores >= 2 else Status.WARN,
+        advice="" if num_cores >= 2 else "trainer and engine take turns on one core; two or more are faster",
+    )
     if SHM_DIR.is_dir():
         usage = shutil.disk_usage(SHM_DIR)
         yield shm_finding(usage.total, usage.free)
@@ -38,7 +58,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
 
 
 def devices_finding(name: str, devices: Sequence[Device]) -> Finding:
-    """What the platform computes on."""
+    """Report the devices that the platform computes on."""
     if name == "cpu":
         return Finding(subject="devices", found="CPU only (MEGARL_DEVICE=cuda asks for GPUs)")
     if not devices:
@@ -52,32 +72,14 @@ def devices_finding(name: str, devices: Sequence[Device]) -> Finding:
     return Finding(subject="devices", found=f"{len(devices)} × {'; '.join(sorted(kinds))}")
 
 
-def _collectives(backend: str) -> Finding:
-    if backend != "nccl":
-        return Finding(subject="collectives", found=backend)
-    version = torch_build().nccl_version
-    status = Status.MISSING if version is None else Status.OK
-    advice = "install the CUDA build of torch (requirements/cuda.txt)" if version is None else ""
-    return Finding(subject="collectives", found=f"NCCL {version or 'absent'}", status=status, advice=advice)
-
-
-def _available_bytes() -> int:
-    """Free memory of the host, or of this container if that is less."""
-    free = available_bytes(Path("/proc/meminfo").read_text())
-    for file in map(Path, CGROUP_LIMITS):
-        if file.is_file() and (limit := file.read_text().strip()).isdigit():
-            return min(free, int(limit))
-    return free
-
-
 def available_bytes(meminfo: str) -> int:
-    """What new processes may take, from Linux's table of memory in KiB."""
+    """Return the memory in bytes that new processes may take, from the text of /proc/meminfo."""
     rows = dict(line.split(":", 1) for line in meminfo.splitlines())
     return int(rows["MemAvailable"].split()[0]) << 10
 
 
 def memory_finding(available: int) -> Finding:
-    """Host memory for the processes of the smallest run."""
+    """Report whether host memory is enough for the smallest run."""
     is_enough = available >= SMALLEST_RUN_GIB * GIB
     return Finding(
         subject="memory",
@@ -87,19 +89,8 @@ def memory_finding(available: int) -> Finding:
     )
 
 
-def cores_finding(num_cores: int) -> Finding:
-    """Cores that this process may use."""
-    is_enough = num_cores >= 2
-    return Finding(
-        subject="cores",
-        found=str(num_cores),
-        status=Status.OK if is_enough else Status.WARN,
-        advice="" if is_enough else "trainer and engine take turns on one core; two or more are faster",
-    )
-
-
 def shm_finding(total: int, free: int) -> Finding:
-    """Shared memory for Ray's object store and the synced weights."""
+    """Report whether shared memory can hold Ray's object store and the synced weights; sizes in bytes."""
     is_enough = free >= SMALLEST_SHM_GIB * GIB
     return Finding(
         subject=str(SHM_DIR),
@@ -113,7 +104,7 @@ def shm_finding(total: int, free: int) -> Finding:
 
 
 def stale_files(directory: Path) -> list[Path]:
-    """Files of runs that have no process left, among those of this user."""
+    """Return this user's files in a directory that belong to runs without a process."""
     own = [path for path in directory.glob("megarl-*-*") if path.stat().st_uid == os.getuid()]
     run_ids = {path.name.split("-")[1] for path in own}
     dead = {run_id for run_id in run_ids if not RunScope(run_id=run_id).processes()}
@@ -121,7 +112,7 @@ def stale_files(directory: Path) -> list[Path]:
 
 
 def stale_finding(files: Sequence[Path]) -> Finding:
-    """What dead runs left in shared memory."""
+    """Report the files that dead runs left in shared memory."""
     if not files:
         return Finding(subject="stale files", found="none")
     size = sum(file.stat().st_size for file in files)
@@ -134,7 +125,7 @@ def stale_finding(files: Sequence[Path]) -> Finding:
 
 
 def files_finding(soft: int, hard: int) -> Finding:
-    """The limit of open files."""
+    """Report whether the limit of open files, soft and hard, is high enough."""
     unlimited = soft == resource.RLIM_INFINITY
     is_enough = unlimited or soft >= SMALLEST_FILES
     reachable = RECOMMENDED_FILES if hard == resource.RLIM_INFINITY else min(hard, RECOMMENDED_FILES)
@@ -144,3 +135,17 @@ def files_finding(soft: int, hard: int) -> Finding:
         status=Status.OK if is_enough else Status.WARN,
         advice="" if is_enough else f"Ray needs many on large runs: ulimit -n {reachable}",
     )
+
+
+def check_sandbox() -> Finding:
+    """Try to isolate a program that a model wrote; only rewards from tests of programs need it."""
+    try:
+        with Sandbox() as sandbox, sandbox.program(""):
+            return Finding(subject="code sandbox", found="namespaces, limits and the filter of system calls work")
+    except (ConfigError, WorkerError) as error:
+        return Finding(
+            subject="code sandbox",
+            found="programs cannot be shut in, so rewards from tests of programs refuse to run",
+            status=Status.WARN,
+            advice=str(error),
+        )

@@ -1,4 +1,4 @@
-"""Installed packages against what megarl's own metadata asks for on this platform."""
+"""Checks of the installed packages against the requirements in megarl's metadata for this platform."""
 
 import importlib.metadata
 import importlib.util
@@ -28,11 +28,18 @@ NVIDIA_APEX_MODULE = "multi_tensor_apply"
 
 
 def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
-    """Python, megarl, and every package that it requires on this platform.
+    """Check Python, megarl, and every package that it requires on this platform.
 
-    check_megatron: raises a ConfigError where another megatron-core than the tested one lacks something.
+    `check_megatron` raises a ConfigError if the installed megatron-core, when it is not the tested version, lacks
+    something that megarl needs.
     """
-    yield _python()
+    is_new = sys.version_info[:2] >= MIN_PYTHON
+    yield Finding(
+        subject="python",
+        found=f"{host.python_version()} ({host.machine()})",
+        status=Status.OK if is_new else Status.MISSING,
+        advice="" if is_new else f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer",
+    )
     yield Finding(subject="megarl", found=megarl.__version__)
     try:
         declared = importlib.metadata.requires("megarl") or []
@@ -50,26 +57,22 @@ def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
     for requirement in map(Requirement, declared):
         if requirement.marker is None or requirement.marker.evaluate({"extra": platform().name}):
             yield _package(requirement, check_megatron)
-    if platform().name == "cpu":
-        yield from _unwanted_on_cpu()
+    for name in ABSENT_ON_CPU if platform().name == "cpu" else ():
+        if (version := installed_version(name)) is not None and not version.endswith("+cpu"):
+            yield Finding(
+                subject=name,
+                found=f"{version}, a build that needs CUDA",
+                status=Status.MISSING,
+                advice=f"vLLM does not import beside it: pip uninstall {name}",
+            )
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution, None if there is none."""
+    """Return the version of an installed distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _python() -> Finding:
-    is_new = sys.version_info[:2] >= MIN_PYTHON
-    return Finding(
-        subject="python",
-        found=f"{host.python_version()} ({host.machine()})",
-        status=Status.OK if is_new else Status.MISSING,
-        advice="" if is_new else f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer",
-    )
 
 
 def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> Finding:
@@ -153,14 +156,3 @@ def _apex(requirement: "Requirement", version: str) -> Finding:
             advice=_install(requirement),
         )
     return Finding(subject="apex", found=f"{version}, NVIDIA's, with CUDA kernels")
-
-
-def _unwanted_on_cpu() -> Iterator[Finding]:
-    for name in ABSENT_ON_CPU:
-        if (version := installed_version(name)) is not None and not version.endswith("+cpu"):
-            yield Finding(
-                subject=name,
-                found=f"{version}, a build that needs CUDA",
-                status=Status.MISSING,
-                advice=f"vLLM does not import beside it: pip uninstall {name}",
-            )
