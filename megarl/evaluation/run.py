@@ -17,7 +17,7 @@ from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.evaluation.output import results_text, write_results
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import installed_versions
-from megarl.rewards.build import open_panel, reward_manager
+from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import RewardManager
 from megarl.rewards.routes import without_training
 from megarl.rollout.source import SamplingPlan
@@ -82,13 +82,13 @@ def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> 
 def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
     """Judged answers, greedy ones first; progress counts answers."""
     config, sources = inputs.config, inputs.data.data_sources
-    panel = open_panel(without_training(config.rewards, sources), sources)
+    rewards_config = without_training(config.rewards, sources)
     prompts = [inputs.data[i] for i in range(len(inputs.data))]
     labels = {prompt.uid: label for prompt, label in zip(prompts, inputs.labels, strict=True)}
     total = len(prompts) * (1 + config.rollout.num_samples)
     num_done, num_tokens, num_dropped, began = 0, 0, 0, time.monotonic()
     with (
-        closing(reward_manager(panel, inputs.tokenizer)) as rewards,
+        closing(open_rewards(rewards_config, sources, inputs.tokenizer)) as rewards,
         Progress(total=total, description="eval") as progress,
     ):
         for greedy, batch, judged in _batches(config, prompts, cluster, rewards):

@@ -1,6 +1,7 @@
-"""From the section `rewards` to the judges of a run."""
+"""Starts the judges of a run from the section `rewards`, and checks its data before."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.config.rewards import RewardsConfig
@@ -8,7 +9,7 @@ from megarl.data.chat import response_decoder
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.judge import Judge
-from megarl.rewards.manager import RULE, Panel, RewardManager
+from megarl.rewards.manager import RULE, RewardManager
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of
 from megarl.rewards.rule import RuleJudge, Rules
@@ -18,48 +19,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def open_panel(rewards: RewardsConfig, sources: Collection[str], *, model: Judge | None = None) -> Panel:
-    """The judges that data sources need, started. `model` is the reward model, if there is one.
+def open_rewards(
+    rewards: RewardsConfig,
+    sources: Collection[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    model: Judge | None = None,
+) -> RewardManager:
+    """Start the judges that data sources need. `tokenizer` is the policy's, `model` the reward model if there is one.
 
-    ConfigError if only a reward model judges one of them, and there is none.
+    ConfigError if only a reward model judges one of the data sources, and there is none.
     """
     rules = Rules(rewards)
     judges: dict[str, Judge] = {}
     if any(rules.knows(source) for source in sources):
         judges[RULE] = RuleJudge(rewards)
     for name in {name for source in sources for name in route_of(rewards, source)} - {RULE}:
-        judges[name] = _open_judge(rewards, name, model)
-    return Panel(
+        part = rewards.hybrid.parts.get(name)
+        if (part.manager if part else rewards.manager) == "remote":
+            judges[name] = RemoteJudge(rewards.remote, (part.urls if part else ()) or rewards.remote.urls, name=name)
+        elif model is None:
+            raise ConfigError(
+                "rewards.manager: a reward model judges samples only while a run trains; name data sources that have a "
+                "scorer, or set rewards.manager=rule"
+            )
+        else:
+            judges[name] = model
+    return RewardManager(
         judges=judges,
         summands={name: summand for name, summand in summands_of(rewards).items() if name in judges},
-        route=lambda source: route_of(rewards, source),
+        route=partial(route_of, rewards),
         knows=rules.knows,
+        decode=response_decoder(tokenizer),
+        tokenizer=tokenizer,
     )
 
 
-def _open_judge(rewards: RewardsConfig, name: str, model: Judge | None) -> Judge:
-    part = rewards.hybrid.parts.get(name)
-    if (part.manager if part else rewards.manager) == "remote":
-        return RemoteJudge(rewards.remote, (part.urls if part else ()) or rewards.remote.urls, name=name)
-    if model is None:
-        raise ConfigError(
-            "rewards.manager: a reward model judges samples only while a run trains; name data sources that have a "
-            "scorer, or set rewards.manager=rule"
-        )
-    return model
-
-
-def reward_manager(panel: Panel, tokenizer: "PreTrainedTokenizerBase") -> RewardManager:
-    """The manager of a run whose policy has this tokenizer."""
-
-    def show(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(token_ids))
-
-    return RewardManager(panel, response_decoder(tokenizer), show)
-
-
 def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt: an unknown source or a malformed ground truth shows now."""
+    """Judge an empty answer to every prompt, so that an unknown source or a malformed ground truth shows now."""
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
     for index in range(len(data)):

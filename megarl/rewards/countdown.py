@@ -4,12 +4,12 @@ import ast
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.registry import PARSE_FAILED, SCORERS
+from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.types import Reward
 
 TOLERANCE = 1e-5
@@ -34,7 +34,13 @@ def score_countdown(
     Otherwise `format_score` if there is an answer, 0 if there is none. `ground_truth` is JSON:
     {"numbers": [...], "target": n}.
     """
-    numbers, target = _parse_ground_truth(ground_truth)
+    try:
+        truth = json.loads(ground_truth)
+        numbers, target = sorted(int(n) for n in truth["numbers"]), Fraction(truth["target"])
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise DataError(
+            f'countdown ground truth is {ground_truth!r}, expected JSON like {{"numbers": [4, 5, 9], "target": 8}}'
+        ) from error
     answers = _ANSWER.findall(response)
     correct = bool(answers) and _reaches(answers[-1], numbers, target)
     score = 1.0 if correct else format_score if answers else 0.0
@@ -44,30 +50,17 @@ def score_countdown(
 SCORERS.register("megarl/countdown")(score_countdown)
 
 
-def _parse_ground_truth(text: str) -> tuple[list[int], Fraction]:
-    try:
-        truth = json.loads(text)
-        return sorted(int(n) for n in truth["numbers"]), Fraction(truth["target"])
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise DataError(
-            f'countdown ground truth is {text!r}, expected JSON like {{"numbers": [4, 5, 9], "target": 8}}'
-        ) from error
-
-
 def _reaches(text: str, numbers: list[int], target: Fraction) -> bool:
     text = text.strip().translate(_ASCII)
     if len(text) > MAX_EXPRESSION_CHARS or not _CHARACTERS.fullmatch(text):
         return False
     try:
         tree = ast.parse(text, mode="eval").body
+        constants: list[Any] = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         # The numbers come first: they bound the size of everything that is then computed.
-        return sorted(_literals(tree)) == numbers and abs(_value(tree) - target) < TOLERANCE
+        return sorted(constants) == numbers and abs(_value(tree) - target) < TOLERANCE
     except (SyntaxError, ValueError, ZeroDivisionError):
         return False
-
-
-def _literals(tree: ast.expr) -> Iterator[int]:
-    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))  # type: ignore[misc]
 
 
 def _value(node: ast.expr) -> Fraction:

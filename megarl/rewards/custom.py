@@ -1,4 +1,4 @@
-"""Reward functions from a file of the user's."""
+"""Reward functions from a file of the user's, of verl's kind or of OpenRLHF's."""
 
 import importlib.util
 import inspect
@@ -9,34 +9,52 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.errors import ConfigError, RunError
-from megarl.rewards.registry import Scorer
-from megarl.rewards.reward_func import PARAMETERS as BATCH_PARAMETERS
-from megarl.rewards.reward_func import call_reward_func, is_reward_func, reward_of_result
+from megarl.rewards.scorers import Scorer
+from megarl.rewards.wire import BadReplyError, decode_reply
 from megarl.types import Reward
 
+# What verl's functions take, and what OpenRLHF's do.
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_PARAMETERS = ("queries", "prompts", "labels")
 
 RewardFunction = Callable[..., Any]
+
+
+def judge_by_file(
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    path: str,
+    name: str,
+    data_source: str,
+    prompt: str,
+) -> Reward:
+    """Score a response by a function of a user's file. Workers of the verifier pool are told to call this."""
+    return load_reward_function(path, name, data_source=data_source, prompt=prompt)(response, ground_truth, extra_info)
 
 
 def load_reward_function(
     path: str | Path, name: str = "compute_score", *, data_source: str, prompt: str = ""
 ) -> Scorer:
-    """A function of a Python file, as a scorer of responses to `prompt`.
+    """Load a function of a Python file as a scorer of responses to `prompt`.
 
-    verl's `name(data_source, solution_str, ground_truth, extra_info)` returns a number, or a mapping with `score`, if
-    it likes `acc` (whether the answer is right; else score > 0), and further numbers for the metrics. OpenRLHF's
-    `name(queries, prompts, labels, **kwargs)` is called with lists of one entry (see `rewards.reward_func`).
-    ConfigError names file and line if the file cannot be loaded; RunError does so when a call fails or returns
-    something else.
+    verl's `name(data_source, solution_str, ground_truth, extra_info)` returns a number, or a mapping with `score`,
+    optionally `acc` (whether the answer is right; else score > 0), and further numbers for the metrics. OpenRLHF's
+    `name(queries, prompts, labels, **kwargs)` is called with lists of one entry and returns
+    {"rewards": …, "scores": …, "extra_logs": {…}}, of which the last two may be missing.
+
+    Raises:
+        ConfigError: the file cannot be loaded, or has no such function; names file and line.
+        RunError: a call of the scorer fails, or returns something else; names file and line too.
     """
     path = Path(path)
     function = load_function(path, name)
-    if is_reward_func(function):
+    parameters = inspect.signature(function).parameters
+    if set(BATCH_PARAMETERS) <= parameters.keys():
         return partial(score_batched, function=function, path=path, data_source=data_source, prompt=prompt)
     try:
         inspect.signature(function).bind(**dict.fromkeys(PARAMETERS))
@@ -49,65 +67,7 @@ def load_reward_function(
 
 @cache
 def load_function(path: Path, name: str) -> RewardFunction:
-    """The function of this name; the file is executed once in a process."""
-    function = getattr(_load(path), name, None)
-    if not callable(function):
-        raise ConfigError(f"{path}: has no function {name!r}; expected def {name}({', '.join(PARAMETERS)})")
-    return function
-
-
-def score_batched(
-    response: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any],
-    *,
-    function: RewardFunction,
-    path: Path,
-    data_source: str,
-    prompt: str,
-) -> Reward:
-    """The reward that OpenRLHF's kind of function returns."""
-    others = {"data_source": data_source, "extra_info": extra_info}
-    with _naming_the_line(path):
-        result = call_reward_func(function, prompt=prompt, response=response, ground_truth=ground_truth, others=others)
-    return reward_of_result(result, path)
-
-
-@contextmanager
-def _naming_the_line(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the user's code may raise anything
-        raise RunError(f"{path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
-
-
-def score_custom(
-    response: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any],
-    *,
-    function: RewardFunction,
-    path: Path,
-    data_source: str,
-) -> Reward:
-    """The reward that verl's kind of function returns."""
-    with _naming_the_line(path):
-        result = function(
-            data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
-        )
-    values = dict(result) if isinstance(result, Mapping) else {"score": result}
-    unusable = [key for key, value in values.items() if not _is_finite(value)]
-    if "score" not in values or unusable:
-        raise RunError(
-            f"{path}:{function.__code__.co_firstlineno if inspect.isfunction(function) else 1}: returned "
-            f"{str(result)[:120]}, expected a finite number, or finite numbers by name with 'score' among them"
-        )
-    score = float(values.pop("score"))
-    correct = bool(values.pop("acc", score > 0))
-    return Reward(score=score, correct=correct, details={key: float(value) for key, value in values.items()})
-
-
-def _load(path: Path) -> ModuleType:
+    """Load a function of a Python file; the file is executed once in a process."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a Python file with a reward function")
     spec = importlib.util.spec_from_file_location(f"megarl_reward_{path.stem}", path)
@@ -122,7 +82,20 @@ def _load(path: Path) -> ModuleType:
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from error
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
-    return module
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path}: has no function {name!r}; expected def {name}({', '.join(PARAMETERS)})")
+    loaded: RewardFunction = function
+    return loaded
+
+
+@contextmanager
+def _naming_the_line(path: Path) -> Iterator[None]:
+    """Turn what a call of the user's function raises into a RunError that names the line of the file."""
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        raise RunError(f"{path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
 
 
 def _line(error: Exception, path: Path) -> int:
@@ -131,8 +104,62 @@ def _line(error: Exception, path: Path) -> int:
     return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1)
 
 
-def _is_finite(value: Any) -> bool:
+def score_batched(
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    function: RewardFunction,
+    path: Path,
+    data_source: str,
+    prompt: str,
+) -> Reward:
+    """Score a response by OpenRLHF's kind of function, called with lists of one entry each."""
+    # Functions that take no further keywords are given none.
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    others = {"data_source": [data_source], "extra_info": [extra_info]} if takes_others else {}
+    with _naming_the_line(path):
+        result = function(queries=[prompt + response], prompts=[prompt], labels=[ground_truth], **others)
     try:
-        return math.isfinite(float(value))
+        return decode_reply(_plain(result), 1).reward(0)
+    except BadReplyError as error:
+        raise RunError(f"{path}: the reward function returned for one row: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Turn tensors and arrays into lists, of one number where they have no dimension."""
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        return value if isinstance(value, list) else [value]
+    return value
+
+
+def score_custom(
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    function: RewardFunction,
+    path: Path,
+    data_source: str,
+) -> Reward:
+    """Score a response by verl's kind of function."""
+    with _naming_the_line(path):
+        result = function(
+            data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
+        )
+    values = dict(result) if isinstance(result, Mapping) else {"score": result}
+    try:
+        numbers = {key: float(value) for key, value in values.items()}
     except (TypeError, ValueError):
-        return False
+        numbers = {}
+    if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
+        raise RunError(
+            f"{path}:{function.__code__.co_firstlineno if inspect.isfunction(function) else 1}: returned "
+            f"{str(result)[:120]}, expected a finite number, or finite numbers by name with 'score' among them"
+        )
+    score = numbers.pop("score")
+    numbers.pop("acc", None)
+    return Reward(score=score, correct=bool(values.get("acc", score > 0)), details=numbers)

@@ -12,7 +12,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """Rewards of one part: `values` of those rows of a batch that it judged, and the group of each."""
+    """Rewards of one part: the `values` of those rows of a batch that it judged, and the group of each row."""
 
     values: Sequence[float]
     groups: Sequence[Hashable]
@@ -20,7 +20,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summand:
-    """w_k and f_k; `clip` is that of the transform of this name."""
+    """A part of a mixture: its weight w_k, its transform f_k, and the bounds of the transform `clip`."""
 
     weight: float = 1.0
     transform: str = "identity"
@@ -33,19 +33,21 @@ TRANSFORMS: Registry[Transform] = Registry("transform", key="rewards.hybrid.part
 
 @TRANSFORMS.register("identity")
 def identity(raw: Raw, summand: Summand) -> list[float]:
-    """r."""
+    """The reward r itself."""
     return list(raw.values)
 
 
 @TRANSFORMS.register("sigmoid")
 def sigmoid(raw: Raw, summand: Summand) -> list[float]:
-    """1 / (1 + e^−r): of a reward model, the probability that the answer is preferred to one of reward 0."""
-    return [_logistic(value) for value in raw.values]
+    """1 / (1 + e^−r): for a reward model, the probability that the answer is preferred to one of reward 0."""
+    # e^|r| would overflow.
+    small = [math.exp(-abs(value)) for value in raw.values]
+    return [1 / (1 + s) if value >= 0 else s / (1 + s) for value, s in zip(raw.values, small, strict=True)]
 
 
 @TRANSFORMS.register("clip")
 def clip(raw: Raw, summand: Summand) -> list[float]:
-    """min(max(r, low), high)."""
+    """The reward within bounds, min(max(r, low), high)."""
     assert summand.clip is not None, "the configuration was checked"
     low, high = summand.clip
     return [min(max(value, low), high) for value in raw.values]
@@ -53,13 +55,13 @@ def clip(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("batch_zscore")
 def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """(r − mean) / (std + 1e-6) over all rows that the part judged, std with n − 1; 0 if there is one row."""
+    """(r − mean) / (std + 1e-6) over all rows that the part judged, std with n − 1; 0 for a single row."""
     return _zscores(raw.values)
 
 
 @TRANSFORMS.register("group_zscore")
 def group_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """As `batch_zscore`, over the rows of each group."""
+    """Z-scores as in `batch_zscore`, but over the rows of each group."""
     rows: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(raw.groups):
         rows[group].append(row)
@@ -73,7 +75,7 @@ def group_zscore(raw: Raw, summand: Summand) -> list[float]:
 def mix(
     rewards: Mapping[str, Mapping[int, float]], summands: Mapping[str, Summand], groups: Sequence[Hashable]
 ) -> dict[int, float]:
-    """The mixture by row. `rewards[part][row]` is r_k; `groups` is of every row, judged or not."""
+    """Mix rewards, by row: `rewards[part][row]` is r_k; `groups` has the group of every row, judged or not."""
     total: dict[int, float] = defaultdict(float)
     for name, judged in rewards.items():
         summand, rows = summands[name], list(judged)
@@ -81,12 +83,6 @@ def mix(
         for row, value in zip(rows, TRANSFORMS.get(summand.transform)(raw, summand), strict=True):
             total[row] += summand.weight * value
     return dict(total)
-
-
-def _logistic(value: float) -> float:
-    # e^|r| would overflow.
-    small = math.exp(-abs(value))
-    return 1 / (1 + small) if value >= 0 else small / (1 + small)
 
 
 def _zscores(values: Sequence[float]) -> list[float]:

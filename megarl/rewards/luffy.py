@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megarl.rewards.answers import MODES, last_boxed
 from megarl.rewards.mathematics import compare_either, gold_answer, reward_of_answer, score_math_verify
-from megarl.rewards.registry import SCORERS, Scorer, reward_of
+from megarl.rewards.scorers import SCORERS, Scorer, reward_of
 from megarl.types import Reward
 
 _THINK_END = "</think>"

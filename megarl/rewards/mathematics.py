@@ -23,7 +23,7 @@ from megarl.rewards.answers import (
     same_string,
 )
 from megarl.rewards.answers.guard import costly
-from megarl.rewards.registry import SCORERS, Scorer, reward_of
+from megarl.rewards.scorers import SCORERS, Scorer, reward_of
 from megarl.types import Reward
 
 # math-verify warns that nothing limits its time: here the caller does.

@@ -1,4 +1,4 @@
-"""Who is asked about a data source, as the section `rewards` says."""
+"""Which judges are asked about a data source, as the section `rewards` says."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -11,29 +11,26 @@ from megarl.rewards.rule import Rules
 
 
 def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
-    """Who is rewarded for what, by the names that judges have: that of the rule is always `rule`."""
+    """What the reward of each judge counts, by the judge's name; the rule is always called `rule`."""
     if rewards.manager != "hybrid":
         return {rewards.manager: Summand()}
     return {
-        _judge_name(rewards, name): Summand(weight=part.weight, transform=part.transform, clip=part.clip)
+        RULE if part.manager == "rule" else name: Summand(weight=part.weight, transform=part.transform, clip=part.clip)
         for name, part in rewards.hybrid.parts.items()
     }
 
 
 def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
-    """The judges whose rewards make up that of a data source."""
+    """The names of the judges whose rewards make up that of a data source."""
     if rewards.manager != "hybrid":
         return (rewards.manager,)
-    names = rewards.hybrid.routes.get(data_source, tuple(rewards.hybrid.parts))
-    return tuple(_judge_name(rewards, name) for name in names)
-
-
-def _judge_name(rewards: RewardsConfig, part: str) -> str:
-    return RULE if rewards.hybrid.parts[part].manager == "rule" else part
+    parts = rewards.hybrid.parts
+    names = rewards.hybrid.routes.get(data_source, tuple(parts))
+    return tuple(RULE if parts[name].manager == "rule" else name for name in names)
 
 
 def without_training(rewards: RewardsConfig, sources: Collection[str]) -> RewardsConfig:
-    """Who judges where nothing is trained: the rule, by whose scores runs can be compared, if it knows all sources."""
+    """The section for where nothing is trained: the rule judges, so that runs compare, if it knows all sources."""
     rules = Rules(rewards)
     if all(rules.knows(source) for source in sources):
         return replace(rewards, manager="rule", hybrid=HybridConfig())
@@ -41,7 +38,7 @@ def without_training(rewards: RewardsConfig, sources: Collection[str]) -> Reward
 
 
 def check_sources(rewards: RewardsConfig, data_sources: Collection[str]) -> None:
-    """ConfigError for a custom file that does not load, settings of sources that do not fit, and unknown sources."""
+    """Raise ConfigError for a custom file that does not load, settings that do not fit, and unknown sources."""
     rules = Rules(rewards)
     if rewards.custom.path is not None:
         load_reward_function(rewards.custom.path, rewards.custom.name, data_source="")

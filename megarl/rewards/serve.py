@@ -18,7 +18,7 @@ from starlette.routing import Route
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
 from megarl.rewards.rule import Question, RuleJudge, outcome_of
-from megarl.rewards.verifier import Verdict
+from megarl.rewards.verifier import JobResult
 from megarl.types import Reward
 
 PATH = "/get_reward"
@@ -30,9 +30,9 @@ _LOGGED_OUTCOMES = ("timed_out", "parse_failed", "crashed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where a service listens (port 0: any free one), and how many rows it has in work at most.
+    """Where a service listens (port 0: any free one), and how many rows it judges at a time.
 
-    data_source: of requests that name none.
+    data_source: that of requests which name none.
     """
 
     host: str = "127.0.0.1"
@@ -46,14 +46,14 @@ class BadRequestError(Exception):
 
 
 class RewardService:
-    """Answers requests. One event loop may use it."""
+    """Answers requests for rewards. Only one event loop may use it."""
 
     def __init__(self, judge: RuleJudge, options: ServeOptions) -> None:
         self._judge, self._options = judge, options
         self._num_in_work, self._num_judged = 0, 0
 
     def app(self) -> Starlette:
-        """The routes: POST `PATH`, GET /health."""
+        """Build the application: POST `PATH`, GET /health."""
         return Starlette(
             routes=[
                 Route(PATH, self._answer, methods=["POST"]),
@@ -66,34 +66,41 @@ class RewardService:
 
     async def _answer(self, request: Request) -> Response:
         try:
-            questions = decode_request(await _read(request), self._options.data_source)
+            content = bytearray()
+            async for part in request.stream():
+                content += part
+                if len(content) > MAX_REQUEST_BYTES:
+                    raise BadRequestError(f"got more than {MAX_REQUEST_BYTES} bytes; send fewer rows at a time")
+            try:
+                body = json.loads(content)
+            except ValueError as error:
+                raise BadRequestError(f"got no JSON: {error}") from error
+            questions = decode_request(body, self._options.data_source)
             # A request that is larger than the bound is taken when nothing else is in work.
             if self._num_in_work and self._num_in_work + len(questions) > self._options.max_rows:
-                return _refusal(503, f"{self._num_in_work} rows are in work; try again", retry_s=1)
-            return JSONResponse(await self._judged(questions))
+                refusal = {"error": f"{self._num_in_work} rows are in work; try again"}
+                return JSONResponse(refusal, status_code=503, headers={"retry-after": "1"})
+            self._num_in_work += len(questions)
+            try:
+                pending = [asyncio.wrap_future(self._judge.submit(question)) for question in questions]
+                results = await asyncio.gather(*pending)
+            finally:
+                self._num_in_work -= len(questions)
+            self._num_judged += len(questions)
+            rewards = [self._judge.rules.reward(q.data_source, r) for q, r in zip(questions, results, strict=True)]
+            return JSONResponse(encode_reply(rewards, results))
         except (BadRequestError, ConfigError, DataError) as error:
-            return _refusal(422, str(error))
+            return JSONResponse({"error": str(error)}, status_code=422)
         except (RunError, NonFiniteError) as error:
-            return _refusal(500, str(error))
-
-    async def _judged(self, questions: Sequence[Question]) -> dict[str, Any]:
-        self._num_in_work += len(questions)
-        try:
-            pending = [asyncio.wrap_future(self._judge.submit(question)) for question in questions]
-            verdicts = await asyncio.gather(*pending)
-        finally:
-            self._num_in_work -= len(questions)
-        self._num_judged += len(questions)
-        rewards = [self._judge.rules.reward(q.data_source, v) for q, v in zip(questions, verdicts, strict=True)]
-        return encode_reply(rewards, verdicts)
+            return JSONResponse({"error": str(error)}, status_code=500)
 
 
-def encode_reply(rewards: Sequence[Reward], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Rewards, correctness as `scores`, and outcomes and details as `extra_logs`; RunError for a dropped row."""
-    for row, (reward, verdict) in enumerate(zip(rewards, verdicts, strict=True)):
+def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dict[str, Any]:
+    """Encode rewards, correctness as `scores`, outcomes and details as `extra_logs`; RunError for a dropped row."""
+    for row, (reward, result) in enumerate(zip(rewards, results, strict=True)):
         if reward.dropped:
-            raise RunError(f"row {row}: the reward function has no answer: {verdict.outcome}, {verdict.reason}")
-    outcomes = [outcome_of(verdict) for verdict in verdicts]
+            raise RunError(f"row {row}: the reward function has no answer: {result.outcome}, {result.reason}")
+    outcomes = [outcome_of(result) for result in results]
     # Details that some rows lack have no place in lists of one entry per row.
     shared = set.intersection(*(set(reward.details) for reward in rewards)) if rewards else set()
     return {
@@ -107,7 +114,7 @@ def encode_reply(rewards: Sequence[Reward], verdicts: Sequence[Verdict]) -> dict
 
 
 def decode_request(body: Any, data_source: str | None) -> list[Question]:
-    """What a request asks; BadRequestError if it is none. Responses are what follows the prompts in the queries."""
+    """Read the questions of a request, whose queries are prompt + response; BadRequestError if it has another form."""
     if not isinstance(body, Mapping):
         raise BadRequestError("got no object, expected query, prompts and labels")
     texts = {name: _texts(body, name) for name in ("query", "prompts", "labels")}
@@ -119,8 +126,18 @@ def decode_request(body: Any, data_source: str | None) -> list[Question]:
     for name, column in {**texts, "data_source": sources, "extra_info": extras}.items():
         if len(column) != num_rows:
             raise BadRequestError(f"{name}: got {len(column)} rows, expected {num_rows}, those of query")
+    questions = []
     rows = zip(texts["query"], texts["prompts"], texts["labels"], sources, extras, strict=True)
-    return [_question(i, *row) for i, row in enumerate(rows)]
+    for row, (query, prompt, label, source, extra) in enumerate(rows):
+        if not query.startswith(prompt):
+            raise BadRequestError(f"query[{row}]: does not start with prompts[{row}]")
+        if source is None:
+            raise BadRequestError("data_source: is missing; send it, or start the service with --data-source")
+        response = query.removeprefix(prompt)
+        questions.append(
+            Question(data_source=source, prompt=prompt, response=response, ground_truth=label, extra_info=extra)
+        )
+    return questions
 
 
 def _texts(body: Mapping[str, Any], name: str) -> list[str]:
@@ -130,35 +147,8 @@ def _texts(body: Mapping[str, Any], name: str) -> list[str]:
     return column
 
 
-def _question(row: int, query: str, prompt: str, label: str, source: str | None, extra: Mapping[str, Any]) -> Question:
-    if not query.startswith(prompt):
-        raise BadRequestError(f"query[{row}]: does not start with prompts[{row}]")
-    if source is None:
-        raise BadRequestError("data_source: is missing; send it, or start the service with --data-source")
-    return Question(
-        data_source=source, prompt=prompt, response=query.removeprefix(prompt), ground_truth=label, extra_info=extra
-    )
-
-
-async def _read(request: Request) -> Any:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_REQUEST_BYTES:
-            raise BadRequestError(f"got more than {MAX_REQUEST_BYTES} bytes; send fewer rows at a time")
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise BadRequestError(f"got no JSON: {error}") from error
-
-
-def _refusal(status: int, reason: str, *, retry_s: int | None = None) -> Response:
-    headers = {} if retry_s is None else {"retry-after": str(retry_s)}
-    return JSONResponse({"error": reason}, status_code=status, headers=headers)
-
-
 class _Server(uvicorn.Server):
-    """Ends on SIGTERM and SIGINT when answers under way are sent, as success; uvicorn would die of the signal."""
+    """Ends with success on SIGTERM and SIGINT when answers under way are sent; uvicorn would die of the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -178,7 +168,7 @@ class _Server(uvicorn.Server):
 
 
 def serve_rewards(rewards: RewardsConfig, options: ServeOptions) -> None:
-    """Serve until a signal says stop. RunError if the address cannot be had."""
+    """Serve rewards until a signal says stop. RunError if the address cannot be had."""
     with contextlib.closing(RuleJudge(rewards)) as judge:
         config = uvicorn.Config(
             RewardService(judge, options).app(),

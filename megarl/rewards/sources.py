@@ -1,4 +1,4 @@
-"""Which scorer judges a data source, and what right and wrong are worth there."""
+"""Data sources: which scorer judges each, and what right and wrong are worth there."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,21 +8,20 @@ from typing import Any
 from megarl.errors import ConfigError
 from megarl.registry import unknown_name
 from megarl.rewards.answers import Mode
-from megarl.rewards.formats import FORMATS
-from megarl.rewards.registry import PARSE_FAILED, SCORERS
+from megarl.rewards.scorers import FORMATS, PARSE_FAILED, SCORERS
 from megarl.types import Reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """How responses to prompts of one data source are scored: wrong + (correct − wrong)·x, x in [0, 1].
+    """How responses to prompts of one data source are scored: wrong + (correct − wrong)·x, with x in [0, 1].
 
-    x is what the scorer says, mixed with the format if that has a weight w: (1 − w)·x + w·[the format is right].
+    x is the scorer's score s, mixed with the format if that has a weight w: x = (1 − w)·s + w·[the format is right].
 
     scorer: name in `SCORERS`.
     correct, wrong: rewards of x = 1 and x = 0.
-    malformed: reward where no answer could be read; None: as `wrong`.
-    mode: how answers are found and compared, of scorers that have modes.
+    malformed: reward where no answer could be read; None: the same as `wrong`.
+    mode: how answers are found and compared, for scorers that have modes.
     format, format_weight: name in `FORMATS`, and w.
     """
 
@@ -49,36 +48,37 @@ class SourceSpec:
 
     @property
     def variant(self) -> str:
-        """Name in `SCORERS` of the scorer in this mode."""
+        """The name in `SCORERS` of the scorer in this mode."""
         return self.scorer if self.mode == "fix" else f"{self.scorer}@{self.mode}"
 
 
-def _each(names: str, spec: SourceSpec) -> dict[str, SourceSpec]:
-    return dict.fromkeys(names.split(), spec)
-
-
 SOURCES: Mapping[str, SourceSpec] = {
-    **_each("hendrycks_math hendrycks_math:train_MATH-500:test math500", SourceSpec(scorer="math", wrong=-1.0)),
-    **_each("hendrycks_math01", SourceSpec(scorer="math")),
-    **_each("amc23 aime2024 aime2025", SourceSpec(scorer="strict", wrong=-1.0)),
-    **_each("gpqa", SourceSpec(scorer="letters")),
-    **_each("codecontests apps codeforces taco", SourceSpec(scorer="code", wrong=-1.0)),
-    **_each("hiyouga/geometry3k", SourceSpec(scorer="math")),
-    **_each("lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500", SourceSpec(scorer="strict")),
-    **_each("math_dapo math_dapo_reasoning", SourceSpec(scorer="answer_line", wrong=-1.0)),
-    **_each(
-        "numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc numina_cn_k12 numina_olympiads",
-        SourceSpec(scorer="math"),
-    ),
-    **_each("luffy/1", SourceSpec(scorer="luffy/1", wrong=-0.5, malformed=-1.0)),
+    name: spec
+    for names, spec in (
+        ("hendrycks_math hendrycks_math:train_MATH-500:test math500", SourceSpec(scorer="math", wrong=-1.0)),
+        ("hendrycks_math01", SourceSpec(scorer="math")),
+        ("amc23 aime2024 aime2025", SourceSpec(scorer="strict", wrong=-1.0)),
+        ("gpqa", SourceSpec(scorer="letters")),
+        ("codecontests apps codeforces taco", SourceSpec(scorer="code", wrong=-1.0)),
+        ("hiyouga/geometry3k", SourceSpec(scorer="math")),
+        ("lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500", SourceSpec(scorer="strict")),
+        ("math_dapo math_dapo_reasoning", SourceSpec(scorer="answer_line", wrong=-1.0)),
+        (
+            "numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc numina_cn_k12 "
+            "numina_olympiads",
+            SourceSpec(scorer="math"),
+        ),
+        ("luffy/1", SourceSpec(scorer="luffy/1", wrong=-0.5, malformed=-1.0)),
+    )
+    for name in names.split()
 }
 
 
 def source_spec(data_source: str, **changes: Any) -> SourceSpec:
-    """The specification of a data source, with `changes` of its fields.
+    """Look up the specification of a data source, with `changes` of its fields.
 
     A scorer's name is a data source too, worth 1 and 0. A change of `scorer` starts from that scorer's own values.
-    ConfigError lists the known names if `data_source` is none of them, and the known scorers likewise.
+    ConfigError lists the known names if `data_source` or the scorer is none of them.
     """
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
@@ -99,12 +99,10 @@ def score(
     source: SourceSpec | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Reward:
-    """The reward of `response`, by `source` or by what `SOURCES` says of the data source.
+    """Score a response by `source` or, without it, by what `SOURCES` says of the data source.
 
-    `arguments` are further ones of the scorer.
-
-    `details["parse_failed"]` is 1 where no answer could be read. ConfigError lists the known sources if `data_source`
-    is none of them; DataError is for a malformed ground truth.
+    `arguments` are further ones of the scorer. `details["parse_failed"]` is 1 where no answer could be read.
+    ConfigError lists the known sources if `data_source` is none of them; DataError is for a malformed ground truth.
     """
     spec = source_spec(data_source) if source is None else source
     scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
@@ -116,3 +114,16 @@ def score(
         return Reward(score=spec.malformed, correct=False, details=details)
     share = (1.0 - spec.format_weight) * reward.score + spec.format_weight * well_formed
     return Reward(score=spec.wrong + (spec.correct - spec.wrong) * share, correct=reward.correct, details=details)
+
+
+def judge_by_source(
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    data_source: str,
+    source: SourceSpec,
+    arguments: Mapping[str, Any],
+) -> Reward:
+    """Call `score` for one response. Workers of the verifier pool are told to call this."""
+    return score(data_source, response, ground_truth, extra_info, source=source, arguments=arguments)

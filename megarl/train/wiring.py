@@ -10,7 +10,7 @@ from megarl.record.metrics import Timers
 from megarl.record.performance import PerformanceMeter
 from megarl.record.profiling import StepProfiler
 from megarl.record.recorder import RunRecorder
-from megarl.rewards.build import open_panel, reward_manager
+from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.replay import ReplaySource
 from megarl.rollout.source import RolloutSource
@@ -95,10 +95,10 @@ def _reward_managers(
         limit, scorer = max_reward_tokens(inputs.config), scorers[Role.REWARD]
         model = ModelJudge(ModelRewards(scorer, inputs.conversations, max_tokens=limit, enter=memory.enter))
     val_sources = set() if inputs.val is None else inputs.val.data_sources
-    panel = open_panel(inputs.config.rewards, inputs.train.data_sources | val_sources, model=model)
-    rewards = reward_manager(panel, inputs.tokenizer)
-    by_rule = bool(val_sources) and all(map(panel.knows, val_sources))
-    return rewards, reward_manager(panel.by_rule(), inputs.tokenizer) if by_rule else rewards
+    sources = inputs.train.data_sources | val_sources
+    rewards = open_rewards(inputs.config.rewards, sources, inputs.tokenizer, model=model)
+    by_rule = bool(val_sources) and all(map(rewards.knows, val_sources))
+    return rewards, rewards.by_rule() if by_rule else rewards
 
 
 def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.MemoryLedger, timers: Timers) -> UpdateStage:

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.verifier import Verdict, VerifierJob
+from megarl.rewards.verifier import JobResult, VerifierJob
 
 SCORERS = "tests.helpers.hostile_scorers"
 
@@ -19,7 +19,7 @@ def job(scorer: str, response: str = "a", ground_truth: str = "a", **extra_info:
     )
 
 
-def details_of(verdict: Verdict) -> dict[str, Any]:
+def details_of(verdict: JobResult) -> dict[str, Any]:
     """Of the scorer `process`: `pid` is the worker's, `parent` the fork server's."""
     assert verdict.reward is not None
     return dict(verdict.reward.details)

@@ -21,7 +21,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.rewards.verifier import Verdict, VerifierJob, VerifierOptions, VerifierPool
+from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
 from tools.bench import verify_scorer
 from tools.bench.verify_contenders import children
 
@@ -170,10 +170,10 @@ class Caller:
         self.latest_tick = max(self.latest_tick, time.monotonic() - began - TICK_S)
 
 
-def run(pool: VerifierPool, count: int, seed: int) -> tuple[dict[str, list[Verdict]], list[Checkpoint], Caller]:
+def run(pool: VerifierPool, count: int, seed: int) -> tuple[dict[str, list[JobResult]], list[Checkpoint], Caller]:
     """A tenth at a time, as a trainer would with its steps."""
     rng, caller = random.Random(seed), Caller()
-    verdicts: dict[str, list[Verdict]] = {}
+    verdicts: dict[str, list[JobResult]] = {}
     checkpoints = []
     responses = list(make_responses(count, seed))
     size = max(1, count // 10)

@@ -25,7 +25,7 @@ FORK_LIMIT_S = 1.0
 
 def pool(num_workers: int, soft_limit_s: float) -> Verify:
     """Ours; further figures say how long jobs took and what became of the workers."""
-    from megarl.rewards.verifier import Verdict, VerifierJob, VerifierOptions, VerifierPool
+    from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
     from tools.bench import verify_scorer
 
     scorer = f"{verify_scorer.__name__}:{verify_scorer.score.__name__}"
@@ -46,7 +46,7 @@ def pool(num_workers: int, soft_limit_s: float) -> Verify:
             extra_info={"block_signals": item.kind == "blocking"},
         )
 
-    def value(verdict: Verdict) -> float | None:
+    def value(verdict: JobResult) -> float | None:
         return verdict.reward.score if verdict.reward and verdict.outcome == "scored" else None
 
     def verify(items: list[Item]) -> tuple[Verdicts, dict[str, Any]]:

@@ -1,6 +1,5 @@
-"""Rewards of programs: the code of a response is run against the tests of its problem, in a sandbox."""
+"""Rewards of programs, run against the tests of their problems."""
 
-from megarl.rewards.code.options import CodeOptions, Credit
-from megarl.rewards.code.scorer import score_code
+from megarl.rewards.code.scorer import CodeOptions, Credit, score_code
 
 __all__ = ["CodeOptions", "Credit", "score_code"]

@@ -1,27 +1,69 @@
-"""Scorer of programs."""
+"""Scores programs: the code of a response is run against the tests of its problem, in a sandbox."""
 
 import atexit
 import os
+import re
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from megarl.rewards.code.extract import extract_code
-from megarl.rewards.code.options import CodeOptions, Credit
+from megarl.errors import ConfigError
 from megarl.rewards.code.tests import Test, parse_tests
-from megarl.rewards.registry import PARSE_FAILED, SCORERS
-from megarl.sandbox import Ending, Outcome, Sandbox, SandboxOptions
+from megarl.rewards.scorers import PARSE_FAILED, SCORERS
+from megarl.sandbox import Ending, Sandbox, SandboxOptions
 from megarl.types import Reward
 
 # The name of this scorer.
 CODE = "code"
+# What ends a block is not taken, for it may be the fence of the next one.
+_BLOCK = re.compile(
+    r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)(?=^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+_LOCK = threading.Lock()
+_SANDBOXES: dict[tuple[int, SandboxOptions], Sandbox] = {}
+
+
+class Credit(StrEnum):
+    """The score of a program that passes k of n tests: k/n, or 1 if k = n and 0 otherwise."""
+
+    FRACTION = "fraction"
+    ALL_OR_NOTHING = "all_or_nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeOptions:
+    """How programs are run and what their results are worth.
+
+    float_tolerance: t, with which x is taken for a y written with a point or an exponent if |x−y| ≤ t·max(1, |y|);
+        None compares digits.
+    max_tests: how many of the first tests are run; None runs all.
+    max_timeouts: after so many time-outs the other tests count as timed out too: a program that hangs does so often.
+    """
+
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    credit: Credit = Credit.ALL_OR_NOTHING
+    float_tolerance: float | None = None
+    max_tests: int | None = None
+    max_timeouts: int = 3
+
+    def __post_init__(self) -> None:
+        if self.max_timeouts < 1:
+            raise ConfigError(f"rewards.code.max_timeouts: got {self.max_timeouts}, expected at least 1")
+        if self.max_tests is not None and self.max_tests < 1:
+            raise ConfigError(f"rewards.code.max_tests: got {self.max_tests}, expected at least 1, or null for all")
+        if self.float_tolerance is not None and not 0 <= self.float_tolerance < 1:
+            raise ConfigError(f"rewards.code.float_tolerance: got {self.float_tolerance}, expected one in [0, 1)")
+
+
 _DEFAULT = CodeOptions()
 
 
-class Verdict(StrEnum):
-    """Of one test; each has a count in `Reward.details`."""
+class TestVerdict(StrEnum):
+    """What came of running a program on one test; each value has a count in `Reward.details`."""
 
     PASSED = "passed"
     WRONG = "wrong"
@@ -35,13 +77,13 @@ class Verdict(StrEnum):
     NOT_RUN = "not_run"
 
 
-_VERDICTS: Mapping[Ending, Verdict] = {
-    Ending.SIGNALLED: Verdict.CRASHED,
-    Ending.CPU_TIME: Verdict.TIMED_OUT,
-    Ending.WALL_TIME: Verdict.TIMED_OUT,
-    Ending.MEMORY: Verdict.OVER_LIMIT,
-    Ending.OUTPUT: Verdict.OVER_LIMIT,
-    Ending.LOST: Verdict.LOST,
+_VERDICTS: Mapping[Ending, TestVerdict] = {
+    Ending.SIGNALLED: TestVerdict.CRASHED,
+    Ending.CPU_TIME: TestVerdict.TIMED_OUT,
+    Ending.WALL_TIME: TestVerdict.TIMED_OUT,
+    Ending.MEMORY: TestVerdict.OVER_LIMIT,
+    Ending.OUTPUT: TestVerdict.OVER_LIMIT,
+    Ending.LOST: TestVerdict.LOST,
 }
 
 
@@ -57,47 +99,47 @@ def score_code(
     tests = parse_tests(ground_truth or extra_info.get("ground_truth", ""), tolerance=options.float_tolerance)
     tests = tests[: options.max_tests]
     code = extract_code(response)
-    verdicts = [Verdict.NOT_RUN] * len(tests) if code is None else judge(code, tests, options)
+    verdicts = [TestVerdict.NOT_RUN] * len(tests) if code is None else run_tests(code, tests, options)
     counts = Counter(verdicts)
-    is_correct = counts[Verdict.PASSED] == len(tests)
-    score = counts[Verdict.PASSED] / len(tests) if options.credit is Credit.FRACTION else float(is_correct)
-    details = {verdict.value: float(counts[verdict]) for verdict in Verdict}
+    is_correct = counts[TestVerdict.PASSED] == len(tests)
+    score = counts[TestVerdict.PASSED] / len(tests) if options.credit is Credit.FRACTION else float(is_correct)
+    details = {verdict.value: float(counts[verdict]) for verdict in TestVerdict}
     details |= {PARSE_FAILED: float(code is None), "num_tests": float(len(tests))}
     return Reward(score=score, correct=is_correct, details=details)
 
 
-def judge(code: str, tests: Sequence[Test], options: CodeOptions) -> list[Verdict]:
-    """A verdict per test, all of them in one sandbox."""
-    verdicts: list[Verdict] = []
-    with _sandbox_of(options.sandbox).program(code) as program:
+def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:
+    """Run a program on tests, all of them in one sandbox."""
+    # One for each process and its options: starting it takes longer than running a program.
+    key = os.getpid(), options.sandbox
+    with _LOCK:
+        if key not in _SANDBOXES:
+            _SANDBOXES[key] = Sandbox(options.sandbox)
+    verdicts: list[TestVerdict] = []
+    with _SANDBOXES[key].program(code) as program:
         for test in tests:
-            verdicts.append(_verdict(test, program.run(test.task)))
-            if options.credit is Credit.ALL_OR_NOTHING and verdicts[-1] is not Verdict.PASSED:
-                return verdicts + [Verdict.NOT_RUN] * (len(tests) - len(verdicts))
-            if verdicts.count(Verdict.TIMED_OUT) == options.max_timeouts:
-                return verdicts + [Verdict.TIMED_OUT] * (len(tests) - len(verdicts))
+            outcome = program.run(test.task)
+            if outcome.ending is not Ending.EXITED:
+                verdict = _VERDICTS[outcome.ending]
+            elif not outcome.succeeded:
+                verdict = TestVerdict.CRASHED
+            else:
+                verdict = TestVerdict.PASSED if test.accepts(outcome) else TestVerdict.WRONG
+            verdicts.append(verdict)
+            if options.credit is Credit.ALL_OR_NOTHING and verdict is not TestVerdict.PASSED:
+                return verdicts + [TestVerdict.NOT_RUN] * (len(tests) - len(verdicts))
+            if verdicts.count(TestVerdict.TIMED_OUT) == options.max_timeouts:
+                return verdicts + [TestVerdict.TIMED_OUT] * (len(tests) - len(verdicts))
     return verdicts
 
 
-def _verdict(test: Test, outcome: Outcome) -> Verdict:
-    if outcome.ending is not Ending.EXITED:
-        return _VERDICTS[outcome.ending]
-    if not outcome.succeeded:
-        return Verdict.CRASHED
-    return Verdict.PASSED if test.accepts(outcome) else Verdict.WRONG
+def extract_code(response: str) -> str | None:
+    """Extract the last block fenced as Python, after `</think>` if there is one; None if there is none.
 
-
-_LOCK = threading.Lock()
-_SANDBOXES: dict[tuple[int, SandboxOptions], Sandbox] = {}
-
-
-def _sandbox_of(options: SandboxOptions) -> Sandbox:
-    """One for each process and its options: starting it takes longer than running a program."""
-    key = os.getpid(), options
-    with _LOCK:
-        if key not in _SANDBOXES:
-            _SANDBOXES[key] = Sandbox(options)
-        return _SANDBOXES[key]
+    A block that the end of the response cuts off counts: its program may be whole.
+    """
+    blocks = _BLOCK.findall(response.rpartition("</think>")[2])
+    return textwrap.dedent(blocks[-1]) if blocks else None
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""Tests of a problem, from the JSON that data sets keep them in.
+"""Reads the tests of a problem from the JSON of data sets, and says whether a program's answer passes one.
 
 | JSON | a test |
 |---|---|
@@ -12,61 +12,78 @@ to run beside the program.
 
 import ast
 import json
+import math
+import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.rewards.code.compare import as_json, same_output, same_value
 from megarl.sandbox import Call, Evaluate, Execute, Outcome, RunWithInput, Task
 from megarl.sandbox.jail.answer import AnswerError, decode
+
+# Whole numbers are exact: a tolerance would take 1000001 for 1000000.
+_INEXACT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """What to ask of a program, and whether what came of it is right (only asked of runs that succeeded)."""
+    """What to ask of a program, and the output, value or token that is expected of it."""
 
     # For pytest, which takes it for its own.
     __test__ = False
 
     task: Task
-    accepts: Callable[[Outcome], bool]
+    expected: Any
+    tolerance: float | None
+
+    def accepts(self, outcome: Outcome) -> bool:
+        """Whether a run that succeeded gave what is expected. A function's result may stand in a list of its own."""
+        if isinstance(self.task, RunWithInput):
+            return same_output(outcome.stdout.decode(errors="replace"), self.expected, self.tolerance)
+        try:
+            value = decode(outcome.answer)
+            if not isinstance(self.task, Call):
+                return same_value(value, self.expected, self.tolerance)
+            value = as_json(value)
+            is_wrapped = isinstance(self.expected, list) and len(self.expected) == 1
+            return same_value(value, self.expected, self.tolerance) or (
+                is_wrapped and same_value(value, self.expected[0], self.tolerance)
+            )
+        except (AnswerError, RecursionError):
+            return False
 
 
 def parse_tests(ground_truth: str | Mapping[str, Any], *, tolerance: float | None) -> list[Test]:
-    """In the order of the data; DataError if it is not of one of the forms above or has no test."""
+    """Read the tests of a problem, in the order of the data.
+
+    `tolerance` is that of numbers written with a point or an exponent, see `CodeOptions.float_tolerance`. DataError if
+    the data has none of the forms above, or no test.
+    """
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
-        tests = list(_tests(truth, tolerance))
-    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
-        raise _bad(ground_truth, str(error) or type(error).__name__) from error
-    if not tests:
-        raise _bad(ground_truth, "it has no tests")
-    return tests
-
-
-def _bad(ground_truth: object, why: str) -> DataError:
-    return DataError(
-        f"ground truth of a program is {str(ground_truth)[:200]!r}: {why}; expected JSON like "
-        '{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}, with "fn_name" for functions, or {"assert_case": ["assert …"]}'
-    )
-
-
-def _tests(truth: Any, tolerance: float | None) -> Iterator[Test]:
-    if not isinstance(truth, dict):
-        raise TypeError(f"it is a {type(truth).__name__}, not an object")
-    if cases := truth.get("assert_case"):
-        yield from (_assertion(case, tolerance) for case in _list(cases, "assert_case"))
-        return
-    inputs, outputs = _list(truth["inputs"], "inputs"), _list(truth["outputs"], "outputs")
-    if len(inputs) != len(outputs):
-        raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
-    for given, expected in zip(inputs, outputs, strict=True):
-        if name := truth.get("fn_name"):
-            yield _call(name, given, expected, tolerance)
+        if not isinstance(truth, dict):
+            raise TypeError(f"it is a {type(truth).__name__}, not an object")
+        if cases := truth.get("assert_case"):
+            tests = [_assertion(case, tolerance) for case in _list(cases, "assert_case")]
         else:
-            yield _script(_text(given), _text(expected), tolerance)
+            inputs, outputs = _list(truth["inputs"], "inputs"), _list(truth["outputs"], "outputs")
+            if len(inputs) != len(outputs):
+                raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
+            read = _call if truth.get("fn_name") else _script
+            rows = zip(inputs, outputs, strict=True)
+            tests = [read(truth.get("fn_name"), given, expected, tolerance) for given, expected in rows]
+        if not tests:
+            raise ValueError("it has no tests")
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
+        raise DataError(
+            f"ground truth of a program is {str(ground_truth)[:200]!r}: {str(error) or type(error).__name__}; expected "
+            'JSON like {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}, with "fn_name" for functions, or '
+            '{"assert_case": ["assert …"]}'
+        ) from error
+    return tests
 
 
 def _list(value: Any, name: str) -> Sequence[Any]:
@@ -75,68 +92,91 @@ def _list(value: Any, name: str) -> Sequence[Any]:
     return value
 
 
-def _text(value: Any) -> str:
-    """Some sets keep the lines of an input or output as a list."""
-    if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
-    if not isinstance(value, str):
-        raise TypeError(f"an input or output is {value!r}, neither text nor lines of text")
-    return value
+def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
+    """A test of a script. Some data sets keep the lines of an input or output as a list."""
+    texts = []
+    for value in (given, expected):
+        text = "\n".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
+        if not isinstance(text, str):
+            raise TypeError(f"an input or output is {value!r}, neither text nor lines of text")
+        texts.append(text)
+    return Test(task=RunWithInput(text=texts[0]), expected=texts[1], tolerance=tolerance)
 
 
-def _script(given: str, expected: str, tolerance: float | None) -> Test:
-    def accepts(outcome: Outcome) -> bool:
-        return same_output(outcome.stdout.decode(errors="replace"), expected, tolerance)
-
-    return Test(task=RunWithInput(text=given), accepts=accepts)
-
-
-def _call(name: str, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """Arguments are a list, or JSON, one a line. A result may stand in a list of its own."""
+def _call(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
+    """A test of a function, whose arguments are a list, or JSON, one a line."""
     arguments = [json.loads(line) for line in given.splitlines() if line] if isinstance(given, str) else given
-    wanted = as_json(_json_or_text(expected) if isinstance(expected, str) else expected)
-
-    def accepts(value: Any) -> bool:
-        value = as_json(value)
-        is_wrapped = isinstance(wanted, list) and len(wanted) == 1
-        return same_value(value, wanted, tolerance) or (is_wrapped and same_value(value, wanted[0], tolerance))
-
-    return Test(task=Call(function=str(name), arguments=_list(arguments, "an input")), accepts=_of_answer(accepts))
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    if isinstance(expected, str):
+        # What is not JSON is text.
+        with suppress(ValueError):
+            expected = json.loads(expected)
+    task = Call(function=str(name), arguments=_list(arguments, "an input"))
+    return Test(task=task, expected=as_json(expected), tolerance=tolerance)
 
 
 def _assertion(case: Any, tolerance: float | None) -> Test:
     if not isinstance(case, str):
         raise TypeError(f"an assert_case is {case!r}, not text")
     match ast.parse(case).body:
-        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))] if _is_literal(right):
-            wanted = ast.literal_eval(right)
-            task: Task = Evaluate(expression=ast.unparse(left))
-        case _:
-            wanted = secrets.token_hex(16)
-            task = Execute(statements=case, token=wanted)
-    return Test(task=task, accepts=_of_answer(lambda value: same_value(value, wanted, tolerance)))
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+            # Where the right side is not a literal, the assertion has to run as it is.
+            with suppress(ValueError, TypeError):
+                expected = ast.literal_eval(right)
+                return Test(task=Evaluate(expression=ast.unparse(left)), expected=expected, tolerance=tolerance)
+    token = secrets.token_hex(16)
+    return Test(task=Execute(statements=case, token=token), expected=token, tolerance=tolerance)
 
 
-def _is_literal(node: ast.expr) -> bool:
-    try:
-        ast.literal_eval(node)
-    except (ValueError, TypeError):
+def same_output(actual: str, expected: str, tolerance: float | None) -> bool:
+    """Compare outputs line by line and word by word; spacing and empty lines do not count."""
+    a, e = ([words for line in text.splitlines() if (words := line.split())] for text in (actual, expected))
+    if [len(words) for words in a] != [len(words) for words in e]:
         return False
+    for word, wanted in zip((w for words in a for w in words), (w for words in e for w in words), strict=True):
+        if word == wanted:
+            continue
+        if tolerance is None or not _INEXACT.fullmatch(wanted):
+            return False
+        try:
+            if not _is_close(float(word), float(wanted), tolerance):
+                return False
+        except ValueError:
+            return False
     return True
 
 
-def _of_answer(accepts: Callable[[Any], bool]) -> Callable[[Outcome], bool]:
-    def decoded(outcome: Outcome) -> bool:
-        try:
-            return accepts(decode(outcome.answer))
-        except (AnswerError, RecursionError):
+def same_value(actual: Any, expected: Any, tolerance: float | None) -> bool:
+    """Compare Python values; with a tolerance, floats within lists, tuples and dicts may differ by it."""
+    try:
+        if tolerance is None or actual == expected:
+            return bool(actual == expected)
+        if isinstance(expected, float) and isinstance(actual, int | float):
+            return _is_close(actual, expected, tolerance)
+        if type(actual) is not type(expected):
             return False
+        if isinstance(expected, list | tuple):
+            pairs = zip(actual, expected, strict=False)
+            return len(actual) == len(expected) and all(same_value(a, e, tolerance) for a, e in pairs)
+        if isinstance(expected, dict):
+            keys = expected.keys()
+            return actual.keys() == keys and all(same_value(actual[k], expected[k], tolerance) for k in keys)
+        return False
+    except RecursionError:
+        return False
 
-    return decoded
+
+def as_json(value: Any) -> Any:
+    """Convert a value as JSON would have kept it: tuples to lists, keys of dicts to strings."""
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, dict):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    return value
+
+
+def _is_close(actual: float, expected: float, tolerance: float) -> bool:
+    try:
+        return math.isfinite(actual) and abs(actual - expected) <= tolerance * max(1.0, abs(expected))
+    except OverflowError:
+        # An integer beyond every float.
+        return False

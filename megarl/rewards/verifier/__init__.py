@@ -2,23 +2,23 @@
 
     with VerifierPool(VerifierOptions(num_workers=4)) as pool:
         job = VerifierJob(data_source="math", response="…", ground_truth="1/2", function="module:function")
-        verdict = pool.submit(job).result()
+        result = pool.submit(job).result()
 
-A caller decides what a verdict without a reward (`timed_out`, `crashed`) is worth; the pool does not invent scores.
+A caller decides what a result without a reward (`timed_out`, `crashed`) is worth; the pool does not invent scores.
 """
 
 from megarl.rewards.verifier.pool import VerifierPool
 from megarl.rewards.verifier.types import (
-    Outcome,
-    Verdict,
+    JobOutcome,
+    JobResult,
     VerifierJob,
     VerifierOptions,
     VerifierStatistics,
 )
 
 __all__ = [
-    "Outcome",
-    "Verdict",
+    "JobOutcome",
+    "JobResult",
     "VerifierJob",
     "VerifierOptions",
     "VerifierPool",

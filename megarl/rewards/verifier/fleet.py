@@ -14,34 +14,34 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megarl.errors import WorkerError
-from megarl.rewards.verifier.channel import Channel, write_message
-from megarl.rewards.verifier.types import Verdict, VerifierOptions
+from megarl.rewards.verifier.messages import Channel, write_message
+from megarl.rewards.verifier.types import JobResult, VerifierOptions
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _EXIT_S = 5.0
-# As often all workers may, one after the other, fail to become ready.
+# How often all workers, one after the other, may fail to become ready.
 _MAX_FAILED_STARTS = 3
-_PACKAGE = __name__.rpartition(".")[0]
+_SERVER = "megarl.rewards.verifier.fork_server"
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
-    """A job on its way: `message` is what a worker reads."""
+class PendingJob:
+    """A job that has no result yet: `message` is what a worker reads, `shortened` whether it sees only the end."""
 
     message: bytes
     function: str
     shortened: bool
-    future: Future[Verdict]
+    future: Future[JobResult]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """A worker process; `pidfd` is known once it is ready, `task` while it executes one."""
+    """A worker process: `pidfd` is known once it is ready, `job` is set while it executes one."""
 
     channel: Channel
     pidfd: int | None = None
-    task: Task | None = None
-    # On the monotonic clock: when the task's execution began, and when that, or the start, will have taken too long.
+    job: PendingJob | None = None
+    # On the monotonic clock: when the job's execution began, and when that, or the start, will have taken too long.
     since: float = 0.0
     expires: float = 0.0
     # Scorers that it has imported.
@@ -49,9 +49,9 @@ class Worker:
 
 
 class Fleet:
-    """Keeps `num_workers + num_spares` workers alive. Only one thread may use it, the one that made it.
+    """Keeps `num_workers + num_spares` workers alive. Only the thread that made it may use it.
 
-    `on_event` is called with a worker that has something to read, or that has ended.
+    `on_event` is called with a worker that has sent something, or that has ended.
     """
 
     def __init__(
@@ -63,15 +63,14 @@ class Fleet:
         self._failed_starts = 0
         self._server: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        self._start_server()
-        self.replenish()
+    def start_server(self, _: int = 0) -> None:
+        """Start the fork server, in the place of one that has ended, for it says nothing else; its workers have too.
 
-    def _start_server(self) -> None:
-        """A process of its own, not a fork; its parent is this thread, with which it dies."""
-        self._server = None
+        It is a process of its own, not a fork; its parent is this thread, with which it dies.
+        """
+        self._stop_server()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", _PACKAGE, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", _SERVER, str(theirs.fileno()), str(os.getpid())]
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {
             **os.environ,
@@ -87,25 +86,22 @@ class Fleet:
         theirs.close()
         self._control = ours
         write_message(ours, pickle.dumps(self._options))
-        self._selector.register(ours, _READ, self._read_server)
-
-    def _read_server(self, _: int) -> None:
-        """The server has ended, for it says nothing; its workers have too. Another one is started."""
-        self._stop_server()
-        self._start_server()
+        self._selector.register(ours, _READ, self.start_server)
 
     def _stop_server(self) -> None:
-        assert self._server is not None
+        server, self._server = self._server, None
+        if server is None:
+            return
         self._selector.unregister(self._control)
         self._control.close()
         try:
-            self._server.wait(_EXIT_S)
+            server.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
+            server.kill()
+            server.wait()
 
     def replenish(self) -> None:
-        """Asks for the workers that are missing."""
+        """Ask the fork server for the workers that are missing."""
         for _ in range(self._size - len(self.workers)):
             ours, theirs = socket.socketpair()
             with theirs, suppress(ConnectionError):
@@ -118,19 +114,24 @@ class Fleet:
 
     def _handle(self, worker: Worker, events: int) -> None:
         if events & _WRITE:
-            self._flush(worker)
+            self.flush(worker)
         if not events & _READ:
             return
         if worker.pidfd is not None:
             self._on_event(worker)
             return
-        if files := worker.channel.read_files():
+        try:
+            # None at the end of the stream.
+            files = socket.recv_fds(worker.channel.connection, 1, 1)[1]
+        except ConnectionError:
+            files = []
+        if files:
             worker.pidfd, self._failed_starts = files[0], 0
         else:
             self.give_up(worker)
 
     def give_up(self, worker: Worker) -> None:
-        """Discards a worker that has not become ready; WorkerError if that is all they do."""
+        """Discard a worker that did not become ready; WorkerError after too many of them in a row."""
         self.discard(worker)
         self._failed_starts += 1
         if self._failed_starts >= _MAX_FAILED_STARTS * self._size:
@@ -140,34 +141,30 @@ class Fleet:
                 "preload can be imported"
             )
 
-    def send(self, worker: Worker, message: bytes) -> None:
-        """Never waits; a worker that has ended is noticed where it is read from."""
-        with suppress(ConnectionError):
-            worker.channel.send(message)
-        self._watch(worker)
+    def flush(self, worker: Worker) -> None:
+        """Send what a worker's socket has room for, and the rest when it has more; never waits.
 
-    def _flush(self, worker: Worker) -> None:
+        A worker that has ended is noticed where it is read from.
+        """
         with suppress(ConnectionError):
             worker.channel.flush()
-        self._watch(worker)
-
-    def _watch(self, worker: Worker) -> None:
-        events = _READ | (_WRITE if worker.channel.has_unsent else 0)
-        if self._selector.get_key(worker.channel).events != events:
-            self._selector.modify(worker.channel, events, self._selector.get_key(worker.channel).data)
+        connection = worker.channel.connection
+        events = _READ | (_WRITE if worker.channel.unsent else 0)
+        if self._selector.get_key(connection).events != events:
+            self._selector.modify(connection, events, self._selector.get_key(connection).data)
 
     def discard(self, worker: Worker) -> None:
-        """Kills a worker. The server kills what it has started, and reaps it."""
+        """Kill a worker. The server kills what it has started, and reaps it."""
         self.workers.remove(worker)
-        self._selector.unregister(worker.channel)
+        self._selector.unregister(worker.channel.connection)
         if worker.pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
             os.close(worker.pidfd)
-        worker.channel.close()
+        worker.channel.connection.close()
 
     def close(self) -> None:
+        """End the workers and the fork server."""
         for worker in list(self.workers):
             self.discard(worker)
-        if self._server is not None:
-            self._stop_server()
+        self._stop_server()

@@ -6,35 +6,21 @@ it never executes a job.
 """
 
 import gc
+import importlib
 import os
 import pickle
 import selectors
 import signal
 import socket
+import sys
 import traceback
 from contextlib import suppress
 
-from megarl.rewards.verifier import worker
-from megarl.rewards.verifier.channel import read_message
-from megarl.rewards.verifier.containment import die_with_parent, num_threads
-from megarl.rewards.verifier.references import load_module, resolve
+from megarl.rewards.verifier.messages import read_message
 from megarl.rewards.verifier.types import VerifierOptions
+from megarl.rewards.verifier.worker import die_with_parent, resolve, work
 
 _WORKER_FD = 3
-
-
-def preload(names: tuple[str, ...]) -> None:
-    """Imports modules and calls functions, and makes sure that forking is still safe."""
-    for name in names:
-        if ":" in name:
-            resolve(name)()
-        else:
-            load_module(name)
-        if num_threads() > 1:
-            raise SystemExit(f"verifier preload: {name!r} started threads, which do not survive a fork; leave it out")
-    gc.collect()
-    # The collector would write to, and so copy, memory that workers share.
-    gc.freeze()
 
 
 class ForkServer:
@@ -47,21 +33,20 @@ class ForkServer:
         self._workers: dict[int, int] = {}
 
     def serve(self) -> None:
+        """Fork and reap workers until the pool is gone, then end them."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
                     self._end(key.fd)
-                elif not self._accept():
+                    continue
+                message, files, _, _ = socket.recv_fds(self._control, 1, 1)
+                for fd in files:
+                    self._fork(fd)
+                    os.close(fd)
+                if not message:
                     for pidfd in list(self._workers):
                         self._end(pidfd)
                     return
-
-    def _accept(self) -> bool:
-        message, files, _, _ = socket.recv_fds(self._control, 1, 1)
-        for fd in files:
-            self._fork(fd)
-            os.close(fd)
-        return bool(message)
 
     def _fork(self, fd: int) -> None:
         parent = os.getpid()
@@ -69,7 +54,10 @@ class ForkServer:
         if pid == 0:
             # Never back into the server's stack, whatever happens.
             try:
-                _become_worker(fd, self._options, parent)
+                # A worker keeps nothing of the server's but the connection.
+                os.dup2(fd, _WORKER_FD, inheritable=False)
+                os.closerange(_WORKER_FD + 1, os.sysconf("SC_OPEN_MAX"))
+                work(socket.socket(fileno=_WORKER_FD), self._options, parent)
             except Exception:
                 traceback.print_exc()
             finally:
@@ -79,7 +67,7 @@ class ForkServer:
         self._selector.register(pidfd, selectors.EVENT_READ)
 
     def _end(self, pidfd: int) -> None:
-        """Kills a worker and what it has started, and reaps it."""
+        """Kill a worker and what it has started, and reap it."""
         pid = self._workers.pop(pidfd)
         self._selector.unregister(pidfd)
         for kill in (os.kill, os.killpg):
@@ -90,21 +78,27 @@ class ForkServer:
         os.close(pidfd)
 
 
-def _become_worker(fd: int, options: VerifierOptions, parent: int) -> None:
-    """Keeps nothing of the server's but the connection."""
-    os.dup2(fd, _WORKER_FD, inheritable=False)
-    os.closerange(_WORKER_FD + 1, os.sysconf("SC_OPEN_MAX"))
-    worker.work(socket.socket(fileno=_WORKER_FD), options, parent)
-
-
 def main(argv: list[str]) -> None:
-    """`python -m megarl.rewards.verifier CONTROL_FD PARENT_PID`, started by a pool, which sends its options first."""
+    """Run `python -m megarl.rewards.verifier.fork_server CONTROL_FD PARENT_PID`; the pool sends its options first."""
     control, parent = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     message = read_message(control)
     if message is None:
         return
-    options = pickle.loads(message)
-    preload(options.preload)
+    options: VerifierOptions = pickle.loads(message)
+    for name in options.preload:
+        if ":" in name:
+            resolve(name)()
+        else:
+            importlib.import_module(name)
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise SystemExit(f"verifier preload: {name!r} started threads, which do not survive a fork; leave it out")
+    gc.collect()
+    # The collector would write to, and so copy, memory that workers share.
+    gc.freeze()
     ForkServer(control, options).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What goes into a verifier pool and what comes out."""
+"""Jobs that go into a verifier pool, the results that come out, and its options."""
 
 import os
 from collections.abc import Mapping
@@ -7,21 +7,24 @@ from typing import Any, Literal, TypeAlias
 
 from megarl.types import Reward
 
-Outcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"]
+JobOutcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
     """How many workers a pool has, and what a job may take.
 
-    A job's clock starts when a worker begins to execute it. After `soft_limit_s` of CPU time the worker interrupts it;
-    `deadline_s` after its begin the worker is killed. Either way the job has timed out and another worker takes the
-    place of this one.
-    `memory_limit_mib` is the address space that a worker may add to what it had at its start; one that holds more than
-    `recycle_mib` of memory after a job is replaced. Of a longer response a scorer sees the last `max_response_chars`.
-    `num_spares` workers beyond `num_workers` wait, started, for one to be replaced.
-    `preload` names what is imported once, before any worker exists: "module", or "module:function" to also call the
-    function, without arguments. What starts threads cannot be preloaded.
+    num_workers: how many jobs are executed at a time.
+    num_spares: further workers that wait, started, for one to be replaced.
+    soft_limit_s: CPU time after which a worker interrupts its job.
+    deadline_s: time after which the worker of a job is killed, counted from when it begins to execute it. Either way
+        the job has timed out, and another worker takes the place of this one.
+    memory_limit_mib: address space that a worker may add to what it had at its start.
+    recycle_mib: a worker that holds more memory than this after a job is replaced.
+    max_response_chars: a scorer sees only so much of the end of a longer response.
+    start_limit_s: time limit of a worker's start, and of the import of a scorer that was not preloaded.
+    preload: what is imported once, before any worker exists: "module", or "module:function" to also call the
+        function, without arguments. What starts threads cannot be preloaded.
     """
 
     num_workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
@@ -31,7 +34,6 @@ class VerifierOptions:
     memory_limit_mib: int = 1024
     recycle_mib: int = 384
     max_response_chars: int = 262_144
-    # Of the first worker, and of the import of a scorer that was not preloaded.
     start_limit_s: float = 120.0
     preload: tuple[str, ...] = ("math_verify",)
 
@@ -49,7 +51,7 @@ class VerifierOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierJob:
-    """One response to judge by a scorer: `function(response, ground_truth, extra_info, **arguments)`.
+    """A response that a scorer is to judge: `function(response, ground_truth, extra_info, **arguments)`.
 
     `function` is "module:function" or "path/file.py:function"; it is imported by the workers, so a new scorer needs no
     change of the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. What it is called
@@ -65,23 +67,24 @@ class VerifierJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of a job, and how long it was executed.
+class JobResult:
+    """What became of a job, and how many seconds it was executed.
 
-    `reward` is the scorer's, with outcomes "scored" (right or wrong: `reward.correct`) and "parse_failed" (its detail
-    `parse_failed` is not 0); without one, `reason` says in a line why.
+    `reward` is the scorer's, with the outcomes "scored" (right or wrong: `reward.correct`) and "parse_failed" (its
+    detail `parse_failed` is not 0). Where there is none, `reason` says in a line why.
     """
 
     reward: Reward | None
-    outcome: Outcome
+    outcome: JobOutcome
     seconds: float
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierStatistics:
-    """Counts of verdicts since the pool was made; `wrong` are those that were scored and are not correct."""
+    """Counts of results since the pool was made; `wrong` are those that were scored and are not correct."""
 
+    jobs: int = 0
     correct: int = 0
     wrong: int = 0
     parse_failed: int = 0
@@ -94,7 +97,3 @@ class VerifierStatistics:
     # Of execution, summed over jobs, and of the longest one.
     seconds: float = 0.0
     max_seconds: float = 0.0
-
-    @property
-    def jobs(self) -> int:
-        return self.correct + self.wrong + self.parse_failed + self.timed_out + self.crashed

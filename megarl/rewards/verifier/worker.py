@@ -1,81 +1,141 @@
-"""What a worker process does: one job after the other, each interrupted at the soft limit."""
+"""A worker process of the pool: it executes one job after the other, each interrupted at the soft limit."""
 
+import ctypes
+import importlib.util
+import json
+import math
 import os
 import pickle
+import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from megarl.rewards.verifier.channel import read_message, write_message
-from megarl.rewards.verifier.containment import die_with_parent, discard_output, limit_memory, resident_mib
-from megarl.rewards.verifier.references import resolve
-from megarl.rewards.verifier.replies import Reply, failure, reply_to
+from megarl.errors import ConfigError, NonFiniteError
+from megarl.rewards.scorers import PARSE_FAILED
+from megarl.rewards.verifier.messages import ERRORS, READY, STARTED, WorkerReply, read_message, write_message
 from megarl.rewards.verifier.types import VerifierOptions
+from megarl.types import Reward
 
-# Said once, with the process's file descriptor, and before the first job of a scorer, when its import is done.
-READY = b"R"
-STARTED = b""
 # Code that swallows the interruption, as destructors do, gets another one.
 _REPEAT_S = 0.05
+_MAX_REASON_CHARS = 500
+_PR_SET_PDEATHSIG = 1
+_MIB = 1 << 20
 
 Scorers = dict[str, Callable[..., Any]]
 
 
 class SoftLimit(BaseException):
-    """Raised into a job; not an Exception, because algebra packages catch those."""
+    """Interrupts a job at its soft limit; not an Exception, because algebra packages catch those."""
 
 
 def work(connection: socket.socket, options: VerifierOptions, parent: int) -> None:
-    """Serves a pool until it closes the connection. Call it in a process made for it, in the main thread."""
+    """Serve a pool until it closes the connection. Call it in a process made for it, in the main thread."""
     die_with_parent(parent)
     os.setsid()
-    discard_output()
+    # Standard input is empty, and what is written to standard output and error goes nowhere.
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    limit_memory(options.memory_limit_mib)
+    # Allocations fail once the process has so much more address space than now; there are no core files.
+    statm = Path("/proc/self/statm")
+    most = int(statm.read_text().split()[0]) * resource.getpagesize() + options.memory_limit_mib * _MIB
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     socket.send_fds(connection, [READY], [os.pidfd_open(os.getpid())])
     scorers: Scorers = {}
     while (message := read_message(connection)) is not None:
         reply = _answer(message, connection, scorers, options.soft_limit_s)
-        write_message(connection, replace(reply, resident_mib=resident_mib()).encode())
+        resident_mib = int(statm.read_text().split()[1]) * resource.getpagesize() / _MIB
+        write_message(connection, json.dumps(asdict(replace(reply, resident_mib=resident_mib))).encode())
 
 
-def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_limit_s: float) -> Reply:
-    # Whatever a scorer raises, the worker is there for the next job, and the pool says what it was.
-    try:
-        function, response, ground_truth, extra_info, arguments = pickle.loads(message)
-        if function not in scorers:
-            scorers[function] = resolve(function)
-            write_message(connection, STARTED)
-        scorer = scorers[function]
-        return interrupted(
-            lambda: reply_to(scorer(response, ground_truth, extra_info, **arguments), function), soft_limit_s
-        )
-    except Exception as error:
-        return failure(error)
-
-
-def interrupted(call: Callable[[], Reply], soft_limit_s: float) -> Reply:
-    """The reply of `call`, or that it timed out. Main thread only.
+def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_limit_s: float) -> WorkerReply:
+    """Execute a job. Whatever a scorer raises, the worker is there for the next job, and the reply says what it was.
 
     The limit is on CPU time: what a job is worth must not depend on what else the machine does, and packages that have
     time-outs of their own use the other timer. An earlier job may have changed how the signal is handled, so all of it
     is set anew each time.
     """
     try:
-        signal.signal(signal.SIGPROF, _interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-        signal.setitimer(signal.ITIMER_PROF, soft_limit_s, _REPEAT_S)
+        function, response, ground_truth, extra_info, arguments = pickle.loads(message)
+        if function not in scorers:
+            scorers[function] = resolve(function)
+            write_message(connection, STARTED)
         try:
-            return call()
-        finally:
+            signal.signal(signal.SIGPROF, _interrupt)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+            signal.setitimer(signal.ITIMER_PROF, soft_limit_s, _REPEAT_S)
+            try:
+                return _reply_of(scorers[function](response, ground_truth, extra_info, **arguments), function)
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+        except SoftLimit:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except SoftLimit:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return Reply(outcome="timed_out", reason=f"interrupted after {soft_limit_s} s of CPU time")
+            return WorkerReply(outcome="timed_out", reason=f"interrupted after {soft_limit_s} s of CPU time")
+    except Exception as error:
+        known = next((name for name, kind in ERRORS.items() if isinstance(error, kind)), "")
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        return WorkerReply(error=known, reason=text[:_MAX_REASON_CHARS])
 
 
 def _interrupt(_: int, __: FrameType | None) -> NoReturn:
     raise SoftLimit
+
+
+def _reply_of(result: Any, function: str) -> WorkerReply:
+    """The reply for what a scorer returned; ConfigError or NonFiniteError if that is not a reward."""
+    if not isinstance(result, Reward):
+        raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
+    # JSON cannot hold NumPy's numbers.
+    details = {str(name): float(value) for name, value in result.details.items()}
+    reward = Reward(score=float(result.score), correct=bool(result.correct), details=details)
+    if not math.isfinite(reward.score):
+        raise NonFiniteError(f"scorer {function!r} returned a score of {reward.score}; scores are finite numbers")
+    return WorkerReply(outcome="parse_failed" if details.get(PARSE_FAILED) else "scored", reward=reward)
+
+
+def resolve(reference: str) -> Callable[..., Any]:
+    """Import the function that "module:function" or "path/file.py:function" names; ConfigError if there is none."""
+    module_name, _, name = reference.rpartition(":")
+    if not module_name:
+        raise ConfigError('a function is named "module:function" or "path/file.py:function"; the module is missing')
+    try:
+        if module_name.endswith(".py"):
+            path = Path(module_name).resolve()
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            # Dataclasses of the file look their module up.
+            sys.modules.setdefault(path.stem, module)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"function {reference!r}: cannot import {module_name!r}: {error!r}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"function {reference!r}: {module_name!r} has no function {name!r}")
+    resolved: Callable[..., Any] = function
+    return resolved
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel (Linux) to kill this process when the thread that started it ends, however that happens.
+
+    `parent` is the process that the caller takes for its parent; it may have ended before the kernel was told.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)

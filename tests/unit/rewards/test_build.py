@@ -7,14 +7,16 @@ import pytest
 
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
+from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
-from megarl.rewards.build import open_panel
+from megarl.rewards.build import open_rewards
 from megarl.rewards.hybrid import Summand
-from megarl.rewards.judge import Judging
+from megarl.rewards.judge import JudgeSession
 from megarl.rewards.manager import RULE
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of, without_training
 
+TOKENIZER = make_byte_tokenizer()
 URL = "http://127.0.0.1:9/get_reward"
 HYBRID: Mapping[str, Any] = {
     "manager": "hybrid",
@@ -36,7 +38,7 @@ def section(**changes: Any) -> RewardsConfig:
 class Model:
     """Stands in for a reward model."""
 
-    def begin(self) -> Judging:
+    def begin(self) -> JudgeSession:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -58,21 +60,21 @@ def test_the_rule_has_one_name() -> None:
 
 def test_only_judges_that_are_asked_are_started() -> None:
     model = Model()
-    panel = open_panel(section(**HYBRID), ["poems"], model=model)
-    assert panel.judges["taste"] is model
-    assert set(panel.judges) == set(panel.summands) == {"taste", "style"}
-    style = panel.judges["style"]
+    manager = open_rewards(section(**HYBRID), ["poems"], TOKENIZER, model=model)
+    assert manager.judges["taste"] is model
+    assert set(manager.judges) == set(manager.summands) == {"taste", "style"}
+    style = manager.judges["style"]
     assert isinstance(style, RemoteJudge)
     assert (style.urls, style.name) == ((URL + "/style",), "style")
     style.close()
-    assert panel.asked("poems") == ["taste", "style"]
+    assert manager.asked("poems") == ["taste", "style"]
 
 
 def test_the_rule_decides_what_is_correct_of_sources_that_it_knows() -> None:
-    panel = open_panel(section(manager="model"), ["openai/gsm8k", "poems"], model=Model())
-    assert panel.asked("openai/gsm8k") == ["model", RULE]
-    assert panel.asked("poems") == ["model"]
-    panel.judges[RULE].close()
+    manager = open_rewards(section(manager="model"), ["openai/gsm8k", "poems"], TOKENIZER, model=Model())
+    assert manager.asked("openai/gsm8k") == ["model", RULE]
+    assert manager.asked("poems") == ["model"]
+    manager.judges[RULE].close()
 
 
 def test_where_nothing_is_trained_the_rule_judges_if_it_can() -> None:
@@ -80,7 +82,7 @@ def test_where_nothing_is_trained_the_rule_judges_if_it_can() -> None:
     assert without_training(rewards, ["openai/gsm8k"]).manager == "rule"
     assert without_training(rewards, ["openai/gsm8k", "poems"]) is rewards
     with pytest.raises(ConfigError, match=r"rewards.manager: a reward model judges samples only while a run trains"):
-        open_panel(section(manager="model"), ["poems"])
+        open_rewards(section(manager="model"), ["poems"], TOKENIZER)
 
 
 def test_unknown_sources_are_refused_where_the_rule_is_asked() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.rewards import score
-from megarl.rewards.final_number import normalise_number
+from megarl.rewards.scorers import normalise_number
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from megarl.data.chat import response_decoder
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import Item, Judged, Tally, mean_of, tally_metrics
-from megarl.rewards.manager import RULE, Panel, RewardManager
+from megarl.rewards.manager import RULE, RewardManager
 from megarl.types import (
     DROPPED,
     FinishReason,
@@ -86,8 +86,21 @@ MODEL_SAYS = Table(
 def manager(
     judges: Mapping[str, Table], summands: Mapping[str, Summand], routes: Mapping[str, Sequence[str]]
 ) -> RewardManager:
-    panel = Panel(judges=judges, summands=summands, route=lambda s: routes[s], knows=lambda s: s == "maths")
-    return RewardManager(panel, response_decoder(TOKENIZER), lambda ids: str(TOKENIZER.decode(ids)))
+    return RewardManager(
+        judges=judges,
+        summands=summands,
+        route=lambda source: routes[source],
+        knows=lambda source: source == "maths",
+        decode=response_decoder(TOKENIZER),
+        tokenizer=TOKENIZER,
+    )
+
+
+def judge_all(asked: RewardManager, finished: RolloutBatch) -> Judged:
+    judging = asked.begin()
+    for each in finished.samples:
+        judging.add(finished.prompts[each.uid], each)
+    return judging.finish(finished.samples)
 
 
 def batch(*samples: Sample) -> RolloutBatch:
@@ -100,7 +113,7 @@ MIXED = batch(sample("m", 0, "good"), sample("c", 0, "kind"), sample("m", 1, "ba
 def test_correct_is_what_the_rule_says_whatever_is_rewarded() -> None:
     """The model alone is rewarded, and likes wrong answers better; where there is no rule it decides itself."""
     judges = {RULE: RULE_SAYS, "model": MODEL_SAYS}
-    judged = manager(judges, {"model": Summand()}, {"maths": ["model"], "chat": ["model"]}).score(MIXED)
+    judged = judge_all(manager(judges, {"model": Summand()}, {"maths": ["model"], "chat": ["model"]}), MIXED)
     assert [reward.score for reward in judged.rewards] == [-3.0, 2.0, 5.0, -2.0]
     assert [reward.correct for reward in judged.rewards] == [True, True, False, False]
     assert [item.response for item in RULE_SAYS.heard] == ["good", "bad"]
@@ -111,7 +124,7 @@ def test_parts_by_data_source() -> None:
     """maths: 2·rule + 0.5·model. chat: 0.5·model."""
     judges = {RULE: RULE_SAYS, "model": MODEL_SAYS}
     summands = {RULE: Summand(weight=2.0), "model": Summand(weight=0.5)}
-    judged = manager(judges, summands, {"maths": [RULE, "model"], "chat": ["model"]}).score(MIXED)
+    judged = judge_all(manager(judges, summands, {"maths": [RULE, "model"], "chat": ["model"]}), MIXED)
     assert [reward.score for reward in judged.rewards] == [2.0 - 1.5, 1.0, 2.5, -1.0]
     assert [reward.correct for reward in judged.rewards] == [True, True, False, False]
 
@@ -135,7 +148,7 @@ def test_a_row_that_a_part_dropped_is_dropped_and_no_baseline_of_others() -> Non
     rule = Table({"good": worth(1.0, correct=True), "bad": worth(0.0), "odd": worth(0.0)})
     summands = {"model": Summand(transform="group_zscore"), "judge": Summand()}
     asked = manager({RULE: rule, "model": model, "judge": judge}, summands, {"maths": ["model", "judge"]})
-    judged = asked.score(batch(*(sample("m", i, text) for i, text in enumerate(["good", "odd", "bad"]))))
+    judged = judge_all(asked, batch(*(sample("m", i, text) for i, text in enumerate(["good", "odd", "bad"]))))
     assert judged.rewards[1] is DROPPED
     assert [judged.rewards[i].score for i in (0, 2)] == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-6)
     assert judged.tallies["reward/dropped_rows"].value == 1.0
@@ -145,15 +158,16 @@ def test_a_row_that_a_part_dropped_is_dropped_and_no_baseline_of_others() -> Non
 
 def test_a_single_judges_reward_is_untouched() -> None:
     rewards = {"good": Reward(score=0.1, correct=True, details={"format": 1.0})}
-    judged = manager({RULE: Table(rewards)}, {RULE: Summand()}, {"maths": [RULE]}).score(batch(sample("m", 0, "good")))
+    judged = judge_all(
+        manager({RULE: Table(rewards)}, {RULE: Summand()}, {"maths": [RULE]}), batch(sample("m", 0, "good"))
+    )
     assert judged.rewards == [rewards["good"]]
 
 
 def test_the_rule_alone_judges_what_is_not_trained_on() -> None:
     judges = {RULE: RULE_SAYS, "model": MODEL_SAYS}
     asked = manager(judges, {"model": Summand()}, {"maths": ["model"]})
-    alone = RewardManager(asked.panel.by_rule(), response_decoder(TOKENIZER), lambda ids: "")
-    judged = alone.score(batch(sample("m", 0, "good"), sample("m", 1, "bad")))
+    judged = judge_all(asked.by_rule(), batch(sample("m", 0, "good"), sample("m", 1, "bad")))
     assert [reward.score for reward in judged.rewards] == [1.0, 0.0]
     asked.close()
     assert [judge.closed for judge in judges.values()] == [True, True]

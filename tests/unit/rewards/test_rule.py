@@ -9,7 +9,7 @@ import pytest
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig, VerifierConfig
 from megarl.errors import ConfigError, DataError, RunError
 from megarl.rewards.rule import Question, RuleJudge, Rules, outcome_of
-from megarl.rewards.verifier import Verdict
+from megarl.rewards.verifier import JobResult
 from megarl.types import DROPPED, Reward
 from tests.helpers.reward_items import item
 
@@ -123,7 +123,7 @@ def test_outcomes_are_counted_apart(judge: RuleJudge) -> None:
 
 def test_an_answer_that_took_too_long_is_wrong() -> None:
     rules = Rules(RewardsConfig(sources={"math500": SourceConfig(wrong=-0.5)}))
-    late = Verdict(reward=None, outcome="timed_out", seconds=2.0)
+    late = JobResult(reward=None, outcome="timed_out", seconds=2.0)
     assert rules.reward("math500", late) == Reward(score=-0.5, correct=False)
     # The range of the source's own scorer.
     assert Rules(RewardsConfig()).reward("math500", late) == Reward(score=-1.0, correct=False)

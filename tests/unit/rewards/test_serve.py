@@ -19,7 +19,7 @@ from megarl.config.rewards import RemoteConfig, RewardsConfig
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.rule import Question, Rules
 from megarl.rewards.serve import PATH, RewardService, ServeOptions, encode_reply
-from megarl.rewards.verifier import Verdict
+from megarl.rewards.verifier import JobResult
 from megarl.types import Reward
 from tests.helpers.reward_items import item
 
@@ -118,17 +118,17 @@ def test_busy_refuses_and_a_stop_finishes_what_has_begun(service: tuple[subproce
 class Instant:
     """A judge without processes."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: JobResult) -> None:
         self.rules, self.verdict = Rules(RewardsConfig()), verdict
 
-    def submit(self, question: Question) -> Future[Verdict]:
-        done: Future[Verdict] = Future()
+    def submit(self, question: Question) -> Future[JobResult]:
+        done: Future[JobResult] = Future()
         done.set_result(self.verdict)
         return done
 
 
 def test_a_request_beyond_the_bound_is_taken_when_nothing_else_is_in_work() -> None:
-    verdict = Verdict(reward=Reward(score=1.0, correct=True), outcome="scored", seconds=0.0)
+    verdict = JobResult(reward=Reward(score=1.0, correct=True), outcome="scored", seconds=0.0)
     options = ServeOptions(max_rows=1, data_source="openai/gsm8k")
     app = RewardService(Instant(verdict), options).app()  # type: ignore[arg-type]
 
@@ -144,7 +144,7 @@ def test_details_that_only_some_rows_have_are_left_out() -> None:
         Reward(score=1.0, correct=True, details={"a": 1.0, "b": 2.0}),
         Reward(score=0.0, correct=False, details={"a": 3.0}),
     ]
-    verdicts = [Verdict(reward=reward, outcome="scored", seconds=0.0) for reward in rewards]
+    verdicts = [JobResult(reward=reward, outcome="scored", seconds=0.0) for reward in rewards]
     assert encode_reply(rewards, verdicts)["extra_logs"] == {
         "a": [1.0, 3.0],
         **{name: [0.0, 0.0] for name in ("timed_out", "parse_failed", "crashed")},

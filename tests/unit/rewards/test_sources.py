@@ -8,7 +8,7 @@ import pytest
 
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import PARSE_FAILED, SCORERS, SOURCES, SourceSpec, score, source_spec
-from megarl.rewards.formats import FORMATS
+from megarl.rewards.scorers import FORMATS
 
 
 def test_golden_ranges(golden: Any) -> None:

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, DataError
-from megarl.rewards.code.compare import as_json, same_output, same_value
-from megarl.rewards.code.extract import extract_code
-from megarl.rewards.code.options import CodeOptions
-from megarl.rewards.code.tests import parse_tests
+from megarl.rewards.code.scorer import CodeOptions, extract_code
+from megarl.rewards.code.tests import as_json, parse_tests, same_output, same_value
 from megarl.sandbox import Call, Ending, Evaluate, Execute, Outcome, RunWithInput
 from megarl.sandbox.jail.answer import encode
 

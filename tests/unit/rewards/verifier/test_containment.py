@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rewards.verifier import Outcome, VerifierOptions, VerifierPool
+from megarl.rewards.verifier import JobOutcome, VerifierOptions, VerifierPool
 from tests.helpers.verifier import details_of, job, wait_for_end
 
 # The soft limit is on CPU time, and a job on a busy machine must reach it before its deadline.
@@ -42,7 +42,7 @@ def pool() -> Iterator[VerifierPool]:
     ],
 )
 def test_a_hostile_scorer_costs_its_own_verdict_only(
-    pool: VerifierPool, scorer: str, outcome: Outcome, reason: str
+    pool: VerifierPool, scorer: str, outcome: JobOutcome, reason: str
 ) -> None:
     # With a single worker, the job behind the hostile one needs the same worker or the one that takes its place.
     before, hostile, after = pool.score_all([job("same_text"), job(scorer), job("same_text")])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, DataError, NonFiniteError, WorkerError
-from megarl.rewards.verifier import Verdict, VerifierJob, VerifierOptions, VerifierPool, VerifierStatistics
+from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool, VerifierStatistics
 from megarl.types import Reward
 from tests.helpers.verifier import SCORERS, details_of, is_alive, job, wait_for_end
 
@@ -35,7 +35,7 @@ def test_verdicts_come_in_the_order_of_the_jobs(pool: VerifierPool) -> None:
 def test_a_verdict_has_the_scorers_reward_and_the_time_it_took(pool: VerifierPool) -> None:
     [verdict, slow] = pool.score_all([job("same_text"), job("sleep", "0.2")])
     reward = Reward(score=1.0, correct=True, details={"parse_failed": 0.0})
-    assert verdict == Verdict(reward=reward, outcome="scored", seconds=verdict.seconds)
+    assert verdict == JobResult(reward=reward, outcome="scored", seconds=verdict.seconds)
     assert 0 < verdict.seconds < 1
     assert 0.2 <= slow.seconds < 1
 
@@ -205,7 +205,7 @@ def test_a_callback_may_close_the_pool() -> None:
     pool = VerifierPool(VerifierOptions(num_workers=1))
     worker: dict[str, Any] = {}
 
-    def close(future: Future[Verdict]) -> None:
+    def close(future: Future[JobResult]) -> None:
         worker.update(details_of(future.result()))
         pool.close()
 

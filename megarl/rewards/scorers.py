@@ -1,0 +1,108 @@
+"""Scorers by name, and those that read only marks in a text: formats, and answers that end in `#### number`."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from megarl.registry import Registry
+from megarl.types import Reward
+
+# The key of `Reward.details` that is 1 where no answer could be read, so that it counts apart from wrong ones.
+PARSE_FAILED = "parse_failed"
+
+
+class Scorer(Protocol):
+    """Judges one response, from 0 (wrong) to 1 (right). Any text is judged; DataError: a malformed ground truth.
+
+    Time limits are the caller's.
+    """
+
+    def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward: ...
+
+
+SCORERS: Registry[Scorer] = Registry("data source", key="data_source")
+
+
+def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
+    """A reward of 1 or 0, which also counts whether an answer could be read."""
+    return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})
+
+
+FormatCheck = Callable[[str], bool]
+
+FORMATS: Registry[FormatCheck] = Registry("response format", key="format")
+
+_TAG = re.compile(r"</?(?:think|answer)>")
+_THINK = ("<think>", "</think>")
+_ANSWER = ("<answer>", "</answer>")
+
+
+def has_format(response: str, *, tags: tuple[str, ...], ends_well: FormatCheck, opened: bool = False) -> bool:
+    """Whether a response starts with the first of `tags`, has exactly these in this order, and `ends_well`.
+
+    `ends_well` is asked about what follows `</think>`. `opened`: the prompt ends with the first tag, which the
+    response must then not repeat.
+    """
+    text = (tags[0] if opened else "") + response.strip()
+    if not text.startswith(tags[0]) or tuple(_TAG.findall(text)) != tags:
+        return False
+    return ends_well(text.rpartition("</think>")[2].strip())
+
+
+def _has_box(text: str) -> bool:
+    return "}" in text.partition(r"\boxed{")[2]
+
+
+def _is_answer(text: str) -> bool:
+    before, _, content = text.partition("<answer>")
+    return not before and content.endswith("</answer>") and content.removesuffix("</answer>").strip() != ""
+
+
+_FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
+    "think": (_THINK, bool),
+    "think_boxed": (_THINK, _has_box),
+    "think_answer": (_THINK + _ANSWER, _is_answer),
+}
+
+
+def score_format(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, check: FormatCheck) -> Reward:
+    """1 if the response has the format, else 0; the ground truth plays no part."""
+    well_formed = check(response)
+    return reward_of(well_formed, parse_failed=not well_formed)
+
+
+for _name, (_tags, _ends_well) in _FORMATS.items():
+    FORMATS.register(_name)(partial(has_format, tags=_tags, ends_well=_ends_well))
+    FORMATS.register(f"{_name}/opened")(partial(has_format, tags=_tags, ends_well=_ends_well, opened=True))
+for _name in FORMATS:
+    _scorer: Scorer = partial(score_format, check=FORMATS.get(_name))
+    SCORERS.register(f"format/{_name}")(_scorer)
+
+
+SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
+_MARK = "#### "
+_NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
+
+
+def normalise_number(text: str) -> str:
+    """Write a number in one way: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
+    text = text.strip().replace(",", "").replace("$", "")
+    text = re.sub(r"\.0*$", "", text)
+    return re.sub(r"^(-?)\.", r"\g<1>0.", text)
+
+
+@SCORERS.register("openai/gsm8k")
+def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """1 if the last `#### number` in the last 300 characters equals the ground truth as text, else 0."""
+    found = _NUMBER.findall(response[-SEARCH_CHARS:])
+    correct = bool(found) and normalise_number(found[-1]) == normalise_number(ground_truth)
+    return reward_of(correct, parse_failed=not found)
+
+
+@SCORERS.register("megarl/sums")
+def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """1 if the response ends in `#### ` and the ground truth, and has no other `####`, else 0."""
+    before, mark, number = response.rpartition(_MARK)
+    well_formed = bool(mark) and _MARK.strip() not in before and re.fullmatch("[0-9]+", number) is not None
+    return reward_of(well_formed and number == ground_truth, parse_failed=not well_formed)

@@ -1,7 +1,0 @@
-"""The fork server of a pool."""
-
-import sys
-
-from megarl.rewards.verifier.fork_server import main
-
-main(sys.argv[1:])
