@@ -1,4 +1,4 @@
-"""A run's plan: layouts, roles, steps, memory by phase, bytes per sync. Starts nothing and opens no weights or data."""
+"""Works out the plan of a run from its configuration and config.json, without starting anything or opening weights."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from megarl.cluster.sync_plan import bridge_plan
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_row_tokens
-from megarl.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig
+from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
 from megarl.plan import memory as bytes_of
-from megarl.plan.devices import plan_devices, plan_shards
+from megarl.plan.devices import plan_devices, plan_shard
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
 from megarl.sync.plan.statistics import plan_statistics
@@ -26,35 +26,47 @@ from megarl.weights.shards import groups_of
 
 
 def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
-    """Check a configuration as a run would, and work out what it means. Raises ConfigError.
+    """Check a configuration as a run would, and plan the run. Raises ConfigError.
 
     Args:
-        device_bytes: memory of one device; without it the plan has no size of vLLM's own choice of cache.
+        device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it.
     """
     check_train(config)
     algorithm = algorithm_of(config)
     roles = roles_of(config, algorithm)
-    specs = {role.role: planned_model(role.model, model_key(config, role)) for role in roles}
-    for role, spec in specs.items():
-        check_model(config, spec.hf_config, role)
+    specs: dict[Role, ModelSpec] = {}
+    for role in roles:
+        path, published = role.model.path, role.model.config_path
+        # The published sizes do for as long as the model itself is not there.
+        if published is not None and not (Path(path) / "config.json").is_file():
+            path = published
+        specs[role.role] = read_model_spec(path, model_key(config, role))
+    for name, spec in specs.items():
+        check_model(config, spec.hf_config, name)
     actor, layouts = specs[Role.ACTOR], by_layout(roles)
     engine = _engine(config, actor, device_bytes)
-    shards = [
-        shard
-        for role in roles
-        for shard in plan_shards(
-            role,
-            specs[role.role],
-            num_micro_batches=_micro_batches_at_full_length(config, role.settings) if role.trainable else 0,
-        )
-    ]
+    shards = []
+    for role in roles:
+        num_micro_batches = _micro_batches_at_full_length(config, role.settings) if role.trainable else 0
+        shards += [
+            plan_shard(role, specs[role.role], stage, num_micro_batches=num_micro_batches)
+            for stage in range(role.layout.pp)
+        ]
     devices = plan_devices(config, layouts, shards, engine)
     by_bridge = config.sync.transport == "bridge"
     bridge = plan_statistics(bridge_plan(config, actor), depth=DEPTH) if by_bridge else None
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(_role(role, specs[role.role]) for role in roles),
-        layouts=tuple(_layout(layout, hosted) for layout, hosted in layouts.items()),
+        layouts=tuple(
+            LayoutPlan(
+                roles=tuple(role.role.value for role in hosted),
+                num_ranks=layout.world_size,
+                layout=asdict(layout),
+                groups={axis: tuple(map(tuple, groups_of(layout, axis))) for axis in ("tp", "cp", "dp", "pp")},
+            )
+            for layout, hosted in layouts.items()
+        ),
         nodes=_nodes(config, devices),
         steps=_steps(config, has_critic=Role.CRITIC in specs),
         shards=tuple(shards),
@@ -67,34 +79,13 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
     )
 
 
-def planned_model(model: ModelConfig, key: str) -> ModelSpec:
-    """The model at `path`, or the published sizes at `config_path` while the former is not there."""
-    instead = model.config_path
-    use_instead = instead is not None and not (Path(model.path) / "config.json").is_file()
-    return read_model_spec(instead if use_instead and instead is not None else model.path, key)
-
-
 def _model_parameters(spec: ModelSpec, head: Head) -> int:
     shapes = spec.expected_tensors(scalar_head=head is Head.SCALAR)
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _expert_parameters(spec: ModelSpec) -> int:
-    tensors = (tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors)
-    return sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors)
-
-
-def _layout(layout: LayoutConfig, roles: Sequence[RoleSpec]) -> LayoutPlan:
-    return LayoutPlan(
-        roles=tuple(role.role.value for role in roles),
-        num_ranks=layout.world_size,
-        layout=asdict(layout),
-        groups={axis: tuple(map(tuple, groups_of(layout, axis))) for axis in ("tp", "cp", "dp", "pp")},
-    )
-
-
 def _nodes(config: Config, devices: Sequence[DevicePlan]) -> tuple[NodePlan, ...]:
-    """The nodes of the trainer, then those that engines have to themselves."""
+    """List the trainer's nodes, then those that only engines use."""
     placement = plan_placement(config, {"CPU": 1.0}, with_engines=True)
     held = {device: alike.resident for alike in devices for device in alike.devices}
     nodes = []
@@ -114,6 +105,7 @@ def _nodes(config: Config, devices: Sequence[DevicePlan]) -> tuple[NodePlan, ...
 
 
 def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
+    tensors = [tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors]
     return RolePlan(
         name=str(role.role),
         model_path=role.model.path,
@@ -121,7 +113,7 @@ def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
         family=spec.family.name,
         trainable=role.trainable,
         num_parameters=_model_parameters(spec, role.head),
-        num_expert_parameters=_expert_parameters(spec),
+        num_expert_parameters=sum(math.prod(spec.dims.dim(symbol) for symbol in tensor.shape) for tensor in tensors),
     )
 
 
@@ -139,7 +131,7 @@ def _steps(config: Config, *, has_critic: bool) -> StepPlan:
 
 
 def _micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
-    """Of one optimizer step, on one replica of a role."""
+    """Return the most micro-batches that a replica of a role has in an optimizer step if every row has full length."""
     layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
     multiple = layout.pp if layout.virtual_pp > 1 else 1
     lengths = [max_row_tokens(config)] * rows

@@ -1,6 +1,6 @@
-"""What lies on which device: the shards of every role, and those of one device added up over a step's phases."""
+"""Plans the shards of every role, and adds up those that share a device, phase by phase of a step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megarl.cluster.residency import ENGINE, KV_CACHE, WEIGHTS, Resident, scoring, step_phases, updating
 from megarl.config.schema import Config, LayoutConfig
@@ -12,12 +12,8 @@ from megarl.weights.families import ModelSpec
 from megarl.weights.shards import num_local_experts, num_stage_layers, num_stage_parameters, place_of
 
 
-def plan_shards(role: RoleSpec, spec: ModelSpec, *, num_micro_batches: int) -> list[ShardPlan]:
-    """A role's shards by pipeline stage. `num_micro_batches`: those of one optimizer step on one replica."""
-    return [_shard(role, spec, stage, num_micro_batches) for stage in range(role.layout.pp)]
-
-
-def _shard(role: RoleSpec, spec: ModelSpec, stage: int, num_micro_batches: int) -> ShardPlan:
+def plan_shard(role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches: int) -> ShardPlan:
+    """Plan a role's shard of one pipeline stage. `num_micro_batches`: of one optimizer step on one replica."""
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
     num = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
@@ -77,7 +73,7 @@ def plan_devices(
     shards: Sequence[ShardPlan],
     engine: EnginePlan,
 ) -> list[DevicePlan]:
-    """The devices of the actor's ranks. Rank i of every layout uses device i."""
+    """Plan the devices of the actor's ranks, equal ones together. Rank i of every layout uses device i."""
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(config.actor.layout.world_size):
@@ -103,19 +99,12 @@ def _device(
     for shard in shards:
         added[scoring(Role(shard.role)).name] = shard.scoring
         added[updating(Role(shard.role)).name] = shard.activations + shard.head
-    return DevicePlan(
-        devices=tuple(devices),
-        resident=resident,
-        phases={
-            phase.name: _phase(
-                sizes, phase.needs if config.placement.offload else sizes.keys(), added.get(phase.name, 0)
-            )
-            for phase in step_phases(roles)
-        },
-    )
-
-
-def _phase(sizes: Mapping[Resident, int], present: Collection[Resident], added: int) -> PhasePlan:
-    held = {part: size for part, size in sizes.items() if part in present}
-    engine = sum(size for part, size in held.items() if part.owner == ENGINE)
-    return PhasePlan(trainer=sum(held.values()) - engine, activations=added, engine=engine)
+    phases = {}
+    for phase in step_phases(roles):
+        present = phase.needs if config.placement.offload else sizes.keys()
+        held = {part: size for part, size in sizes.items() if part in present}
+        of_engine = sum(size for part, size in held.items() if part.owner == ENGINE)
+        phases[phase.name] = PhasePlan(
+            trainer=sum(held.values()) - of_engine, activations=added.get(phase.name, 0), engine=of_engine
+        )
+    return DevicePlan(devices=tuple(devices), resident=resident, phases=phases)

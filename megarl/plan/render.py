@@ -1,21 +1,21 @@
-"""A plan as text for people and as JSON for programs."""
+"""Writes a plan as text for people and as JSON for programs."""
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from megarl.config.schema import Config
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
 from megarl.plan.build import plan_run
-from megarl.plan.run_plan import DevicePlan, LayoutPlan, RunPlan, ShardPlan
+from megarl.plan.run_plan import RunPlan
 
 GIB = 2**30
 
 
 def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> None:
-    """Plan a run and print it; without `device_gib` for a device of this machine, if it has any."""
+    """Plan a run and print the plan; without `device_gib`, for the smallest device of this machine, if it has any."""
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
     here = [device.memory_gib for device in platform().devices()]
@@ -25,7 +25,7 @@ def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> No
 
 
 def to_json(plan: RunPlan) -> str:
-    """The plan's fields, with each phase's total; sizes in bytes."""
+    """Return the plan's fields as JSON, with each phase's total; sizes in bytes."""
     fields = asdict(plan)
     for devices, planned in zip(fields["devices"], plan.devices, strict=True):
         for name, phase in planned.phases.items():
@@ -34,13 +34,13 @@ def to_json(plan: RunPlan) -> str:
 
 
 def to_text(plan: RunPlan) -> str:
-    """The plan as a page of text."""
+    """Return the plan as a page of text."""
     sections = (_model_lines, _layout_lines, _step_lines, _engine_lines, _memory_lines)
     return "\n".join([f"plan of {plan.run}; nothing was started", *itertools.chain(*(s(plan) for s in sections))])
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `0-3,8`; evenly spaced ones as `0,4,…,12`."""
+    """Write ascending numbers in short: `0-3,8`; evenly spaced ones as `0,4,…,12`."""
     steps = {b - a for a, b in itertools.pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
@@ -71,45 +71,31 @@ def _model_lines(plan: RunPlan) -> Iterator[str]:
 def _layout_lines(plan: RunPlan) -> Iterator[str]:
     node_of = {rank: i for i, node in enumerate(plan.nodes) for rank in node.ranks}
     for number, layout in enumerate(plan.layouts):
-        yield _layout_line(layout, is_first=number == 0)
+        settings = layout.layout
+        product = " × ".join(f"{axis} {settings[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+        extras = ["sequence parallel"] if settings["sequence_parallel"] else []
+        if settings["virtual_pp"] != 1:
+            extras.append(f"{settings['virtual_pp']} model chunks per stage")
+        if settings["ep"] != 1 or settings["etp"] != 1:
+            extras.append(f"experts over ep {settings['ep']} × etp {settings['etp']}")
+        if number > 0:
+            extras.append(f"on devices {ranges(range(layout.num_ranks))}")
+        roles = ", ".join(layout.roles)
+        yield f"layout     {roles}: {layout.num_ranks} ranks = {product}{''.join(f', {extra}' for extra in extras)}"
         if number == 0:
-            yield from _node_lines(plan)
-        yield from _group_lines(layout, node_of)
-
-
-def _layout_line(layout: LayoutPlan, *, is_first: bool) -> str:
-    settings = layout.layout
-    product = " × ".join(f"{axis} {settings[axis]}" for axis in ("tp", "cp", "dp", "pp"))
-    extras = [
-        text
-        for text, holds in (
-            ("sequence parallel", settings["sequence_parallel"]),
-            (f"{settings['virtual_pp']} model chunks per stage", settings["virtual_pp"] != 1),
-            (f"experts over ep {settings['ep']} × etp {settings['etp']}", settings["ep"] != 1 or settings["etp"] != 1),
-            (f"on devices {ranges(range(layout.num_ranks))}", not is_first),
-        )
-        if holds
-    ]
-    roles = ", ".join(layout.roles)
-    return f"layout     {roles}: {layout.num_ranks} ranks = {product}{''.join(f', {extra}' for extra in extras)}"
-
-
-def _node_lines(plan: RunPlan) -> Iterator[str]:
-    for i, node in enumerate(plan.nodes):
-        held = [f"{name} {ranges(ids)}" for name, ids in (("devices", node.ranks), ("engines", node.engines)) if ids]
-        if node.offloaded:
-            held.append(f"{_gib(node.offloaded)} GiB of host memory for the offloaded trainer")
-        yield f"node {i:<5} {', '.join(held)}"
-
-
-def _group_lines(layout: LayoutPlan, node_of: Mapping[int, int]) -> Iterator[str]:
-    for axis, groups in layout.groups.items():
-        if len(groups[0]) == 1:
-            continue
-        crossing = sum(len({node_of[rank] for rank in group}) > 1 for group in groups)
-        place = f"{crossing} of them across nodes" if crossing else "each within a node"
-        shown = " ".join(f"[{ranges(group)}]" for group in groups[:4])
-        yield f"{axis} groups  {len(groups)} of {len(groups[0])} ranks, {place}: {shown}{' …' * (len(groups) > 4)}"
+            for i, node in enumerate(plan.nodes):
+                ids = {"devices": node.ranks, "engines": node.engines}
+                held = [f"{name} {ranges(numbers)}" for name, numbers in ids.items() if numbers]
+                if node.offloaded:
+                    held.append(f"{_gib(node.offloaded)} GiB of host memory for the offloaded trainer")
+                yield f"node {i:<5} {', '.join(held)}"
+        for axis, groups in layout.groups.items():
+            if len(groups[0]) == 1:
+                continue
+            crossing = sum(len({node_of[rank] for rank in group}) > 1 for group in groups)
+            place = f"{crossing} of them across nodes" if crossing else "each within a node"
+            shown = " ".join(f"[{ranges(group)}]" for group in groups[:4])
+            yield f"{axis} groups  {len(groups)} of {len(groups[0])} ranks, {place}: {shown}{' …' * (len(groups) > 4)}"
 
 
 def _step_lines(plan: RunPlan) -> Iterator[str]:
@@ -157,30 +143,22 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
     yield "memory     estimate in GiB per device; libraries' workspaces and fragmentation come on top"
     for shard in plan.shards:
-        yield from _shard_lines(shard)
+        experts = ""
+        if shard.num_experts:
+            experts = f" ({shard.num_expert_parameters:,} in {shard.num_experts} experts per layer)"
+        yield (
+            f"{shard.role:<10} stage {shard.stage}, ranks {ranges(shard.ranks)}: {shard.num_layers} layers, "
+            f"{shard.num_parameters:,} parameters per rank{experts}"
+        )
+        sizes = {**shard.resident, "activations": shard.activations, "output head": shard.head}
+        yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
     for devices in plan.devices:
-        yield from _device_lines(plan, devices)
-
-
-def _shard_lines(shard: ShardPlan) -> Iterator[str]:
-    experts = ""
-    if shard.num_experts:
-        experts = f" ({shard.num_expert_parameters:,} in {shard.num_experts} experts per layer)"
-    yield (
-        f"{shard.role:<10} stage {shard.stage}, ranks {ranges(shard.ranks)}: {shard.num_layers} layers, "
-        f"{shard.num_parameters:,} parameters per rank{experts}"
-    )
-    sizes = {**shard.resident, "activations": shard.activations, "output head": shard.head}
-    yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
-
-
-def _device_lines(plan: RunPlan, devices: DevicePlan) -> Iterator[str]:
-    yield f"devices {ranges(devices.devices)}"
-    width = max(map(len, devices.phases))
-    for name, phase in devices.phases.items():
-        parts = f"trainer {_gib(phase.trainer)} + pass {_gib(phase.activations)} + engine {_gib(phase.engine)}"
-        verdict = ""
-        if plan.device_bytes is not None:
-            fits = "fits" if phase.total <= plan.device_bytes else "DOES NOT FIT"
-            verdict = f", {fits} {_gib(plan.device_bytes)}"
-        yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"
+        yield f"devices {ranges(devices.devices)}"
+        width = max(map(len, devices.phases))
+        for name, phase in devices.phases.items():
+            parts = f"trainer {_gib(phase.trainer)} + pass {_gib(phase.activations)} + engine {_gib(phase.engine)}"
+            verdict = ""
+            if plan.device_bytes is not None:
+                fits = "fits" if phase.total <= plan.device_bytes else "DOES NOT FIT"
+                verdict = f", {fits} {_gib(plan.device_bytes)}"
+            yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"

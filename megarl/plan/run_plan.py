@@ -1,4 +1,4 @@
-"""What a plan says; sizes are in bytes."""
+"""The plan of a run as data; sizes are in bytes."""
 
 from dataclasses import dataclass
 
@@ -101,10 +101,6 @@ class EnginePlan:
     weights: int
     kv_cache: int | None
     kv_bytes_per_token: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + (self.kv_cache or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
