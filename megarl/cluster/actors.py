@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import psutil
 import ray
 
-from megarl.cluster.location import Location
+from megarl.cluster.roster import Location
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform

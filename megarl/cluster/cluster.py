@@ -20,9 +20,8 @@ from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_plac
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.replication import weight_transport
-from megarl.cluster.roles import actor_role, by_layout
+from megarl.cluster.roles import actor_role, by_layout, check_serves
 from megarl.cluster.roster import Roster
-from megarl.cluster.serving import check_serves
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import Config

@@ -7,9 +7,13 @@ wake the engines' weights → sync → offload the trainer → wake the KV cache
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megarl.types.messages import Part, Role, RoleSpec
+
+if TYPE_CHECKING:
+    from megarl.cluster.engines import EngineGroup
+    from megarl.cluster.workers import RoleWorkers
 
 ENGINE = "engine"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -117,26 +121,10 @@ def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> str:
     return "\n".join([f"{'phase':<16} | {'moves before it':<64} | on the devices", *lines])
 
 
-class Workers(Protocol):
-    """The trainer's side of a move."""
-
-    def offload(self, role: Role, parts: Sequence[Part]) -> int: ...
-
-    def onload(self, role: Role, parts: Sequence[Part]) -> None: ...
-
-
-class Engines(Protocol):
-    """The engines' side of a move: they drop everything at once."""
-
-    def sleep(self) -> None: ...
-
-    def wake(self, parts: Sequence[str]) -> None: ...
-
-
 class MemoryLedger:
     """Knows what is resident and carries out the moves of each phase; does nothing unless `enabled`."""
 
-    def __init__(self, workers: Workers, engines: Engines, *, enabled: bool) -> None:
+    def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool) -> None:
         self._workers, self._engines, self._enabled = workers, engines, enabled
         # Engines are awake when they have started.
         self.resident = _ENGINE_PARTS
@@ -147,7 +135,17 @@ class MemoryLedger:
         if not self._enabled:
             return
         for move in plan_moves(self.resident, phase):
-            self._carry_out(move)
+            if move.owner == ENGINE:
+                if move.to_device:
+                    self._engines.wake(move.parts)
+                else:
+                    self._engines.sleep()
+                continue
+            role, parts = Role(move.owner), [Part(part) for part in move.parts]
+            if move.to_device:
+                self._workers.onload(role, parts)
+            else:
+                self._released[role] = self._released.get(role, 0) + self._workers.offload(role, parts)
         self.resident = phase.needs
 
     def add(self, parts: frozenset[Resident]) -> None:
@@ -159,14 +157,3 @@ class MemoryLedger:
         metrics = {f"memory/offloaded_gib/{owner}": num / 2**30 for owner, num in self._released.items()}
         self._released = {}
         return metrics
-
-    def _carry_out(self, move: Move) -> None:
-        if move.owner == ENGINE and move.to_device:
-            self._engines.wake(move.parts)
-        elif move.owner == ENGINE:
-            self._engines.sleep()
-        elif move.to_device:
-            self._workers.onload(Role(move.owner), [Part(part) for part in move.parts])
-        else:
-            released = self._workers.offload(Role(move.owner), [Part(part) for part in move.parts])
-            self._released[move.owner] = self._released.get(move.owner, 0) + released

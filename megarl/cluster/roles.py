@@ -1,11 +1,14 @@
-"""Which models a run needs, as its algorithm asks, and which of them share processes."""
+"""Which models a run needs, which of them share processes, and which runs can use the same processes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megarl.config.check_rewards import judges
 from megarl.config.roles import critic_settings, reference_settings, reward_model_settings
 from megarl.config.schema import Config, LayoutConfig, ModelConfig
+from megarl.config.setting import affected
+from megarl.errors import ConfigError
+from megarl.rollout.engine import engine_spec
 from megarl.types import Algorithm, Score
 from megarl.types.messages import Head, Role, RoleSpec
 
@@ -56,3 +59,14 @@ def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, .
     """The roles of each layout, the actor's layout first; roles of one layout share its processes."""
     layouts = dict.fromkeys(role.layout for role in sorted(roles, key=lambda role: role.role is not Role.ACTOR))
     return {layout: tuple(role for role in roles if role.layout == layout) for layout in layouts}
+
+
+def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:
+    """ConfigError unless a run of `roles` with `theirs` can use processes started with `ours` for `layouts`."""
+    differing = affected(ours, theirs, "workers")
+    others = [role for role in roles if role.role is not Role.ACTOR]
+    differing += [f"{role.role}.layout" for role in others if role.layout not in layouts]
+    if engine_spec(theirs).max_model_tokens > engine_spec(ours).max_model_tokens:
+        differing.append("rollout.engine.max_model_tokens")
+    if differing:
+        raise ConfigError(f"this cluster was started with another {', '.join(differing)}; start one for this run")

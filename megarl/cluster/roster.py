@@ -1,4 +1,4 @@
-"""Who belongs to a run, and whose death it survives."""
+"""The processes of a run: where they are, and whose death the run survives."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -6,9 +6,24 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.location import NOWHERE, Location
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.record.progress import write_line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Ray's id, the address and the name of the host; there, the process id, the directory that takes stacks, and the
+    ids of the devices that Ray gave the process."""
+
+    host: str
+    address: str
+    device_ids: tuple[str, ...]
+    hostname: str = ""
+    pid: int = 0
+    stacks: str = ""
+
+
+NOWHERE = Location(host="", address="", device_ids=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

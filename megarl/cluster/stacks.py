@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.location import Location
+from megarl.cluster.roster import Location
 
 DUMP_SIGNAL = signal.SIGUSR2
 # What a process gets to write its stacks, and another host to answer.

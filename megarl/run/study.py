@@ -175,7 +175,7 @@ def plan_text(plan: StudyPlan) -> str:
 
 
 def _check_cluster_serves(plan: StudyPlan) -> None:
-    from megarl.cluster.serving import check_serves
+    from megarl.cluster.roles import check_serves
 
     config, first = plan.cluster_config, plan.waiting[0]
     for run in plan.waiting:

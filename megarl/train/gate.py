@@ -1,4 +1,4 @@
-"""How far engine and trainer are apart on the rows of a run, and the gate before its first update."""
+"""The mismatch between engine and trainer on the rows of a run, and the gate before its first update."""
 
 from collections.abc import Sequence
 
@@ -8,37 +8,22 @@ from megarl.algos.mismatch import MismatchSums, mismatch_sums
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.schema import Config
 from megarl.errors import MismatchError
-from megarl.types import BoolArray, FloatArray, Row, Score, pad_rows
+from megarl.types import FloatArray, Row, Score, pad_rows
 
 # Mean |Δ log-prob| between engine and trainer above which training would optimise a different policy.
 MISMATCH_GATE_NATS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> MismatchSums:
-    """The trainer's log-probs [R] of each row against the engine's, on tokens that the engine sampled."""
+    """Compare the trainer's log-probs [R] of each row with the engine's, on the tokens that the engine sampled."""
+    given = [row.scores.get(DEMONSTRATION) for row in rows]
     return mismatch_sums(
         pad_rows([row.scores["rollout_logprobs"] for row in rows], dtype=torch.float32),
         pad_rows(logprobs, dtype=torch.float32),
-        pad_rows([_sampled(row) for row in rows], dtype=torch.bool),
-    )
-
-
-def _sampled(row: Row) -> BoolArray:
-    given = row.scores.get(DEMONSTRATION)
-    return row.loss_mask if given is None else row.loss_mask & (given == 0)
-
-
-def engines_differ(before: Config, now: Config) -> bool:
-    """Whether a resumed run samples or syncs in another way than before, so that the gate is to be passed again."""
-    return any(
-        read(before) != read(now)
-        for read in (
-            lambda config: config.rollout.engine,
-            lambda config: config.actor.layout,
-            lambda config: config.sync,
-            lambda config: config.placement,
-            lambda config: config.trainer.mismatch_gate_nats,
-        )
+        pad_rows(
+            [row.loss_mask if g is None else row.loss_mask & (g == 0) for row, g in zip(rows, given, strict=True)],
+            dtype=torch.bool,
+        ),
     )
 
 

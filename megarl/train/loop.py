@@ -10,6 +10,7 @@ from functools import partial
 
 from megarl.cluster import Cluster, EngineSupervisor, residency
 from megarl.config.batches import batch_counts
+from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter
@@ -20,7 +21,7 @@ from megarl.rollout.source import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, GroupCollector
 from megarl.train.export import export_model
-from megarl.train.gate import MismatchGate, engines_differ, mismatch_of
+from megarl.train.gate import MismatchGate, mismatch_of
 from megarl.train.inputs import TrainInputs
 from megarl.train.rows import training_rows
 from megarl.train.score import ScoringPasses, with_advantages
@@ -182,7 +183,8 @@ class Trainer:
         for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
             if role in self.updates.updaters:
                 self.updates.updaters[role].num_optimizer_steps = count
-        self.gate.passed = state.gate_passed and not engines_differ(state.config, config)
+        # A run that samples or syncs in another way than before has to pass the gate again.
+        self.gate.passed = state.gate_passed and not affected(state.config, config, "engines")
         return state.step
 
     def _run_state(self, step: int, score: float | None) -> RunState:

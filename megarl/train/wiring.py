@@ -34,7 +34,8 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     cluster.check_serves(config, inputs.roles)
     memory = residency.MemoryLedger(workers, cluster.engines, enabled=config.placement.offload)
     engines = EngineSupervisor(
-        cluster,
+        cluster.engines,
+        cluster.restart_engine,
         memory,
         partial(cluster.weight_sync, weight_specs(inputs.spec, config.model.dtype)),
         max_restarts=config.rollout.max_engine_restarts,

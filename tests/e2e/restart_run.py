@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megarl.cluster import Cluster, Process
-from megarl.cluster.engines import Submission
+from megarl.cluster import Cluster, Process, engines
+from megarl.cluster.engines import Submission, deal_again
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
@@ -120,13 +120,12 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
         return push(version)
 
     trainer.engines.push = deadly_push  # type: ignore[method-assign]
-    submit_again = type(cluster.engines).submit_again
 
-    def counted(submission: Submission, finished: Collection[int], *, exactly: bool) -> Submission:
+    def counted(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
         num_again.append(len(submission.requests) - len(finished))
-        return submit_again(cluster.engines, submission, finished, exactly=exactly)
+        return deal_again(submission, finished, exactly=exactly)
 
-    cluster.engines.submit_again = counted  # type: ignore[method-assign]
+    engines.deal_again = counted
     trainer.fit()
     records = read_metrics(recorder.paths.metrics)
     return Seen(

@@ -12,9 +12,9 @@ import numpy as np
 import ray
 
 from megarl.cluster import EngineGroup, Process
-from megarl.cluster.location import Location
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
+from megarl.cluster.roster import Location
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.errors import NonFiniteError
 from megarl.rollout.engine import Completion, GenerationRequest

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from megarl.cluster.location import Location
-from megarl.cluster.roster import Process
+from megarl.cluster.roster import Location, Process
 
 MakeProcess: TypeAlias = Callable[[str, Any], Process]
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.cluster import roster
-from megarl.cluster.location import NOWHERE
-from megarl.cluster.roster import Process, Roster
+from megarl.cluster.roster import NOWHERE, Process, Roster
 from megarl.errors import EngineDiedError, WorkerError
 
 

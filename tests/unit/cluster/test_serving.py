@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megarl.cluster.roles import actor_role
-from megarl.cluster.serving import check_serves
+from megarl.cluster.roles import actor_role, check_serves
 from megarl.config import Config
 from megarl.config.load import with_overrides
 from megarl.config.schema import LayoutConfig

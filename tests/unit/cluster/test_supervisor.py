@@ -1,16 +1,15 @@
 """What is told to whom when engines die; ranks, engines and transports only write it down."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.cluster.engines import OnCompletion, Submission, deal_again, deal_requests
+from megarl.cluster.engines import EngineSupervisor, OnCompletion, Submission, deal_requests
 from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.roster import Process, Roster
-from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import FinishReason
@@ -47,6 +46,7 @@ class Run:
         self.ledger = MemoryLedger(self, self, enabled=offload)
         self.supervisor = EngineSupervisor(
             self,  # type: ignore[arg-type]
+            self.restart_engine,
             self.ledger,
             self.open_sync,
             max_restarts=max_restarts,
@@ -107,13 +107,8 @@ class Run:
 
     # --- as the engines' group
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        return self._submit(requests, deal_requests(requests, 2))
-
-    def submit_again(self, submission: Submission, finished: Collection[int], *, exactly: bool) -> Submission:
-        return self._submit(submission.requests, deal_again(submission, finished, exactly=exactly))
-
-    def _submit(self, requests: Sequence[GenerationRequest], hands: list[list[int]]) -> Submission:
+    def submit(self, requests: Sequence[GenerationRequest], hands: list[list[int]] | None = None) -> Submission:
+        hands = hands or deal_requests(requests, 2)
         self.note(f"submit {hands}")
         return Submission(requests=tuple(requests), hands=tuple(map(tuple, hands)), calls=())
 
