@@ -24,7 +24,11 @@ class RowCounts:
 
 
 def count_rows(rows: Sequence[Row]) -> RowCounts:
-    """Counts of the rows that have loss tokens."""
+    """Counts of the rows that have loss tokens.
+
+    >>> count_rows([row([1, 0, 1]), row([0])])
+    RowCounts(num_rows=1, num_tokens=2)
+    """
     num_tokens = [row.num_loss_tokens for row in rows]
     return RowCounts(num_rows=sum(n > 0 for n in num_tokens), num_tokens=sum(num_tokens))
 
@@ -43,12 +47,20 @@ class Aggregation:
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Σ over loss tokens."""
+    """Σ over loss tokens.
+
+    >>> token_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
+    3.0
+    """
     return masked_sum(loss, mask)
 
 
 def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Σ over rows of the row's mean over its loss tokens."""
+    """Σ over rows of the row's mean over its loss tokens.
+
+    >>> row_mean_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
+    1.5
+    """
     return row_means(loss, mask).sum()
 
 
@@ -82,5 +94,10 @@ AGGREGATIONS.register("dr_grpo")(
 
 
 def global_denominator(aggregation: Aggregation, counts: RowCounts, *, horizon_tokens: int) -> float:
-    """What local sums are divided by; at least 1, so that an empty mini-batch is 0/1 and not 0/0."""
+    """What local sums are divided by; at least 1, so that an empty mini-batch is 0/1 and not 0/0.
+
+    >>> counts = RowCounts(num_rows=2, num_tokens=7)
+    >>> global_denominator(AGGREGATIONS.get("dr_grpo"), counts, horizon_tokens=10)
+    20.0
+    """
     return float(max(aggregation.denominator(counts, horizon_tokens), 1))

@@ -17,6 +17,9 @@ def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: in
     """The algorithm that `cfg` describes; ConfigError for unknown names and conflicts.
 
     Without `vocab_size` it can say what it requires, but CPO cannot shape advantages.
+
+    >>> build_algorithm(AlgoConfig(), max_response_tokens=8).token_local
+    True
     """
     horizon = cfg.aggregation_horizon_tokens
     return ComposedAlgorithm(

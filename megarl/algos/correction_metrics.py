@@ -18,6 +18,13 @@ def correction_metrics(
     k3 = mean(ρ − 1 − ln ρ): KL(engine ‖ trainer). log_ppl_gap: mean over rows of −mean ln ρ, the trainer's
     log-perplexity minus the engine's. rejected_advantage_pos and _neg: Σ of the positive and of the negative
     advantages of rejected tokens / n. Where they do not cancel, the gate itself pushes the policy.
+
+    >>> both, zeros = tensor([[True, True]]), tensor([[0.0, 0.0]])
+    >>> metrics = correction_metrics(
+    ...     log_ratio=zeros, sampled=both, weights=zeros + 1, accepted=tensor([[True, False]]), advantages=zeros
+    ... )
+    >>> metrics["is/accept_frac"], metrics["is/w_mean"]
+    (0.5, 1.0)
     """
     num_tokens = sampled.sum().clamp(min=1)
     rows = sampled.any(-1)

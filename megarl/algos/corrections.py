@@ -74,39 +74,67 @@ Gate: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
 
 
 def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """1."""
+    """1.
+
+    >>> one(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
+    [[1.0, 1.0]]
+    """
     return torch.ones_like(x.token)
 
 
 def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """ρ, at most `token_cap` if there is one."""
+    """ρ, at most `token_cap` if there is one.
+
+    >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
+    [[1.5, 0.5]]
+    """
     ratio = x.token.exp()
     return ratio if cfg.token_cap is None else ratio.clamp(max=cfg.token_cap)
 
 
 def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """clip(ρ, low, high)."""
+    """clip(ρ, low, high).
+
+    >>> clipped_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(low=0.75, high=1.5)).tolist()
+    [[1.5, 0.75]]
+    """
     return x.token.exp().clamp(cfg.low, cfg.high)
 
 
 def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """min(ρ, high)."""
+    """min(ρ, high).
+
+    >>> truncated_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(high=1.5)).tolist()
+    [[1.5, 0.5]]
+    """
     return x.token.exp().clamp(max=cfg.high)
 
 
 def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """min(Π ρ, high), one number per row."""
+    """min(Π ρ, high), one number per row.
+
+    >>> truncated_row_product(ratios([[2.0, 0.5], [2.0, 2.0]]), CorrectionConfig(high=1.5)).tolist()
+    [[1.0, 1.0], [1.5, 1.5]]
+    """
     log_ratio = x.token.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp().clamp(max=cfg.high).expand_as(x.token)
 
 
 def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """(Π ρ)^(1/n), one number per row."""
+    """(Π ρ)^(1/n), one number per row.
+
+    >>> row_geometric_mean(ratios([[4.0, 1.0]]), CorrectionConfig()).tolist()
+    [[2.0, 2.0]]
+    """
     return x.row_mean.exp().expand_as(x.token)
 
 
 def every_token(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """All."""
+    """All.
+
+    >>> every_token(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
+    [[True, True]]
+    """
     return torch.ones_like(x.sampled)
 
 
@@ -116,27 +144,47 @@ def _within(log_ratio: Tensor, cfg: CorrectionConfig) -> Tensor:
 
 
 def token_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ ρ ≤ high."""
+    """low ≤ ρ ≤ high.
+
+    >>> token_within(ratios([[2.0, 4.0]]), CorrectionConfig(high=3.0)).tolist()
+    [[True, False]]
+    """
     return _within(x.token, cfg)
 
 
 def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ geometric mean of the row's ρ ≤ high: whole rows."""
+    """low ≤ geometric mean of the row's ρ ≤ high: whole rows.
+
+    >>> row_within(ratios([[4.0, 1.0], [4.0, 4.0]]), CorrectionConfig(high=3.0)).tolist()
+    [[True, True], [False, False]]
+    """
     return _within(x.row_mean, cfg).expand_as(x.sampled)
 
 
 def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ g_t ≤ high, g_t the geometric mean of ρ_1 … ρ_t. Later tokens may be accepted again."""
+    """low ≤ g_t ≤ high, g_t the geometric mean of ρ_1 … ρ_t. Later tokens may be accepted again.
+
+    >>> prefix_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
+    [[False, True]]
+    """
     return _within(x.prefix_mean(own=True), cfg)
 
 
 def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ g_{t−1} ≤ high; the first token passes. Known before y_t is drawn."""
+    """low ≤ g_{t−1} ≤ high; the first token passes. Known before y_t is drawn.
+
+    >>> earlier_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
+    [[True, False]]
+    """
     return _within(x.prefix_mean(own=False), cfg)
 
 
 def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Mean of −ln ρ, an estimate of KL(engine ‖ trainer) per token, at most `max_kl_nats`: whole rows."""
+    """Mean of −ln ρ, an estimate of KL(engine ‖ trainer) per token, at most `max_kl_nats`: whole rows.
+
+    >>> row_kl_within(ratios([[0.5, 0.5], [1.0, 0.5]]), CorrectionConfig(max_kl_nats=0.5)).tolist()
+    [[False, False], [True, True]]
+    """
     return (-x.row_mean <= cfg.max_kl_nats).expand_as(x.sampled)
 
 
@@ -189,6 +237,16 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
+
+    >>> x = CorrectionInputs(
+    ...     old_logprobs=tensor([[-1.0, -1.0]]),
+    ...     rollout_logprobs=tensor([[-1.0, -9.0]]),
+    ...     advantages=tensor([[1.0, 1.0]]),
+    ...     loss_mask=tensor([[True, True]]),
+    ...     demonstration_mask=tensor([[False, False]]),
+    ... )
+    >>> compute_correction(x, CorrectionConfig(name="icepop")).weights.tolist()
+    [[1.0, 0.0]]
     """
     rule = CORRECTIONS.get(cfg.name)
     demonstrated, sampled = x.loss_mask & x.demonstration_mask, x.loss_mask & ~x.demonstration_mask
@@ -226,7 +284,13 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
 
 
 def check_correction(cfg: AlgoConfig) -> None:
-    """ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit."""
+    """ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit.
+
+    >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=2.0)))
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.correction.low and algo.correction.high: got 2.0 and 5.0, ...
+    """
     correction = cfg.correction
     rule = CORRECTIONS.get(correction.name)
     if not (correction.low < correction.high and correction.low <= 1 <= correction.high):

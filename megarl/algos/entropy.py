@@ -28,6 +28,10 @@ def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig
     """The state for the next step by the configured controller, with a coefficient of at most `max_coef`.
 
     The first state is `EntropyState(coef=algo.entropy_coef)`. NonFiniteError for a bad entropy.
+
+    >>> cfg = AlgoConfig(entropy_coef=0.5, entropy=EntropyConfig(controller="proportional", target_nats=1.0))
+    >>> next_entropy_state(EntropyState(coef=0.5), 2.0, cfg).coef
+    0.25
     """
     if not math.isfinite(entropy_nats):
         raise NonFiniteError(f"entropy: got {entropy_nats}, expected a finite number of nats; check the log-probs")
@@ -38,7 +42,11 @@ def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig
 
 @ENTROPY_CONTROLLERS.register("fixed")
 def fixed(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """The coefficient never changes."""
+    """The coefficient never changes.
+
+    >>> fixed(EntropyState(coef=0.5), 2.0, AlgoConfig()).coef
+    0.5
+    """
     return state
 
 
@@ -48,6 +56,10 @@ def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> Entrop
 
     As the temperature of SAC is learned (arXiv:1812.05905). α is held at or below `max_coef`, and leaves the bound as
     soon as H exceeds the target. Without weight decay, which would pull ln α to 0 and so α to 1.
+
+    >>> cfg = AlgoConfig(entropy=EntropyConfig(controller="learned", target_nats=1.0, lr=0.1))
+    >>> round(learned(EntropyState(coef=1.0), 0.5, cfg).coef, 3)
+    1.105
     """
     gradient = (entropy_nats - cfg.entropy.target_nats) * state.coef
     num_updates = state.num_updates + 1
@@ -60,13 +72,24 @@ def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> Entrop
 
 @ENTROPY_CONTROLLERS.register("proportional")
 def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """entropy_coef · target / H, at most `max_coef`; H counts as at least 1e-4 nats."""
+    """entropy_coef · target / H, at most `max_coef`; H counts as at least 1e-4 nats.
+
+    >>> cfg = AlgoConfig(entropy_coef=0.5, entropy=EntropyConfig(controller="proportional", target_nats=1.0))
+    >>> proportional(EntropyState(coef=0.5), 2.0, cfg).coef
+    0.25
+    """
     scale = cfg.entropy.target_nats / max(entropy_nats, _MIN_ENTROPY_NATS)
     return EntropyState(coef=cfg.entropy_coef * scale)
 
 
 def check_entropy(cfg: AlgoConfig) -> None:
-    """ConfigError for an unknown controller, or a coefficient that it cannot move."""
+    """ConfigError for an unknown controller, or a coefficient that it cannot move.
+
+    >>> check_entropy(AlgoConfig(entropy=EntropyConfig(controller="proportional")))
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.entropy_coef: got 0 with algo.entropy.controller=proportional, ...
+    """
     ENTROPY_CONTROLLERS.get(cfg.entropy.controller)
     if cfg.entropy.controller != "fixed" and cfg.entropy_coef == 0:
         raise ConfigError(

@@ -22,6 +22,9 @@ def kept_rows(
 
     Raises:
         DataError: a score is not finite, or `mean_score` meets a group of one row.
+
+    >>> kept_rows([1.0, 0.0, 1.0, 1.0], "aabb", FilterConfig(mean_score=(0.0, 1.0)))
+    (True, True, False, False)
     """
     groups = _group_rows(uids)
     removed: set[str] = set()
@@ -56,6 +59,9 @@ def group_metrics(
     filter/num_groups, filter/num_groups_removed; batch/solve_none, batch/solve_all: groups without, and of nothing but,
     correct rows; batch/solved: share of rows correct; batch/on_solved, batch/off_solved: the same over rows without
     and with a demonstration, where there are such rows.
+
+    >>> group_metrics([True, False], "aa", [True, True])["batch/solved"]
+    0.5
     """
     groups = _group_rows(uids).values()
     metrics = {
@@ -76,7 +82,13 @@ def group_metrics(
 
 
 def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
-    """ConfigError for bounds that keep nothing, groups too small to judge, and refills of nothing."""
+    """ConfigError for bounds that keep nothing, groups too small to judge, and refills of nothing.
+
+    >>> check_filter(FilterConfig(mean_score=(1.0, 0.0)), num_samples=8)
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.filter.mean_score: got [1.0, 0.0], expected lower < upper bound, ...
+    """
     if cfg.mean_score is not None:
         low, high = cfg.mean_score
         if low >= high:

@@ -29,32 +29,52 @@ _MAX_K3 = 10.0
 
 @KL_ESTIMATORS.register("k1", "kl")
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Δ: unbiased, of either sign."""
+    """Δ: unbiased, of either sign.
+
+    >>> k1(tensor([-1.0]), tensor([-2.0])).tolist()
+    [1.0]
+    """
     return logprobs - ref_logprobs
 
 
 @KL_ESTIMATORS.register("abs")
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|Δ|: an upper bound in expectation, not an estimate of the KL."""
+    """|Δ|: an upper bound in expectation, not an estimate of the KL.
+
+    >>> absolute(tensor([-2.0]), tensor([-1.0])).tolist()
+    [1.0]
+    """
     return (logprobs - ref_logprobs).abs()
 
 
 @KL_ESTIMATORS.register("k2", "mse")
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Δ²/2: biased, low variance; its gradient is that of the reverse KL in expectation."""
+    """Δ²/2: biased, low variance; its gradient is that of the reverse KL in expectation.
+
+    >>> k2(tensor([-1.0]), tensor([-2.0])).tolist()
+    [0.5]
+    """
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 @KL_ESTIMATORS.register("k3", "low_var_kl")
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """e^−Δ + Δ − 1, clamped to ±10: unbiased but for the clamp, beyond which the gradient is 0."""
+    """e^−Δ + Δ − 1, clamped to ±10: unbiased but for the clamp, beyond which the gradient is 0.
+
+    >>> k3(tensor([-1.0]), tensor([-2.0])).round(decimals=3).tolist()
+    [0.368]
+    """
     exponent = (ref_logprobs - logprobs).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     return (exponent.exp() - exponent - 1).clamp(-_MAX_K3, _MAX_K3)
 
 
 @KL_ESTIMATORS.register("k3_straight_through")
 def k3_straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2."""
+    """The value of k3 with the gradient of k2.
+
+    >>> k3_straight_through(tensor([-1.0]), tensor([-2.0])).round(decimals=3).tolist()
+    [0.368]
+    """
     surrogate = k2(logprobs, ref_logprobs)
     return k3(logprobs, ref_logprobs).detach() + (surrogate - surrogate.detach())
 
@@ -75,7 +95,12 @@ class PenalisedRewards:
 
 
 def apply_kl_penalty(token_level_scores: Tensor, kl: Tensor, loss_mask: Tensor, *, coef: float) -> PenalisedRewards:
-    """KL in the reward: scores − coef·kl on the loss mask, all [B, T]."""
+    """KL in the reward: scores − coef·kl on the loss mask, all [B, T].
+
+    >>> scores, kl, mask = tensor([[0.0, 1.0]]), tensor([[1.0, 2.0]]), tensor([[True, True]])
+    >>> apply_kl_penalty(scores, kl, mask, coef=0.5).token_level_rewards.tolist()
+    [[-0.5, 0.0]]
+    """
     has_tokens = loss_mask.any(dim=-1)
     current_kl = row_means(kl, loss_mask).sum() / has_tokens.sum().clamp(min=1)
     penalty = (coef * kl).masked_fill(~loss_mask, 0.0)
@@ -100,13 +125,22 @@ MAX_KL_ERROR = 0.2
 
 @KL_CONTROLLERS.register("fixed")
 def fixed(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
-    """The coefficient never changes."""
+    """The coefficient never changes.
+
+    >>> fixed(AlgoState(kl_coef=1.0), KLObservation(kl_nats=9.0, num_rows=100), KLConfig()).kl_coef
+    1.0
+    """
     return state
 
 
 @KL_CONTROLLERS.register("adaptive")
 def adaptive(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
-    """β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2) (arXiv:1909.08593)."""
+    """β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2) (arXiv:1909.08593).
+
+    >>> cfg = KLConfig(controller="adaptive", target_nats=0.1, horizon=1000)
+    >>> adaptive(AlgoState(kl_coef=1.0), KLObservation(kl_nats=0.2, num_rows=100), cfg).kl_coef
+    1.02
+    """
     if not math.isfinite(seen.kl_nats):
         raise NonFiniteError(f"KL to the reference: got {seen.kl_nats}, expected a finite number of nats")
     error = min(max(seen.kl_nats / cfg.target_nats - 1, -MAX_KL_ERROR), MAX_KL_ERROR)

@@ -59,7 +59,11 @@ class MismatchSums:
 
 
 def mismatch_sums(rollout_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> MismatchSums:
-    """Compare two scorings [B, T] of the same tokens under a bool mask [B, T], in float64."""
+    """Compare two scorings [B, T] of the same tokens under a bool mask [B, T], in float64.
+
+    >>> mismatch_sums(tensor([[-1.0]]), tensor([[-1.5]]), tensor([[True]])).metrics()["mismatch/k1"]
+    0.5
+    """
     if not rollout_logprobs.shape == logprobs.shape == loss_mask.shape:
         raise ValueError(
             f"mismatch: got rollout_logprobs {tuple(rollout_logprobs.shape)}, logprobs "

@@ -10,7 +10,12 @@ from megarl.types import RowBatch, ScoredBatch
 
 
 def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
-    """[B, T] bool: loss tokens that a demonstration put there, not the policy."""
+    """[B, T] bool: loss tokens that a demonstration put there, not the policy.
+
+    >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
+    >>> demonstration_mask(batch).tolist()
+    [[True, False], [False, False]]
+    """
     if DEMONSTRATION not in batch.scores:
         return torch.zeros_like(batch.loss_mask)
     return batch.scores[DEMONSTRATION].bool() & batch.loss_mask
@@ -22,6 +27,11 @@ def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
     On demonstration tokens A becomes prefix_reward / group size, if that is set, and max(A, 0) with `only_positive`;
     A is multiplied by `demonstration_weight` (α) on demonstration tokens, by `policy_weight` (β) on all others, also
     those that follow a demonstration (LUFFY, arXiv:2504.14945); then `without_truncated`.
+
+    >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
+    >>> cfg = OffPolicyConfig(demonstration_weight=0.5)
+    >>> weight_advantages(tensor([[1.0, 1.0], [-1.0, -1.0]]), batch, cfg).tolist()
+    [[0.5, 1.0], [-1.0, -1.0]]
     """
     demonstrated = demonstration_mask(batch)
     on_demonstration = advantages
@@ -35,7 +45,12 @@ def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
 
 
 def without_truncated(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:
-    """Advantages [B, T], with `drop_truncated` 0 in rows that were cut at the length limit."""
+    """Advantages [B, T], with `drop_truncated` 0 in rows that were cut at the length limit.
+
+    >>> batch = step("aa", [1.0, 0.0], truncated=[True, False])
+    >>> without_truncated(tensor([[1.0], [-1.0]]), batch, OffPolicyConfig(drop_truncated=True)).tolist()
+    [[0.0], [-1.0]]
+    """
     if not cfg.drop_truncated or batch.truncated is None:
         return advantages
     return torch.where(batch.truncated[:, None], 0.0, advantages)
@@ -46,6 +61,9 @@ def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> T
 
     Judged by the old policy, not by the current one, so that the count is known before the first backward and the
     objective does not depend on how rows are split; both agree at the first optimizer step of a batch.
+
+    >>> kept_tokens(tensor([[-0.01, -1.0]]), tensor([[True, True]]), 0.9).tolist()
+    [[False, True]]
     """
     return loss_mask & (old_logprobs.exp() <= drop_above)
 
@@ -55,6 +73,10 @@ def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Te
 
     A group needs its demonstration if the accuracy of its samples without one is at most `max_group_accuracy`, or if
     it has no such samples.
+
+    >>> batch = step("aaa", [1.0, 1.0, 0.0], demonstration=[[1.0], [0.0], [0.0]])
+    >>> unneeded_demonstrations(batch, 0.25).tolist()
+    [True, False, False]
     """
     off_policy = demonstration_mask(batch).any(dim=-1)
     own = group_stats(batch.correct, batch.uids, where=~off_policy)
@@ -66,6 +88,10 @@ def mixed_metrics(batch: ScoredBatch) -> dict[str, float]:
 
     batch/demonstration_frac: share of the loss tokens; on_off_metrics/{on,off}_{score,response_tokens}_mean of rows
     without and with a demonstration. A mean over nothing is 0.
+
+    >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
+    >>> mixed_metrics(batch)["batch/demonstration_frac"]
+    0.25
     """
     off_policy, lengths = demonstration_mask(batch).any(dim=-1), batch.loss_mask.sum(dim=-1).double()
     scores = batch.rewards.double()

@@ -50,6 +50,10 @@ def luffy_loss(
     as 1. Where `target_probs` q is known (≥ 0), P / (q + 1e-6) takes the place of f(P). f is cut at `max_clip`,
     then raised to `min_clip`; there it has no gradient.
     Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, this is `ppo_clip`.
+
+    >>> x, given = loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), tensor([[False, False]])
+    >>> luffy_loss(x, given, OffPolicyConfig(clip_upper_bound=1.0), PolicyLossConfig()).loss.tolist()
+    [[-1.0, -1.2]]
     """
     demonstrated = x.loss_mask & demonstration_mask
     # Outside their tokens all inputs are 0, so that nothing there spoils a gradient.
@@ -101,6 +105,10 @@ def imitation_masks(
     """A row with a demonstration token is imitated, that part of it or the whole row; others see the policy loss.
 
     loss = agg(policy loss over `policy`) − sft_coef · mean over `imitated` of logprobs
+
+    >>> masks = imitation_masks(tensor([[True, True]]), tensor([[True, False]]), "demonstration")
+    >>> masks.policy.tolist(), masks.imitated.tolist()
+    ([[False, False]], [[True, False]])
     """
     demonstrated = loss_mask & demonstration_mask
     in_row = demonstrated.any(dim=-1, keepdim=True)
@@ -124,7 +132,11 @@ class MixedCounts:
 
 
 def count_mixed(rows: Sequence[Row], cfg: OffPolicyConfig) -> MixedCounts:
-    """Counts of rows whose score `demonstration` marks demonstration tokens; rows without that score have none."""
+    """Counts of rows whose score `demonstration` marks demonstration tokens; rows without that score have none.
+
+    >>> count_mixed([row([1, 1, 1], demonstration=[1, 0, 0])], OffPolicyConfig()).num_demonstration_tokens
+    1
+    """
     loss_mask = pad_rows([row.loss_mask for row in rows], dtype=torch.bool)
     absent = np.empty(0, np.float32)
     marks = pad_rows([row.scores.get(DEMONSTRATION, absent) for row in rows], dtype=torch.bool)

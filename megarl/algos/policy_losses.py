@@ -55,7 +55,11 @@ UNREAD_SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """The configured loss, each token times its correction weight if there are any. Diagnostics stay unweighted."""
+    """The configured loss, each token times its correction weight if there are any. Diagnostics stay unweighted.
+
+    >>> policy_loss(loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
+    [[-1.0, -1.2]]
+    """
     terms = POLICY_LOSSES.get(cfg.name)(x, cfg)
     return terms if x.correction is None else replace(terms, loss=terms.loss * x.correction.detach())
 
@@ -77,7 +81,11 @@ class Surrogate:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual_clip: float | None
 ) -> Surrogate:
-    """max(−r·A, −clip(r, low, high)·A), and at most −dual_clip·A where A < 0 (None: no bound), all [B, T]."""
+    """max(−r·A, −clip(r, low, high)·A), and at most −dual_clip·A where A < 0 (None: no bound), all [B, T].
+
+    >>> clipped_surrogate(tensor([1.0, 2.0]), tensor([1.0, 1.0]), low=0.5, high=1.5, dual_clip=None).loss.tolist()
+    [-1.0, -1.5]
+    """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(low, high)
     loss = torch.maximum(unclipped, clipped)
@@ -96,6 +104,9 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     r = exp(logprobs − old_logprobs); l = max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A);
     where A < 0, l = min(l, −dual_clip·A). `dual_clip` None turns the last line off.
     Diagnostics: whether the clip (dual clip) decided the loss, and old − new log-prob.
+
+    >>> ppo_clip(loss_inputs([[1.0, 2.0, 2.0]], [[1.0, 1.0, -1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
+    [[-1.0, -1.2, 2.0]]
     """
     log_ratio = _log_ratio(x)
     surrogate = clipped_surrogate(
@@ -113,7 +124,11 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("reinforce")
 def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """REINFORCE (Williams, 1992): l = −A·logprobs, no ratio and no clip; the policy gradient if the policy sampled."""
+    """REINFORCE (Williams, 1992): l = −A·logprobs, no ratio and no clip; the policy gradient if the policy sampled.
+
+    >>> reinforce(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
+    [[2.0]]
+    """
     return PolicyLossTerms(loss=-x.advantages * x.logprobs, diagnostics={"actor/ppo_kl": -_log_ratio(x).detach()})
 
 
@@ -123,6 +138,9 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
     The ratio is a constant weight, so a clipped token keeps a gradient. The paper tunes the upper bound only: there
     `clip_low` is near 1.
+
+    >>> cispo(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
+    [[2.0]]
     """
     log_ratio = _log_ratio(x).detach()
     ratio = log_ratio.exp()
@@ -139,6 +157,9 @@ def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
     s = exp(Σ m·(logprobs − old_logprobs) / Σ m) over the row; l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
     It belongs to the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4; `dual_clip` is not part of it.
+
+    >>> gspo(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
+    [[-1.5, -1.5]]
     """
     return _row_clip(_row_log_ratio(x), x, cfg)
 
@@ -148,6 +169,9 @@ def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """GSPO-token (arXiv:2507.18071, section 4.3): the value of `gspo`, each token with its own log-prob's gradient.
 
     s_t = sg(s)·π(y_t) / sg(π(y_t)). The same as `gspo` where advantages are equal over a row, and free to differ.
+
+    >>> gspo_token(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
+    [[-1.5, -1.5]]
     """
     return _row_clip(_row_log_ratio(x).detach() + (x.logprobs - x.logprobs.detach()), x, cfg)
 

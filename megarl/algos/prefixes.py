@@ -48,38 +48,67 @@ _LENGTH_EPS = 1e-9
 
 @PREFIX_STRATEGIES.register("none")
 def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """No demonstration."""
+    """No demonstration.
+
+    >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
+    Window(low=0.0, high=0.0)
+    """
     return Window(low=0.0, high=0.0)
 
 
 @PREFIX_STRATEGIES.register("random")
 def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[min_ratio, max_ratio]."""
+    """U[min_ratio, max_ratio].
+
+    >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
+    >>> random(Slot(step=1, index=0, count=2), cfg)
+    Window(low=0.25, high=1.0)
+    """
     return Window(low=cfg.min_ratio, high=cfg.max_ratio)
 
 
 @PREFIX_STRATEGIES.register("linear")
 def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1."""
+    """max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
+
+    >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
+    >>> linear(Slot(step=6, index=1, count=2), cfg)
+    Window(low=0.5, high=0.5)
+    """
     ratio = cfg.max_ratio * (1 - min((slot.step - 1) / cfg.decay_steps, 1.0))
     return Window(low=ratio, high=ratio)
 
 
 @PREFIX_STRATEGIES.register("linear_max")
 def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[0, (10 − j)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on."""
+    """U[0, (10 − j)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
+
+    >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
+    >>> linear_max(Slot(step=1, index=0, count=2), cfg)
+    Window(low=0.0, high=1.0)
+    """
     return Window(low=0.0, high=(_NUM_WINDOWS - _tenth(slot.step, cfg)) * cfg.max_ratio / _NUM_WINDOWS)
 
 
 @PREFIX_STRATEGIES.register("reverse_linear")
 def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[0, (j + 1)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on."""
+    """U[0, (j + 1)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
+
+    >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
+    >>> reverse_linear(Slot(step=6, index=1, count=2), cfg)
+    Window(low=0.0, high=0.5)
+    """
     return Window(low=0.0, high=(_tenth(slot.step, cfg) + 1) * cfg.max_ratio / _NUM_WINDOWS)
 
 
 @PREFIX_STRATEGIES.register("fixed")
 def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Equally spaced from min_ratio to max_ratio over the prefixed samples; max_ratio for a single one."""
+    """Equally spaced from min_ratio to max_ratio over the prefixed samples; max_ratio for a single one.
+
+    >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
+    >>> fixed(Slot(step=1, index=0, count=2), cfg), fixed(Slot(step=6, index=1, count=2), cfg)
+    (Window(low=0.25, high=0.25), Window(low=1.0, high=1.0))
+    """
     spread = cfg.max_ratio - cfg.min_ratio
     ratio = cfg.max_ratio if slot.count == 1 else cfg.min_ratio + spread * slot.index / (slot.count - 1)
     return Window(low=ratio, high=ratio)
@@ -87,7 +116,12 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_variance")
 def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[v − variance, v + variance] around v of `linear`."""
+    """U[v − variance, v + variance] around v of `linear`.
+
+    >>> cfg = DemonstrationConfig(max_ratio=1.0, decay_steps=10, variance=0.25)
+    >>> linear_variance(Slot(step=6, index=1, count=2), cfg)
+    Window(low=0.25, high=0.75)
+    """
     middle = linear(slot, cfg).low
     return Window(low=middle - cfg.variance, high=middle + cfg.variance)
 
@@ -99,7 +133,11 @@ def _tenth(step: int, cfg: DemonstrationConfig) -> int:
 
 
 def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
-    """How many samples of a prompt, the first ones, get a prefix. ConfigError if there are not so many."""
+    """How many samples of a prompt, the first ones, get a prefix. ConfigError if there are not so many.
+
+    >>> num_prefixed(DemonstrationConfig(num_prefixed=-1), 8)
+    8
+    """
     if cfg.num_prefixed > num_samples:
         raise ConfigError(
             f"algo.demonstrations.num_prefixed: got {cfg.num_prefixed}, expected <= rollout.num_samples={num_samples}; "
@@ -114,6 +152,10 @@ def prefix_ratios(
     """The share of its demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
     A draw depends on (run_seed, step, uid, sample index), with `shared` not on the last.
+
+    >>> cfg = DemonstrationConfig(strategy="fixed", min_ratio=0.5, max_ratio=1.0, num_prefixed=2)
+    >>> prefix_ratios(cfg, uid="a", step=1, num_samples=3, run_seed=0)
+    (0.5, 1.0, 0.0)
     """
     count = num_prefixed(cfg, num_samples)
     strategy = PREFIX_STRATEGIES.get(cfg.strategy)
@@ -126,12 +168,20 @@ def prefix_ratios(
 
 
 def prefix_length(num_tokens: int, ratio: float) -> int:
-    """⌊num_tokens · ratio⌋, of a demonstration's tokens with its end token."""
+    """⌊num_tokens · ratio⌋, of a demonstration's tokens with its end token.
+
+    >>> prefix_length(100, 0.29)
+    29
+    """
     return math.floor(num_tokens * ratio + _LENGTH_EPS)
 
 
 def keeps_demonstration(cfg: DemonstrationConfig, *, uid: str, run_seed: int) -> bool:
-    """Whether a prompt is among the `keep_frac` that use their demonstration; the same in every epoch."""
+    """Whether a prompt is among the `keep_frac` that use their demonstration; the same in every epoch.
+
+    >>> keeps_demonstration(DemonstrationConfig(keep_frac=1.0), uid="a", run_seed=0)
+    True
+    """
     return _uniform("keep", run_seed, uid) < cfg.keep_frac
 
 

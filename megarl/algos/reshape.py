@@ -74,14 +74,24 @@ _NUMBERED = re.compile(rf"{_P_DIV_P}_(\d*\.?\d+)")
 
 
 def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """f on demonstration tokens; ConfigError for an unknown name."""
+    """f on demonstration tokens; ConfigError for an unknown name.
+
+    >>> square = demonstration_reshape(OffPolicyConfig(reshape="pow", reshape_exponent=2.0))
+    >>> square.of_probability(tensor([0.5]).log()).tolist()
+    [0.25]
+    """
     return _named(
         DEMONSTRATION_RESHAPES, cfg.reshape, "reshape", weight=cfg.reshape_weight, exponent=cfg.reshape_exponent
     )
 
 
 def ratio_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """f on the ratios of all other tokens; ConfigError for an unknown name."""
+    """f on the ratios of all other tokens; ConfigError for an unknown name.
+
+    >>> root = ratio_reshape(OffPolicyConfig(on_policy_reshape="square_root"))
+    >>> root.of_ratio(tensor([4.0]).log(), tensor([1.0]).log()).tolist()
+    [2.0]
+    """
     return _named(
         RATIO_RESHAPES,
         cfg.on_policy_reshape,

@@ -32,6 +32,10 @@ def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens:
     """The scorer's rewards with the overlong penalty, then what `truncated` says, then within `clip`.
 
     Metrics: critic/rule_score/*, the rewards before; reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
+
+    >>> cfg = RewardConfig(clip=(0.0, 1.0))
+    >>> shape_rewards(step("a", [3.0]), cfg, max_response_tokens=8).rewards.tolist()
+    [1.0]
     """
     rewards = batch.rewards
     metrics = summary("critic/rule_score", rewards)
@@ -58,7 +62,11 @@ def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens:
 
 def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
     """Soft overlong punishment (DAPO, arXiv:2503.14476), float64 like `num_tokens`: 0 up to max_tokens −
-    buffer_tokens, then linear down to −factor at max_tokens."""
+    buffer_tokens, then linear down to −factor at max_tokens.
+
+    >>> overlong_penalty(tensor([7, 8]), max_tokens=8, buffer_tokens=2, factor=1.0).tolist()
+    [-0.5, -1.0]
+    """
     excess = (num_tokens.double() - (max_tokens - buffer_tokens)).clamp(0, buffer_tokens)
     return -excess / buffer_tokens * factor
 
@@ -74,6 +82,10 @@ def reward_advantages(
 
     Metrics: reward_source/{rule_based,critic}, critic/score/* (rewards by their source), critic/rewards/* (after
     KL penalty and mask), reward_mask/{num_masked,mask_ratio_actual,flip_adv}, and the estimator's.
+
+    >>> cfg = AdvantageConfig(estimator="dr_grpo")
+    >>> reward_advantages(step("aa", [1.0, 0.0]), RewardConfig(), cfg).advantages.tolist()
+    [[0.5], [-0.5]]
     """
     from_critic = reward.source == "critic"
     if from_critic:
@@ -98,13 +110,21 @@ def reward_advantages(
 
 
 def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
-    """The batch with the value of each row's last loss token for its reward, and without a KL penalty."""
+    """The batch with the value of each row's last loss token for its reward, and without a KL penalty.
+
+    >>> critic_rewards(step("a", [1.0], values=[[0.5, 0.25]])).rewards.tolist()
+    [0.25]
+    """
     scores = {name: score for name, score in batch.scores.items() if name != KL_PENALTY}
     return replace(batch, rewards=last_values(batch).to(batch.rewards.dtype), scores=scores)
 
 
 def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
-    """The batch with neither reward nor KL penalty on rows outside `keep`, [B] bool."""
+    """The batch with neither reward nor KL penalty on rows outside `keep`, [B] bool.
+
+    >>> hide_rewards(step("aa", [1.0, 1.0]), tensor([True, False])).rewards.tolist()
+    [1.0, 0.0]
+    """
     scores = dict(batch.scores)
     if KL_PENALTY in scores:
         scores[KL_PENALTY] = torch.where(keep[:, None], scores[KL_PENALTY], 0.0)
@@ -117,6 +137,9 @@ def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tenso
     A row's number in [0, 1) is a hash of the seed, its uid and its place within its group. `bernoulli` hides rows
     with a number below `ratio`, `fixed` the ⌊rows × ratio⌋ rows of the smallest ones. So a resumed run repeats its
     choices without saved state, and the order of groups does not matter.
+
+    >>> keep_rows("aaaa", RewardMaskConfig(kind="fixed", ratio=0.5), seed=7).sum().item()
+    2
     """
     places: Counter[str] = Counter()
     numbers = []

@@ -32,13 +32,25 @@ AdvantageShaper: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
 
 
 def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Advantages as `algo.off_policy` weighs demonstration and policy tokens."""
+    """Advantages as `algo.off_policy` weighs demonstration and policy tokens.
+
+    >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
+    >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)
+    >>> weigh_demonstrations(tensor([[0.5], [-0.5]]), x).values.tolist()
+    [[0.25], [-0.25]]
+    """
     metrics = mixed_metrics(x.batch) if DEMONSTRATION in x.batch.scores else {}
     return Advantages(values=weight_advantages(advantages, x.batch, x.cfg.off_policy), metrics=metrics)
 
 
 def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """CPO's shaping; where it needs the current entropy, its inputs go to the loss as scores instead."""
+    """CPO's shaping; where it needs the current entropy, its inputs go to the loss as scores instead.
+
+    >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
+    >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)
+    >>> shape_by_hint(tensor([[0.5], [-0.5]]), x).values.tolist()
+    [[0.5], [-0.5]]
+    """
     if x.cfg.cpo.method == "none":
         return Advantages(values=advantages)
     assert x.vocab_size is not None, "CPO needs the model's vocabulary size"
@@ -62,7 +74,13 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 
 def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Unchanged advantages, with the weights by which the loss corrects for the engine that sampled."""
+    """Unchanged advantages, with the weights by which the loss corrects for the engine that sampled.
+
+    >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
+    >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)
+    >>> correct_for_engine(tensor([[0.5], [-0.5]]), x).values.tolist()
+    [[0.5], [-0.5]]
+    """
     if x.cfg.correction.name == "none":
         return Advantages(values=advantages)
     inputs = CorrectionInputs(

@@ -35,7 +35,12 @@ class TokenLosses:
 
 
 def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: AlgoConfig) -> TokenLosses:
-    """The configured loss of each token, times its correction weight if rows carry any."""
+    """The configured loss of each token, times its correction weight if rows carry any.
+
+    >>> advantages = tensor([[0.5, 2.0]])
+    >>> token_losses(rows([[1, 1]]), outputs([[-1.0, -1.0]]), advantages, AlgoConfig()).loss.tolist()
+    [[-0.5, -2.0]]
+    """
     off_policy = cfg.off_policy
     mask, bound = rows.loss_mask, off_policy.drop_above
     if bound is not None:
@@ -83,7 +88,12 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
 
 
 def trained_rows(rows: Sequence[Row], cfg: OffPolicyConfig) -> Sequence[Row]:
-    """The rows with the loss masks that the loss will use, so that tokens it leaves out are not counted."""
+    """The rows with the loss masks that the loss will use, so that tokens it leaves out are not counted.
+
+    >>> kept, = trained_rows([row([1, 1], old_logprobs=[-0.01, -1.0])], OffPolicyConfig(drop_above=0.9))
+    >>> kept.loss_mask.tolist()
+    [False, True]
+    """
     bound = cfg.drop_above
     if bound is None:
         return rows

@@ -11,32 +11,56 @@ KL_PENALTY = "kl_penalty"
 
 
 def last_token(loss_mask: Tensor) -> Tensor:
-    """[B, T] bool: the last loss token of every row that has one."""
+    """[B, T] bool: the last loss token of every row that has one.
+
+    >>> last_token(tensor([[True, True, False]])).tolist()
+    [[False, True, False]]
+    """
     return loss_mask & (loss_mask.flip(-1).cumsum(-1).flip(-1) == 1)
 
 
 def place_reward(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """[B, T] with rewards [B] on the last loss token of their rows, else 0; a row without loss tokens has none."""
+    """[B, T] with rewards [B] on the last loss token of their rows, else 0; a row without loss tokens has none.
+
+    >>> place_reward(tensor([2.0]), tensor([[True, True, False]])).tolist()
+    [[0.0, 2.0, 0.0]]
+    """
     return torch.where(last_token(loss_mask), rewards[:, None], 0.0)
 
 
 def kl_penalty(batch: ScoredBatch) -> Tensor:
-    """[B, T] float64 penalty β·KL, 0 outside the loss mask and without KL in the reward."""
+    """[B, T] float64 penalty β·KL, 0 outside the loss mask and without KL in the reward.
+
+    >>> kl_penalty(step("a", [1.0], [[1, 0]], kl_penalty=[[0.5, 9.0]])).tolist()
+    [[0.5, 0.0]]
+    """
     if KL_PENALTY not in batch.scores:
         return torch.zeros_like(batch.loss_mask, dtype=torch.float64)
     return torch.where(batch.loss_mask, batch.scores[KL_PENALTY].double(), 0.0)
 
 
 def token_rewards(batch: ScoredBatch) -> Tensor:
-    """[B, T] float64: the reward on the last loss token minus the KL penalty on every one."""
+    """[B, T] float64: the reward on the last loss token minus the KL penalty on every one.
+
+    >>> token_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
+    [[-0.5, 0.75]]
+    """
     return place_reward(batch.rewards.double(), batch.loss_mask) - kl_penalty(batch)
 
 
 def sequence_rewards(batch: ScoredBatch) -> Tensor:
-    """[B] float64: the reward minus the KL penalty of the whole row. A row without loss tokens keeps its reward."""
+    """[B] float64: the reward minus the KL penalty of the whole row. A row without loss tokens keeps its reward.
+
+    >>> sequence_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
+    [0.25]
+    """
     return batch.rewards.double() - masked_sum(kl_penalty(batch), batch.loss_mask, dim=-1)
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:
-    """[B, T] undiscounted sums Σ_{s≥t} of token rewards that are 0 outside the loss mask."""
+    """[B, T] undiscounted sums Σ_{s≥t} of token rewards that are 0 outside the loss mask.
+
+    >>> returns_to_go(tensor([[-0.5, 0.75]])).tolist()
+    [[0.25, 0.75]]
+    """
     return rewards.flip(-1).cumsum(-1).flip(-1)

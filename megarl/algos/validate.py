@@ -21,7 +21,13 @@ GSPO_LARGE_CLIP = 0.01
 
 
 def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """ConfigError for an unknown name, a conflict, or a setting that nothing would read."""
+    """ConfigError for an unknown name, a conflict, or a setting that nothing would read.
+
+    >>> check_algo_config(AlgoConfig(aggregation="mean"), max_response_tokens=8)
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.aggregation: unknown aggregation 'mean'; expected one of: ...
+    """
     ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
     POLICY_LOSSES.get(cfg.policy_loss.name)
     AGGREGATIONS.get(cfg.aggregation)

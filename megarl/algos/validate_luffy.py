@@ -45,7 +45,14 @@ _RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_luffy(cfg: AlgoConfig) -> None:
-    """ConfigError for an unknown name or a conflict; warns of settings that hardly act."""
+    """ConfigError for an unknown name or a conflict; warns of settings that hardly act.
+
+    >>> demonstrations = DemonstrationConfig(strategy="random", min_ratio=0.9, max_ratio=0.1)
+    >>> check_luffy(AlgoConfig(demonstrations=demonstrations))
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.demonstrations.min_ratio: got 0.9, expected <= max_ratio=0.1; swap them
+    """
     PREFIX_STRATEGIES.get(cfg.demonstrations.strategy)
     demonstration_reshape(cfg.off_policy)
     ratio_reshape(cfg.off_policy)

@@ -11,7 +11,13 @@ _MASK = "algo.reward.mask"
 
 
 def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing."""
+    """ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing.
+
+    >>> check_rewards(AlgoConfig(reward=RewardConfig(clip=(1.0, 0.0))), max_response_tokens=8)
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.reward.clip: got [1.0, 0.0], expected [low, high] with low < high
+    """
     reward, name = cfg.reward, cfg.advantage.estimator
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
         raise ConfigError(f"algo.reward.clip: got {list(reward.clip)}, expected [low, high] with low < high")
@@ -108,7 +114,11 @@ def _check_mask(cfg: AlgoConfig) -> None:
 
 
 def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps: int) -> list[str]:
-    """What is allowed and most likely not what was meant; one sentence each."""
+    """What is allowed and most likely not what was meant; one sentence each.
+
+    >>> reward_warnings(AlgoConfig(), critic_frozen=True, critic_warmup_steps=2)
+    ['a frozen critic needs no warm-up: its 2 steps only delay the policy']
+    """
     mask, from_critic = cfg.reward.mask, cfg.reward.source == "critic"
     conditions = {
         "algo.reward.source=critic trains the critic on its own values, of which any constant is a fixed point; "

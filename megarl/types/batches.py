@@ -81,7 +81,12 @@ def scored_batch(
     step: int = 0,
     seed: int = 0,
 ) -> ScoredBatch:
-    """Pad the rows of a step for the advantage estimator (float32 scores on the host)."""
+    """Pad the rows of a step for the advantage estimator (float32 scores on the host).
+
+    >>> verdicts = [Reward(score=1.0, correct=True)]
+    >>> scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts).scores["values"].tolist()
+    [[0.5, 0.0]]
+    """
     return ScoredBatch(
         uids=tuple(r.uid for r in rows),
         rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
@@ -105,7 +110,11 @@ def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
-    """Pad the rows of a micro-batch for the loss."""
+    """Pad the rows of a micro-batch for the loss.
+
+    >>> row_batch([row([1, 0]), row([1])], device=torch.device("cpu")).loss_mask.tolist()
+    [[True, False], [True, False]]
+    """
     return RowBatch(
         labels=tuple(r.label for r in rows),
         loss_mask=pad_rows([r.loss_mask for r in rows], dtype=torch.bool).to(device),

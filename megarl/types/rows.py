@@ -86,7 +86,14 @@ Rows: TypeAlias = Sequence[Row] | Mapping[int, Row]
 
 
 def row_from_sample(sample: Sample) -> Row:
-    """Everything after the prompt segment is response; `loss_mask` says which of it the policy chose."""
+    """Everything after the prompt segment is response; `loss_mask` says which of it the policy chose.
+
+    >>> from megarl.types import FinishReason, prompt_segment
+    >>> prompt = prompt_segment([5, 6])
+    >>> sample = Sample(uid="a", sample_index=0, seed=0, segments=(prompt,), finish_reason=FinishReason.STOP)
+    >>> row_from_sample(sample).num_prompt_tokens
+    2
+    """
     return Row(
         uid=sample.uid,
         sample_index=sample.sample_index,
@@ -102,6 +109,9 @@ def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: 
     """A whole sequence that a scalar head scores at its last token; it has the one place of that score.
 
     What a head says of a token it says from the token before. So one more token follows, which no score depends on.
+
+    >>> row_read_at_end("a", 0, np.array([5, 6]), margin=0.5).token_ids.tolist()
+    [5, 6, 6]
     """
     return Row(
         uid=uid,
@@ -114,7 +124,11 @@ def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: 
 
 
 def pad_rows(arrays: Sequence[npt.NDArray[Any]], *, dtype: torch.dtype) -> torch.Tensor:
-    """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding."""
+    """Stack arrays of shapes [R_i] into a right-padded [B, max R_i] tensor, 0 on the padding.
+
+    >>> pad_rows([np.array([1, 2]), np.array([3])], dtype=torch.long).tolist()
+    [[1, 2], [3, 0]]
+    """
     width = max((len(a) for a in arrays), default=0)
     out = torch.zeros(len(arrays), width, dtype=dtype)
     for i, array in enumerate(arrays):

@@ -84,7 +84,11 @@ class Segment:
 
 
 def prompt_segment(token_ids: Sequence[int]) -> Segment:
-    """The segment that every sample starts with: no loss, no policy weights."""
+    """The segment that every sample starts with: no loss, no policy weights.
+
+    >>> prompt_segment([5, 6]).weight_versions.tolist()
+    [-1, -1]
+    """
     n = len(token_ids)
     return Segment(
         source=SegmentSource.PROMPT,
@@ -145,7 +149,13 @@ class Sample:
 
 
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
-    """ValueError unless recorded experts are those of all tokens."""
+    """ValueError unless recorded experts are those of all tokens.
+
+    >>> require_experts_of_tokens(np.zeros((2, 1, 1), np.int16), 3, "sample a/0")
+    Traceback (most recent call last):
+        ...
+    ValueError: sample a/0: routed_experts has shape (2, 1, 1), expected (3, layers, ...
+    """
     if experts is not None and (experts.ndim != 3 or len(experts) != num_tokens):
         raise ValueError(
             f"{whose}: routed_experts has shape {experts.shape}, expected ({num_tokens}, layers, experts per token)"

@@ -15,12 +15,20 @@ _EXPLAINED_EPS = 1e-5
 
 
 def masked_values(batch: ScoredBatch) -> Tensor:
-    """[B, T] float64 values, 0 outside the loss mask."""
+    """[B, T] float64 values, 0 outside the loss mask.
+
+    >>> masked_values(step("a", [1.0], [[1, 0]], values=[[0.5, 9.0]])).tolist()
+    [[0.5, 0.0]]
+    """
     return torch.where(batch.loss_mask, batch.score(Score.VALUES).double(), 0.0)
 
 
 def last_values(batch: ScoredBatch) -> Tensor:
-    """[B] the value of each row's last loss token, 0 for a row without any."""
+    """[B] the value of each row's last loss token, 0 for a row without any.
+
+    >>> last_values(step("a", [1.0], [[1, 1, 0]], values=[[0.5, 0.25, 9.0]])).tolist()
+    [0.25]
+    """
     return masked_sum(masked_values(batch), last_token(batch.loss_mask), dim=-1)
 
 
@@ -29,6 +37,10 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
     δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, both 0 after the last token. Returns are A + V with
     `lam_critic` for λ, and before any normalisation: they are in units of the reward.
+
+    >>> batch = step("a", [1.0], values=[[0.5, 0.5]])
+    >>> gae(batch, AdvantageConfig(estimator="gae", lam=0.5)).advantages.tolist()
+    [[0.25, 0.5]]
     """
     mask, values = batch.loss_mask, masked_values(batch)
     # Loss tokens first, in their order: the next loss token is the next column.
@@ -49,7 +61,11 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """[B, T] sums y_t = x_t + discount·y_{t+1}, y = 0 after the last column."""
+    """[B, T] sums y_t = x_t + discount·y_{t+1}, y = 0 after the last column.
+
+    >>> discounted_sums(tensor([[1.0, 1.0, 1.0]]), 0.5).tolist()
+    [[1.75, 1.5, 1.0]]
+    """
     columns = x.t().clone(memory_format=torch.contiguous_format)
     for t in range(len(columns) - 2, -1, -1):
         columns[t] += discount * columns[t + 1]
@@ -60,6 +76,10 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """The critic as its own reward: A_t = V_last − V_t, so 0 on the last token, and returns V_last.
 
     It is GAE with γ = λ = 1 and the reward V_last. Rewards of the batch are not read.
+
+    >>> batch = step("a", [1.0], values=[[0.5, 0.75]])
+    >>> critic_value(batch, AdvantageConfig()).advantages.tolist()
+    [[0.25, 0.0]]
     """
     values = masked_values(batch)
     returns = torch.where(batch.loss_mask, last_values(batch)[:, None], 0.0)
@@ -69,7 +89,11 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """(A − mean)·rsqrt(var + 1e-8) over the loss tokens of the batch, with the unbiased variance; see `whiten`."""
+    """(A − mean)·rsqrt(var + 1e-8) over the loss tokens of the batch, with the unbiased variance; see `whiten`.
+
+    >>> whitened(tensor([[1.0], [3.0]]), step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
+    [[-0.71], [0.71]]
+    """
     if not cfg.whiten:
         return advantages
     num_tokens = batch.loss_mask.sum()
@@ -79,7 +103,12 @@ def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Te
 
 
 def value_metrics(values: Tensor, returns: Tensor, loss_mask: Tensor) -> dict[str, float]:
-    """critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5)."""
+    """critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5).
+
+    >>> metrics = value_metrics(tensor([[1.0, 2.0]]), tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
+    >>> round(metrics["critic/vf_explained_var"], 2)
+    0.75
+    """
     kept_values, kept_returns = values[loss_mask].double(), returns[loss_mask].double()
     metrics = summary("critic/values", kept_values) | summary("critic/returns", kept_returns)
     if kept_returns.numel() > 1:

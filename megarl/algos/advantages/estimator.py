@@ -72,7 +72,12 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key=
 
 
 def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-    """The configured estimate; DataError names the row of an input that is not finite."""
+    """The configured estimate; DataError names the row of an input that is not finite.
+
+    >>> cfg = AdvantageConfig(estimator="dr_grpo")
+    >>> compute_advantages(step("aa", [1.0, 0.0]), cfg).advantages.tolist()
+    [[0.5], [-0.5]]
+    """
     estimator = ADVANTAGE_ESTIMATORS.get(cfg.estimator)
     _require_finite(batch, "reward", batch.rewards, "check the scorer")
     for name in sorted({KL_PENALTY, Score.VALUES} & batch.scores.keys()):

@@ -41,7 +41,11 @@ def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator
 
 
 def centred(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """[B] rewards minus their group's mean."""
+    """[B] rewards minus their group's mean.
+
+    >>> centred(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
+    [0.5, -0.5]
+    """
     return rewards - torch.where(stats.size == 1, 0.0, stats.mean)
 
 
@@ -54,6 +58,9 @@ def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """GRPO (arXiv:2402.03300): A = (r − mean_group) / (std_group + 1e-6) with the unbiased deviation.
 
     Without `norm_by_std`, A = r − mean_group (Dr. GRPO, arXiv:2503.20783).
+
+    >>> grpo(step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
+    [0.71, -0.71]
     """
     rewards = sequence_rewards(batch)
     stats = group_stats(rewards, batch.uids)
@@ -67,6 +74,10 @@ def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
     A deviation of 0 counts as 1, so that a demonstration stands out of a group of equal rewards. A group of
     nothing but demonstrations uses all its rows. `norm_by_std` as in GRPO.
+
+    >>> batch = step("aaa", [1.0, 0.0, 1.0], demonstration=[[1.0], [0.0], [0.0]])
+    >>> grpo_split(batch, AdvantageConfig()).round(decimals=2).tolist()
+    [0.71, -0.71, 0.71]
     """
     rewards = sequence_rewards(batch)
     on_policy = group_stats(rewards, batch.uids, where=~demonstration_mask(batch).any(dim=-1))
@@ -84,27 +95,43 @@ def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("dr_grpo")
 def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Dr. GRPO (arXiv:2503.20783): A = r − mean_group."""
+    """Dr. GRPO (arXiv:2503.20783): A = r − mean_group.
+
+    >>> dr_grpo(step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
+    [0.5, -0.5]
+    """
     rewards = sequence_rewards(batch)
     return centred(rewards, group_stats(rewards, batch.uids))
 
 
 @_register("group_norm")
 def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """A = (r − mean_group) / (std_group + 1e-9): GRPO's advantage as OpenRLHF computes it."""
+    """A = (r − mean_group) / (std_group + 1e-9): GRPO's advantage as OpenRLHF computes it.
+
+    >>> group_norm(step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
+    [0.71, -0.71]
+    """
     rewards = sequence_rewards(batch)
     stats = group_stats(rewards, batch.uids)
     return centred(rewards, stats) / (_deviation(stats) + _GROUP_NORM_EPS)
 
 
 def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """[B] rewards minus the mean of the others in their group: n/(n − 1)·(r − mean)."""
+    """[B] rewards minus the mean of the others in their group: n/(n − 1)·(r − mean).
+
+    >>> leave_one_out(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
+    [1.0, -1.0]
+    """
     return centred(rewards, stats) * stats.size / (stats.size - 1).clamp(min=1)
 
 
 @_register("rloo")
 def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """RLOO (arXiv:2402.14740): A_i = r_i − (Σ r − r_i)/(n − 1)."""
+    """RLOO (arXiv:2402.14740): A_i = r_i − (Σ r − r_i)/(n − 1).
+
+    >>> rloo(step("aaa", [1.0, 0.0, 0.0]), AdvantageConfig()).tolist()
+    [1.0, -0.5, -0.5]
+    """
     rewards = sequence_rewards(batch)
     return leave_one_out(rewards, group_stats(rewards, batch.uids))
 
@@ -115,6 +142,9 @@ def maxrl(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
     For r ∈ {0, 1}, the mean estimates the probability p of success, and A the gradient of log p instead of p.
     A group of one has A = 0. DataError for a negative reward, which makes the mean no probability.
+
+    >>> maxrl(step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
+    [1.0, -1.0]
     """
     rewards = sequence_rewards(batch)
     negative = (rewards < 0).nonzero().flatten().tolist()

@@ -39,7 +39,12 @@ def _equal_rewards(batch: ScoredBatch) -> Tensor:
 
 
 def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group; see `batch_whitened` for the scale."""
+    """REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group; see `batch_whitened` for the scale.
+
+    >>> batch = step("aa", [1.0, 0.0], [[1, 1], [1, 0]])
+    >>> reinforce_baseline(batch, AdvantageConfig()).advantages.tolist()
+    [[0.5, 0.5], [-0.5, 0.0]]
+    """
     return _returns(batch, centred(batch.rewards.double(), group_stats(batch.rewards, batch.uids)))
 
 
@@ -49,6 +54,9 @@ def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     Long rows weigh more in μ, which is therefore not 0 where length goes with reward, and shifts even groups of
     equal rewards. Without `center` μ is 0, and σ² the mean square. With `exclude_equal_groups` tokens of such
     groups do not count in μ and σ², and are divided but not shifted. Without `norm_by_std` nothing is divided.
+
+    >>> batch_whitened(tensor([[0.5], [-0.5]]), step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
+    [[1.0], [-1.0]]
     """
     counted = batch.loss_mask
     if cfg.exclude_equal_groups:
@@ -66,6 +74,9 @@ def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     """REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1); see `max_normalised` for the scale.
 
     With `uniform_scale`, rows of a group of equal rewards have r/n instead.
+
+    >>> reinforce_max(step("aa", [1.0, 0.0]), AdvantageConfig()).advantages.tolist()
+    [[1.0], [-1.0]]
     """
     stats = group_stats(batch.rewards, batch.uids)
     rewards = batch.rewards.double()
@@ -81,6 +92,11 @@ def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     S± and Q± are the sums of A and A² of each sign, N the number of tokens, α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻)) and
     β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, 1e-8 in the denominator, α and β within [1e-8, 10]; a group
     with |S±| < 1e-8 stays as it is, and with `uniform_scale` so does one of equal rewards.
+
+    >>> batch = step("aaa", [1.0, 0.0, 0.0])
+    >>> advantages = tensor([[2.0], [-1.0], [-1.0]])
+    >>> max_normalised(advantages, batch, AdvantageConfig()).round(decimals=2).tolist()
+    [[1.41], [-0.71], [-0.71]]
     """
     index, num_groups = group_index(batch.uids, advantages.device)
 

@@ -18,85 +18,149 @@ _RANGE_EPS = 1e-8
 
 
 def mi(x: Terms) -> Tensor:
-    """The mutual information, by the configured estimator."""
+    """The mutual information, by the configured estimator.
+
+    >>> mi(terms([[1.0, -2.0]])).tolist()
+    [[1.0, -2.0]]
+    """
     return x.mi
 
 
 def capped_mi(x: Terms) -> Tensor:
-    """min(MI, 10)."""
+    """min(MI, 10).
+
+    >>> capped_mi(terms([[12.0, -2.0]], mi_estimator="p_weighted")).round(decimals=2).tolist()
+    [[10.0, -0.01]]
+    """
     return x.mi.clamp(max=_MAX_MI)
 
 
 def capped_delta(x: Terms) -> Tensor:
-    """clip(d, ±10)."""
+    """clip(d, ±10).
+
+    >>> capped_delta(terms([[12.0, -2.0]])).tolist()
+    [[10.0, -2.0]]
+    """
     return x.delta.clamp(-MAX_DELTA, MAX_DELTA)
 
 
 def clamped_ratio(x: Terms) -> Tensor:
-    """clip(exp(d), 1/λ, λ)."""
+    """clip(exp(d), 1/λ, λ).
+
+    >>> clamped_ratio(terms([[0.0, 5.0]], ratio_clamp=2.0)).round(decimals=2).tolist()
+    [[1.0, 2.0]]
+    """
     bound = math.log(x.cfg.ratio_clamp)
     return x.delta.clamp(-bound, bound).exp()
 
 
 def entropy(x: Terms) -> Tensor:
-    """The token's entropy."""
+    """The token's entropy.
+
+    >>> entropy(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
+    [[0.5, 1.5]]
+    """
     return x.entropy
 
 
 def entropy_gap(x: Terms) -> Tensor:
-    """The highest entropy of the row − the token's."""
+    """The highest entropy of the row − the token's.
+
+    >>> entropy_gap(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
+    [[1.0, 0.0]]
+    """
     return _highest_entropy(x) - x.entropy
 
 
 def uncertainty(x: Terms) -> Tensor:
-    """u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 where nothing may change."""
+    """u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 where nothing may change.
+
+    >>> uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    [[0.0, 1.0]]
+    """
     low = torch.where(x.active, x.entropy, math.inf).amin(dim=-1, keepdim=True)
     spread = _highest_entropy(x) - low
     return torch.where(x.active, (x.entropy - low) / (spread + _RANGE_EPS), 0.0)
 
 
 def certainty(x: Terms) -> Tensor:
-    """1 − u."""
+    """1 − u.
+
+    >>> certainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    [[1.0, 0.0]]
+    """
     return 1 - uncertainty(x)
 
 
 def one_plus_uncertainty(x: Terms) -> Tensor:
-    """1 + u."""
+    """1 + u.
+
+    >>> one_plus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    [[1.0, 2.0]]
+    """
     return 1 + uncertainty(x)
 
 
 def two_minus_uncertainty(x: Terms) -> Tensor:
-    """2 − u."""
+    """2 − u.
+
+    >>> two_minus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    [[2.0, 1.0]]
+    """
     return 2 - uncertainty(x)
 
 
 def vocab_certainty(x: Terms) -> Tensor:
-    """1 − entropy / ln(vocab_size)."""
+    """1 − entropy / ln(vocab_size).
+
+    >>> vocab_certainty(terms([[0.0, 0.0]], entropy=[[0.0, math.log(10) / 2]])).round(decimals=2).tolist()
+    [[1.0, 0.5]]
+    """
     return 1 - x.entropy / math.log(x.inputs.vocab_size)
 
 
 def row_delta(x: Terms) -> Tensor:
-    """Mean of d over the row."""
+    """Mean of d over the row.
+
+    >>> row_delta(terms([[1.0, -2.0]])).tolist()
+    [[-0.5]]
+    """
     return row_means(x.delta, x.active)[:, None]
 
 
 def row_capped_delta(x: Terms) -> Tensor:
-    """Mean of clip(d, ±10) over the row."""
+    """Mean of clip(d, ±10) over the row.
+
+    >>> row_capped_delta(terms([[12.0, -2.0]])).tolist()
+    [[4.0]]
+    """
     return row_means(capped_delta(x), x.active)[:, None]
 
 
 def row_mi_sum(x: Terms) -> Tensor:
-    """Σ MI over the row, which grows with its length."""
+    """Σ MI over the row, which grows with its length.
+
+    >>> row_mi_sum(terms([[1.0, -2.0]])).tolist()
+    [[-1.0]]
+    """
     return masked_sum(x.mi, x.active, dim=-1)[:, None]
 
 
 def row_mi_mean(x: Terms) -> Tensor:
-    """Mean of MI over the row."""
+    """Mean of MI over the row.
+
+    >>> row_mi_mean(terms([[1.0, -2.0]])).tolist()
+    [[-0.5]]
+    """
     return row_means(x.mi, x.active)[:, None]
 
 
 def row_entropy(x: Terms) -> Tensor:
-    """Mean entropy of the row."""
+    """Mean entropy of the row.
+
+    >>> row_entropy(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
+    [[1.0]]
+    """
     return row_means(x.entropy, x.active)[:, None]
 
 
@@ -114,6 +178,9 @@ def verifier_weights(x: Terms) -> Tensor:
     of a row's credit (or blame) more falls on the tokens that the hint makes likelier (or less likely). Signs stay,
     and where A is constant over a row, so does its sum. Terms that are added to the advantage pull the policy towards
     the hinted one instead, which leaks the hint (arXiv:2604.03128).
+
+    >>> verifier_weights(terms([[1.0, -1.0]], weight_clip=0.25)).tolist()
+    [[1.25, 0.75]]
     """
     clip, mix, decay_steps = x.cfg.weight_clip, x.cfg.mix, x.cfg.mix_decay_steps
     if decay_steps:

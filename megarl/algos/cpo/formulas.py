@@ -64,7 +64,11 @@ class Formula:
 
 
 def apply_formula(formula: Formula, x: Terms) -> Tensor:
-    """A' [B, T]; advantages outside `x.active` are not changed."""
+    """A' [B, T]; advantages outside `x.active` are not changed.
+
+    >>> apply_formula(Formula(gains=(Gain(value=0.5),)), terms([[0.0]], advantages=[[2.0]])).tolist()
+    [[1.0]]
+    """
     result = x.advantages
     for gain in formula.gains:
         value = gain.value(x) if callable(gain.value) else gain.value

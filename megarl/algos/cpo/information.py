@@ -25,22 +25,38 @@ MI_ESTIMATORS: Registry[MiEstimator] = Registry("mutual-information estimator", 
 
 
 def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """exp(hint_logprobs)·d, as CPO was described: not a mutual information, as it weighs rare tokens down."""
+    """exp(hint_logprobs)·d, as CPO was described: not a mutual information, as it weighs rare tokens down.
+
+    >>> p_weighted(tensor([2.0]), tensor([0.0]), None).tolist()
+    [2.0]
+    """
     return hint_logprobs.exp() * delta
 
 
 def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """d, the pointwise mutual information of token and hint."""
+    """d, the pointwise mutual information of token and hint.
+
+    >>> pmi(tensor([2.0]), tensor([0.0]), None).tolist()
+    [2.0]
+    """
     return delta
 
 
 def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """exp(d)·d: on tokens of the old policy unbiased for KL(with hint ‖ without), as far as d is not bounded."""
+    """exp(d)·d: on tokens of the old policy unbiased for KL(with hint ‖ without), as far as d is not bounded.
+
+    >>> kl_is(tensor([1.0]), tensor([0.0]), None).round(decimals=3).tolist()
+    [2.718]
+    """
     return delta.exp() * delta
 
 
 def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """KL(with hint ‖ without) over the whole vocabulary, from its own scoring pass."""
+    """KL(with hint ‖ without) over the whole vocabulary, from its own scoring pass.
+
+    >>> full_kl(tensor([2.0]), tensor([0.0]), tensor([0.25])).tolist()
+    [0.25]
+    """
     if hint_kl is None:
         raise ValueError("full_kl: got no hint_kl, expected [B, T]")
     return hint_kl

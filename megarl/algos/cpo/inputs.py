@@ -97,7 +97,12 @@ def inputs_from_batch(
     *,
     vocab_size: int,
 ) -> CpoInputs:
-    """Inputs of a whole step from whatever scores it has."""
+    """Inputs of a whole step from whatever scores it has.
+
+    >>> batch, advantages = step("ab", [1.0, 0.0]), tensor([[1.0], [0.0]])
+    >>> inputs_from_batch(batch, advantages, CpoConfig(), vocab_size=10).difficulty.tolist()
+    [1, -1]
+    """
     excluded = batch.scores.get(EXCLUDED)
     return CpoInputs(
         advantages=advantages,
@@ -116,7 +121,12 @@ def inputs_from_batch(
 
 
 def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
-    """[B, T] scores with which rows must travel for `inputs_from_rows`, for shaping by the current entropy."""
+    """[B, T] scores with which rows must travel for `inputs_from_rows`, for shaping by the current entropy.
+
+    >>> scores = loss_scores(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
+    >>> sorted(scores), scores[DIFFICULTY].tolist()
+    (['cpo_correct', 'cpo_difficulty', 'cpo_old_logprobs', 'hint_logprobs'], [[1.0, 1.0]])
+    """
     like = x.advantages
     scores = {
         CORRECT: x.correct.to(like.dtype)[:, None].expand_as(like),
@@ -134,7 +144,13 @@ def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
 
 
 def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> CpoInputs:
-    """Inputs of a micro-batch whose rows carry `advantages` and `loss_scores`; `entropy` is the current policy's."""
+    """Inputs of a micro-batch whose rows carry `advantages` and `loss_scores`; `entropy` is the current policy's.
+
+    >>> row = {DIFFICULTY: [[1.0, 1.0]], CORRECT: [[1.0, 1.0]], OLD: [[-1.0, -1.0]], "hint_logprobs": [[0.0, 0.0]]}
+    >>> batch = rows([[1, 1]], advantages=[[0.5, 0.5]], **row)
+    >>> inputs_from_rows(batch, tensor([[0.1, 0.2]]), vocab_size=10).difficulty.tolist()
+    [1]
+    """
     excluded = rows.scores.get(EXCLUDED)
     return CpoInputs(
         advantages=rows.score("advantages"),

@@ -39,12 +39,20 @@ CPO_METHODS: Registry[Method] = Registry("CPO method", key="algo.cpo.method")
 
 
 def formula_set(cfg: CpoConfig) -> FormulaSet:
-    """The configured formula set, or the method's own."""
+    """The configured formula set, or the method's own.
+
+    >>> formula_set(CpoConfig(method="mi3"))
+    'ref'
+    """
     return cfg.formula_set or CPO_METHODS.get(cfg.method).default
 
 
 def formula(cfg: CpoConfig) -> Formula:
-    """The configured formula; ConfigError for an unknown method or one without a formula of that set."""
+    """The configured formula; ConfigError for an unknown method or one without a formula of that set.
+
+    >>> formula(CpoConfig(method="none"))
+    Formula(gains=(), terms=(), accuracy_clamp=False)
+    """
     formulas = CPO_METHODS.get(cfg.method).formulas
     chosen = formula_set(cfg)
     if chosen not in formulas:
@@ -56,7 +64,11 @@ def formula(cfg: CpoConfig) -> Formula:
 
 
 def neg_scope(cfg: CpoConfig) -> str:
-    """Who is negative: as configured, or as in the formula set."""
+    """Who is negative: as configured, or as in the formula set.
+
+    >>> neg_scope(CpoConfig(method="mi3"))
+    'all_wrong_group'
+    """
     return cfg.neg_scope or _NEG_SCOPES[formula_set(cfg)]
 
 

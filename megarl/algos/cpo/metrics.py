@@ -12,7 +12,11 @@ from megarl.config.algo import CpoConfig
 
 
 def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
-    """[B, T] by metric name, whose means over loss tokens are logged: change, its size, whether the sign turned, A'."""
+    """[B, T] by metric name, whose means over loss tokens are logged: change, its size, whether the sign turned, A'.
+
+    >>> shift_diagnostics(tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]]))["cpo/adv_flip_frac"].tolist()
+    [[1.0, 0.0]]
+    """
     change = (after - before).detach()
     return {
         "cpo/adv_delta_mean": change,
@@ -24,7 +28,12 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
     """Mean, deviation, range and share of positive values of MI over loss tokens; share of tokens whose likelihood
-    ratio is clamped. Nothing for a method without a hint or without tokens."""
+    ratio is clamped. Nothing for a method without a hint or without tokens.
+
+    >>> cfg = CpoConfig(method="mi", mi_estimator="pmi")
+    >>> hint_metrics(terms([[1.0, -2.0]]).inputs, cfg)["cpo/mi_mean"]
+    -0.5
+    """
     if not formula(cfg).uses_hint or not x.active.any():
         return {}
     # Entropies do not enter, and where the update's own are used there are none yet.
@@ -42,7 +51,13 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """`hint_metrics`, and over loss tokens the means of `shift_diagnostics`."""
+    """`hint_metrics`, and over loss tokens the means of `shift_diagnostics`.
+
+    >>> x = terms([[1.0, -2.0]]).inputs
+    >>> before, after = tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]])
+    >>> cpo_metrics(before, after, x, CpoConfig(method="mi"))["cpo/adv_flip_frac"]
+    0.5
+    """
     if not x.loss_mask.any():
         return {}
     per_token = shift_diagnostics(before, after)

@@ -16,6 +16,10 @@ def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
     """[B, T] advantages by the configured method, 0 outside the loss mask; see docs/algorithms.md for the formulas.
 
     Rows do not touch each other. NonFiniteError for NaN or infinity on a token that is read.
+
+    >>> cfg = CpoConfig(method="verifier_sign", weight_clip=0.25)
+    >>> shape_advantages(terms([[1.0, -1.0]]).inputs, cfg).tolist()
+    [[1.25, 0.75]]
     """
     if not x.loss_mask.numel():
         return torch.zeros_like(x.advantages)
@@ -23,13 +27,21 @@ def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
 
 
 def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
-    """What the configured formula reads."""
+    """What the configured formula reads.
+
+    >>> terms_of(terms([[1.0, -1.0]]).inputs, CpoConfig(method="mi")).delta.tolist()
+    [[1.0, -1.0]]
+    """
     chosen = formula(cfg)
     return make_terms(x, cfg, neg_scope=neg_scope(cfg), uses_hint=chosen.uses_hint, uses_entropy=chosen.uses_entropy)
 
 
 def required_scores(cfg: CpoConfig) -> frozenset[Score]:
-    """The scores that the method reads. All log-probs must come from one engine: old ones from the trainer too."""
+    """The scores that the method reads. All log-probs must come from one engine: old ones from the trainer too.
+
+    >>> ", ".join(sorted(required_scores(CpoConfig(method="mi", formula_set="doc"))))
+    'hint_logprobs, old_logprobs'
+    """
     chosen = formula(cfg)
     scores = set()
     if chosen.uses_hint:
@@ -44,5 +56,9 @@ def required_scores(cfg: CpoConfig) -> frozenset[Score]:
 
 
 def shapes_in_loss(cfg: CpoConfig) -> bool:
-    """Whether shaping needs the current entropy and so belongs into the loss, per micro-batch, not on the host."""
+    """Whether shaping needs the current entropy and so belongs into the loss, per micro-batch, not on the host.
+
+    >>> shapes_in_loss(CpoConfig(method="mi3", entropy_source="current"))
+    True
+    """
     return formula(cfg).uses_entropy and cfg.entropy_source == "current"

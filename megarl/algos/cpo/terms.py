@@ -43,6 +43,11 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
     """The terms of a formula; those that it does not use are 0, and need not be given.
 
     NonFiniteError for NaN or infinity on a token that is read.
+
+    >>> x = terms([[1.0, -1.0]]).inputs
+    >>> cfg = CpoConfig()
+    >>> make_terms(x, cfg, neg_scope="negative_sample", uses_hint=True, uses_entropy=False).delta.tolist()
+    [[1.0, -1.0]]
     """
     active = x.active
     advantages = _clean("advantages", x.advantages, x.loss_mask)

@@ -12,7 +12,13 @@ from megarl.registry import refuse_unused
 
 
 def check_cpo(cfg: CpoConfig) -> None:
-    """ConfigError for an unknown name, a conflict, or a setting that the formula does not read."""
+    """ConfigError for an unknown name, a conflict, or a setting that the formula does not read.
+
+    >>> check_cpo(CpoConfig(method="mi", shuffled_baseline=True, mi_estimator="full_kl"))
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.cpo.shuffled_baseline: got true with ...
+    """
     chosen, read = formula_set(cfg), formula(cfg)
     DIFFICULTIES.get(cfg.difficulty)
     estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
