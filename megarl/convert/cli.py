@@ -1,90 +1,74 @@
 """`megarl convert`, and the same as scripts in tools/."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 
-if TYPE_CHECKING:
-    from megarl.convert.engine import Settings
+# As many processes as cores, up to what keeps most storage busy.
+_NUM_WORKERS = min(8, len(os.sched_getaffinity(0)))
+_WORKERS: Mapping[str, Mapping[str, Any]] = {
+    "--workers": {
+        "type": int,
+        "default": _NUM_WORKERS,
+        "metavar": "N",
+        "help": "processes (default: one per core, at most 8)",
+    }
+}
+_OUTPUT: Mapping[str, Mapping[str, Any]] = {
+    "--out": {"type": Path, "required": True, "help": "directory to write; what was begun is continued"},
+    "--dtype": {"choices": ("float32", "float16", "bfloat16"), "help": "of the weights (default: as they are)"},
+    "--dry-run": {"action": "store_true", "help": "check, print sizes; write nothing"},
+    "--overwrite": {"action": "store_true", "help": "replace --out"},
+    **_WORKERS,
+}
 
-_DTYPES = ("float32", "float16", "bfloat16")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command: what its help says, its arguments as `add_argument` takes them, and what it runs."""
+
+    text: str
+    arguments: Mapping[str, Mapping[str, Any]]
+    run: Callable[[argparse.Namespace], None]
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `convert` to the commands of `megarl`."""
     convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, or compare")
     kinds = convert.add_subparsers(dest="kind", required=True)
-    for name, (text, add, run) in COMMANDS.items():
-        command = kinds.add_parser(name, help=text, description=text)
-        add(command)
-        command.set_defaults(run=run)
+    for name, command in COMMANDS.items():
+        parser = kinds.add_parser(name, help=command.text, description=command.text)
+        for argument, options in command.arguments.items():
+            parser.add_argument(argument, **options)
+        parser.set_defaults(run=command.run)
 
 
 def script(name: str, argv: Sequence[str] | None = None) -> None:
-    """One of the commands as a program of its own."""
-    text, add, run = COMMANDS[name]
-    parser = argparse.ArgumentParser(description=text)
-    add(parser)
+    """Run one of the commands as a program of its own."""
+    command = COMMANDS[name]
+    parser = argparse.ArgumentParser(description=command.text)
+    for argument, options in command.arguments.items():
+        parser.add_argument(argument, **options)
     arguments = parser.parse_args(argv)
     with exit_on_errors():
-        run(arguments)
-
-
-def _add_workers(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, at most 8)")
-
-
-def _add_output(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", type=Path, required=True, help="directory to write; what was begun is continued")
-    command.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they are)")
-    command.add_argument("--dry-run", action="store_true", help="check, print sizes; write nothing")
-    command.add_argument("--overwrite", action="store_true", help="replace --out")
-    _add_workers(command)
-
-
-def _add_hf_to_mcore(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", type=Path, help="a Hugging Face directory")
-    command.add_argument("--vocab-multiple", type=int, default=128, metavar="N", help="pad the vocabulary to (128)")
-    _add_output(command)
-
-
-def _add_mcore_to_hf(command: argparse.ArgumentParser) -> None:
-    command.add_argument("checkpoint", type=Path, help="a torch_dist checkpoint, such as RUN/checkpoints/step_N/actor")
-    command.add_argument("--model", type=Path, help="directory of config.json and tokenizer, if it cannot be told")
-    _add_output(command)
-
-
-def _add_verify(command: argparse.ArgumentParser) -> None:
-    command.add_argument("first", type=Path, help="a Hugging Face directory or a torch_dist checkpoint")
-    command.add_argument("second", type=Path, help="the same, to compare with it")
-    command.add_argument("--model", type=Path, help="directory of config.json, for torch_dist without one")
-    _add_workers(command)
+        command.run(arguments)
 
 
 # Heavy imports wait until the command is known.
 
 
-def _num_workers(arguments: argparse.Namespace) -> int:
-    from megarl.convert.engine import default_workers
-
-    return default_workers() if arguments.workers is None else int(arguments.workers)
-
-
-def _settings(arguments: argparse.Namespace) -> "Settings":
-    from megarl.convert.engine import Settings
-
-    return Settings(out=arguments.out, num_workers=_num_workers(arguments), overwrite=arguments.overwrite)
-
-
 def _hf_to_mcore(arguments: argparse.Namespace) -> None:
     from megarl.convert.commands import hf_to_mcore
+    from megarl.convert.engine import Settings
 
     hf_to_mcore(
         arguments.model,
-        _settings(arguments),
+        Settings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
         dtype=arguments.dtype,
         vocab_multiple=arguments.vocab_multiple,
         dry_run=arguments.dry_run,
@@ -93,10 +77,11 @@ def _hf_to_mcore(arguments: argparse.Namespace) -> None:
 
 def _mcore_to_hf(arguments: argparse.Namespace) -> None:
     from megarl.convert.commands import mcore_to_hf
+    from megarl.convert.engine import Settings
 
     mcore_to_hf(
         arguments.checkpoint,
-        _settings(arguments),
+        Settings(out=arguments.out, num_workers=arguments.workers, overwrite=arguments.overwrite),
         model=arguments.model,
         dtype=arguments.dtype,
         dry_run=arguments.dry_run,
@@ -106,19 +91,43 @@ def _mcore_to_hf(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     from megarl.convert.verify import verify
 
-    verdict = verify(arguments.first, arguments.second, model=arguments.model, num_workers=_num_workers(arguments))
-    size = f"{verdict.num_tensors} tensors, {verdict.num_bytes / 2**20:,.2f} MiB"
-    if verdict.is_equal:
+    found = verify(arguments.first, arguments.second, model=arguments.model, num_workers=arguments.workers)
+    size = f"{found.num_tensors} tensors, {found.num_bytes / 2**20:,.2f} MiB"
+    if not found.problems:
         print(f"equal, bit for bit, and finite: {size}")
         return
-    print("\n".join(verdict.problems))
-    print(f"not equal: {len(verdict.problems)} problems; compared {size}")
+    print("\n".join(found.problems))
+    print(f"not equal: {len(found.problems)} problems; compared {size}")
     raise SystemExit(EXIT_FAILED)
 
 
-# Name → what it does, its arguments, its function.
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]] = {
-    "hf-to-mcore": ("Hugging Face directory → Megatron torch_dist checkpoint", _add_hf_to_mcore, _hf_to_mcore),
-    "mcore-to-hf": ("Megatron torch_dist checkpoint → Hugging Face directory", _add_mcore_to_hf, _mcore_to_hf),
-    "verify": ("compare two checkpoints bit for bit; exit code 1 if they differ", _add_verify, _verify),
+COMMANDS: Mapping[str, Command] = {
+    "hf-to-mcore": Command(
+        text="Hugging Face directory → Megatron torch_dist checkpoint",
+        arguments={
+            "model": {"type": Path, "help": "a Hugging Face directory"},
+            "--vocab-multiple": {"type": int, "default": 128, "metavar": "N", "help": "pad the vocabulary to (128)"},
+            **_OUTPUT,
+        },
+        run=_hf_to_mcore,
+    ),
+    "mcore-to-hf": Command(
+        text="Megatron torch_dist checkpoint → Hugging Face directory",
+        arguments={
+            "checkpoint": {"type": Path, "help": "a torch_dist checkpoint, such as RUN/checkpoints/step_N/actor"},
+            "--model": {"type": Path, "help": "directory of config.json and tokenizer, if it cannot be told"},
+            **_OUTPUT,
+        },
+        run=_mcore_to_hf,
+    ),
+    "verify": Command(
+        text="compare two checkpoints bit for bit; exit code 1 if they differ",
+        arguments={
+            "first": {"type": Path, "help": "a Hugging Face directory or a torch_dist checkpoint"},
+            "second": {"type": Path, "help": "the same, to compare with it"},
+            "--model": {"type": Path, "help": "directory of config.json, for torch_dist without one"},
+            **_WORKERS,
+        },
+        run=_verify,
+    ),
 }

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,18 +11,19 @@ from pathlib import Path
 import torch
 
 from megarl.convert.dist_format import FORMAT_FILE, write_index
-from megarl.convert.engine import Outcome, Settings, carry_out, check_target
+from megarl.convert.engine import ConversionOutcome, Settings, carry_out
 from megarl.convert.mapping import model_parameters
 from megarl.convert.models import OpenModel, declared_dtype, open_model
-from megarl.convert.plan import Plan, plan_dist, plan_hf
+from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf
 from megarl.convert.readers import DistReader, SafetensorsReader
-from megarl.convert.report import outcome_line, plan_table
 from megarl.errors import ConfigError, DataError
+from megarl.text_table import align
 from megarl.train.export import copy_companions, exported_config, write_config
 from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, dtype_of, model_index, read_specs
 
 # Rows of the vocabulary are padded to a multiple of this; Megatron loads it under every layout.
 VOCAB_MULTIPLE = 128
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def hf_to_mcore(
@@ -30,7 +33,7 @@ def hf_to_mcore(
     dtype: str | None = None,
     vocab_multiple: int = VOCAB_MULTIPLE,
     dry_run: bool = False,
-) -> Outcome | None:
+) -> ConversionOutcome | None:
     """Write a torch_dist checkpoint of a Hugging Face directory; its configuration and tokenizer come along."""
     if vocab_multiple < 1:
         raise ConfigError(f"--vocab-multiple: got {vocab_multiple}, expected at least 1")
@@ -64,7 +67,7 @@ def mcore_to_hf(
     model: Path | None = None,
     dtype: str | None = None,
     dry_run: bool = False,
-) -> Outcome | None:
+) -> ConversionOutcome | None:
     """Write a Hugging Face directory of a torch_dist checkpoint, with configuration and tokenizer of `model`."""
     source = open_model(checkpoint, model)
     if not isinstance(source.reader, DistReader):
@@ -86,28 +89,36 @@ def mcore_to_hf(
 
 def _run(
     source: OpenModel,
-    plan: Plan,
+    plan: ConversionPlan,
     settings: Settings,
     finish: Callable[[Path], None],
     description: str,
     *,
     dry_run: bool,
-) -> Outcome | None:
-    check_target(settings)
+) -> ConversionOutcome | None:
+    if settings.out.exists() and not settings.overwrite:
+        raise ConfigError(f"--out: {settings.out} exists; choose another directory, or replace it with --overwrite")
+    if settings.num_workers < 1:
+        raise ConfigError(f"--workers: got {settings.num_workers}, expected at least 1")
     if dry_run:
-        print("\n".join(plan_table(source, plan, settings)))
+        print("\n".join(_plan_table(source, plan, settings)))
         return None
     start = time.monotonic()
     try:
         outcome = carry_out(plan, source.reader, source.state, settings, finish, description)
     except OSError as error:
         raise DataError(f"writing {settings.out} failed: {error}; free space, and run the command again") from error
-    print(outcome_line(outcome, plan, settings, seconds=time.monotonic() - start))
+    kept = f", {outcome.num_kept} kept from an earlier run" if outcome.num_kept else ""
+    print(
+        f"wrote {settings.out}: {_mib(plan.num_bytes)} MiB, {outcome.num_pieces} pieces{kept}; "
+        f"read {_mib(outcome.num_bytes_read)} MiB; {time.monotonic() - start:.1f} s with {settings.num_workers} "
+        f"process{'es' if settings.num_workers > 1 else ''}"
+    )
     return outcome
 
 
 def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
-    """The tensors to write. Those that are in float32 in every model of the family stay so."""
+    """Return the tensors to write. Those that are in float32 in every model of the family stay so."""
     specs, wide = source.reader.specs, source.spec.float32_tensors()
     if dtype is None:
         return dict(specs)
@@ -120,7 +131,8 @@ def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
 
 
 def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
-    """That keys and shapes fit the family's table was checked on opening."""
+    """Raise DataError unless the written tensors are those that were planned."""
+    # That keys and shapes fit the family's table was checked on opening.
     wrong = [name for name in expected if written.get(name) != expected[name]]
     if wrong or written.keys() != expected.keys():
         raise DataError(f"{partial}: {wrong[:3]} are not what was to be written; remove the directory, convert again")
@@ -129,19 +141,51 @@ def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: M
 def _write_companions(
     source: OpenModel, partial: Path, target: Mapping[str, TensorSpec], *, skipped: tuple[str, ...]
 ) -> None:
-    """Configuration, tokenizer and templates; config.json changes only where it would not fit the weights."""
-    copy_companions(source.companions, partial, skipped=skipped)
+    """Write configuration, tokenizer and templates; config.json changes only where it would not fit the weights."""
+    copy_companions(source.spec.path, partial, skipped=skipped)
     file = partial / "config.json"
     config = json.loads(file.read_text())
-    name = _config_dtype(target)
+    # The type that most of what is written has.
+    num_bytes: dict[torch.dtype, int] = {}
+    for spec in target.values():
+        num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
+    name = str(max(num_bytes, key=lambda each: num_bytes[each])).removeprefix("torch.")
     changed = exported_config(config, source.spec.family, dtype=name, scalar_head=source.scalar_head)
     if name != declared_dtype(source.spec) or changed.get("architectures") != config.get("architectures"):
         write_config(file, changed)
 
 
-def _config_dtype(target: Mapping[str, TensorSpec]) -> str:
-    """The type that most of what is written has."""
-    num_bytes: dict[torch.dtype, int] = {}
-    for spec in target.values():
-        num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
-    return str(max(num_bytes, key=lambda each: num_bytes[each])).removeprefix("torch.")
+def _plan_table(source: OpenModel, plan: ConversionPlan, settings: Settings) -> list[str]:
+    """Describe what a conversion would write: sizes by kind of tensor, and what it needs."""
+    tensors = [(name, spec) for group in plan.hf_files.values() for name, spec in group.items()]
+    tensors += [(name, tensor.spec) for name, tensor in plan.tensors.items()]
+    kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+    for name, spec in tensors:
+        kind = (_NUMBERS.sub("*", name), spec.shape, str(spec.dtype).removeprefix("torch."))
+        kinds.setdefault(kind, []).append(spec.num_bytes)
+    rows = [("tensor", "number", "shape", "type", "MiB")]
+    for (name, shape, dtype), sizes in kinds.items():
+        rows.append((name, str(len(sizes)), " × ".join(map(str, shape)), dtype, _mib(sum(sizes))))
+    rows.append(("all", str(len(tensors)), "", "", _mib(sum(spec.num_bytes for _, spec in tensors))))
+    source_bytes = sum(spec.num_bytes for spec in source.reader.specs.values())
+    files = f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
+    # The nearest directory that exists.
+    place = next(each for each in (settings.out, *settings.out.absolute().parents) if each.exists())
+    free = shutil.disk_usage(place).free
+    # What converting a piece needs: a buffer, and a second one for another type.
+    peak_bytes = max(
+        piece.source_bytes + (piece.num_bytes if piece.dtype != piece.source_dtype else 0) for piece in plan.pieces
+    )
+    return [
+        *align(rows),
+        "",
+        f"reads    {source.path}: {_mib(source_bytes)} MiB, family {source.spec.family.name}",
+        f"writes   {settings.out}: {_mib(plan.num_bytes)} MiB in {files} and {len(plan.pieces)} pieces, "
+        f"{free / 2**30:.0f} GiB free{', too little' if free < plan.num_bytes else ''}",
+        f"memory   at most {_mib(peak_bytes)} MiB of tensors in each of {settings.num_workers} processes",
+        "Nothing was written (--dry-run).",
+    ]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f}"

@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints without Megatron and without process groups.
+"""Read and write Megatron's torch_dist checkpoints without Megatron and without process groups.
 
 The format is that of torch.distributed.checkpoint: `.metadata` (a pickle) says which chunks each global tensor has and
 in which `*.distcp` file, at which offset, each chunk lies as what `torch.save` wrote of it.
@@ -9,7 +9,7 @@ import io
 import json
 import pickle
 import zipfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.convert.files import FileReader, Window, WindowWriter
+from megarl.convert.files import FileReader, Window
 from megarl.errors import DataError
 from megarl.weights.safetensors_map import TensorSpec
 
@@ -93,12 +93,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def is_dist_checkpoint(directory: Path) -> bool:
-    return (directory / METADATA).is_file()
-
-
 def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """All global tensors of a checkpoint by key, and the keys of the other objects in it."""
+    """Return all global tensors of a checkpoint by key, and the keys of the other objects in it."""
     file = directory / METADATA
     try:
         metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
@@ -106,10 +102,19 @@ def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         tensors, objects = {}, []
         for key, stored in metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
-                tensors[key] = StoredTensor(
-                    spec=TensorSpec(shape=tuple(stored.size), dtype=stored.properties.dtype),
-                    chunks=tuple(_chunk(each, places[MetadataIndex(key, each.offsets)]) for each in stored.chunks),
-                )
+                chunks = [
+                    Chunk(
+                        offsets=tuple(each.offsets),
+                        sizes=tuple(each.sizes),
+                        file=place.relative_path,
+                        offset=place.offset,
+                        length=place.length,
+                    )
+                    for each in stored.chunks
+                    for place in [places[MetadataIndex(key, each.offsets)]]
+                ]
+                spec = TensorSpec(shape=tuple(stored.size), dtype=stored.properties.dtype)
+                tensors[key] = StoredTensor(spec=spec, chunks=tuple(chunks))
             else:
                 objects.append(key)
     except (pickle.UnpicklingError, AttributeError, KeyError, EOFError, TypeError) as error:
@@ -117,18 +122,8 @@ def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
     return tensors, objects
 
 
-def _chunk(chunk: ChunkStorageMetadata, place: _StorageInfo) -> Chunk:
-    return Chunk(
-        offsets=tuple(chunk.offsets),
-        sizes=tuple(chunk.sizes),
-        file=place.relative_path,
-        offset=place.offset,
-        length=place.length,
-    )
-
-
 def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
-    """Where the elements of a chunk lie. Reads only the headers.
+    """Find where the elements of a chunk lie, from the headers alone.
 
     Raises:
         DataError: what lies there is not the chunk that the metadata describes.
@@ -139,7 +134,8 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
         tensor = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         with zipfile.ZipFile(window) as archive:
             (entry,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
-        header = reader.read(chunk.file, chunk.offset + entry.header_offset, _LOCAL_HEADER_BYTES)
+        header = bytearray(_LOCAL_HEADER_BYTES)
+        reader.read_into(chunk.file, chunk.offset + entry.header_offset, memoryview(header))
     except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, ValueError) as error:
         raise DataError(
             f"{chunk.file}: no tensor at byte {chunk.offset} ({error}); copy the checkpoint again"
@@ -160,12 +156,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
 class _Counter(io.RawIOBase):
     """A stream that only counts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def writable(self) -> bool:
-        return True
+    num_bytes = 0
 
     def write(self, data: Any) -> int:
         self.num_bytes += memoryview(data).nbytes
@@ -174,64 +165,45 @@ class _Counter(io.RawIOBase):
 
 @functools.cache
 def saved_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that torch.save writes of a tensor."""
+    """Count the bytes that torch.save writes of a tensor."""
     counter = _Counter()
-    with _without_checksums():
+    # Without checksums nothing touches the elements, which have no memory yet.
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
         torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], counter))
+    finally:
+        torch.serialization.set_crc32_options(before)
     return counter.num_bytes
-
-
-class _without_checksums:  # noqa: N801 - used as a statement
-    """Nothing touches the elements of what is saved within."""
-
-    def __enter__(self) -> None:
-        self._before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.serialization.set_crc32_options(self._before)
-
-
-def save_chunk(writer: WindowWriter, tensor: torch.Tensor) -> None:
-    """Write a tensor as a chunk of its own storage."""
-    torch.save(tensor, cast(IO[bytes], writer))
 
 
 @functools.cache
 def empty_object() -> bytes:
-    """What Megatron stores of a layer that has no state besides its parameters."""
+    """Return what Megatron stores of a layer that has no state besides its parameters."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream.getvalue()
 
 
 def write_index(directory: Path, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Chunk]) -> None:
-    """The files that make chunks a checkpoint."""
-    places = {
-        MetadataIndex(key, torch.Size(chunk.offsets)): _place(chunk)
-        for key, tensor in tensors.items()
-        for chunk in tensor.chunks
-    }
-    metadata = Metadata(
-        state_dict_metadata={
-            **{key: _tensor_metadata(tensor) for key, tensor in tensors.items()},
-            **{key: BytesStorageMetadata() for key in objects},
-        },
-        storage_data={**places, **{MetadataIndex(key): _place(chunk) for key, chunk in objects.items()}},
-    )
+    """Write the files that make chunks a checkpoint."""
+    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, tensor in tensors.items():
+        stored[key] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.spec.dtype),
+            size=torch.Size(tensor.spec.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+            ],
+        )
+        for chunk in tensor.chunks:
+            index = MetadataIndex(key, torch.Size(chunk.offsets))
+            places[index] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+    for key, chunk in objects.items():
+        stored[key] = BytesStorageMetadata()
+        places[MetadataIndex(key)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+    metadata = Metadata(state_dict_metadata=stored, storage_data=places)
     (directory / METADATA).write_bytes(pickle.dumps(metadata))
     torch.save({"content_metadata": {"singleton_local_shards": False}}, directory / COMMON)
     (directory / FORMAT_FILE).write_text(json.dumps(_FORMAT))
-
-
-def _place(chunk: Chunk) -> _StorageInfo:
-    return _StorageInfo(chunk.file, chunk.offset, chunk.length)
-
-
-def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks: Sequence[ChunkStorageMetadata] = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
-    ]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=tensor.spec.dtype), size=torch.Size(tensor.spec.shape), chunks=list(chunks)
-    )

@@ -1,25 +1,32 @@
-"""Carry out a plan: preallocate, convert the pieces that are missing, check, and give the directory its name."""
+"""Carry out a conversion: preallocate, convert the pieces that are missing, check, and give the directory its name."""
 
+import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial as bind
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import torch
 
-from megarl.convert.dist_format import save_chunk
-from megarl.convert.files import WindowWriter, exclusive, preallocate, range_checksum, sync
-from megarl.convert.journal import STATE, Journal, fingerprint
-from megarl.convert.plan import OutputFile, Piece, Plan
+from megarl.convert.files import WindowWriter, bytes_of, exclusive, preallocate, range_checksum, sync
+from megarl.convert.plan import ConversionPlan
 from megarl.convert.readers import TensorReader
 from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
 from megarl.record.progress import Progress, ProgressValues
 
+# Where OUT.partial keeps what of a conversion is done.
+STATE = ".convert"
+
 _MIB = 1 << 20
+# Of fixed width at the end, so that a line that was cut short is none.
+_LINE = re.compile(r"(\d+) (\d{10})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class PendingPiece:
     """A piece to convert; `checksum` is that of its bytes if an earlier run has written them."""
 
     index: int
@@ -40,7 +47,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class FinishedPiece:
     """A piece in its place. num_bytes_read: of the source, to write it."""
 
     index: int
@@ -50,7 +57,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ConversionOutcome:
     """What a conversion did. num_kept: pieces that an earlier run had written."""
 
     num_pieces: int
@@ -59,32 +66,42 @@ class Outcome:
     num_bytes_written: int
 
 
-def default_workers() -> int:
-    """As many as cores, up to what keeps most storage busy."""
-    return min(8, len(os.sched_getaffinity(0)))
+class Journal:
+    """What of a conversion is done, in OUT.partial/.convert, so that one that was killed continues.
+
+    `name_file` names the conversion and appears when all files are preallocated; `done_file` gets a line per finished
+    piece with the checksum of its bytes. A continued conversion checks them: what a crash of the machine lost is done
+    again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.name_file, self.done_file = directory / STATE / "plan", directory / STATE / "done"
+
+    def done(self) -> dict[int, int]:
+        """Map finished pieces to their checksums; lines that a crash cut short are left out."""
+        lines = self.done_file.read_text().splitlines() if self.done_file.is_file() else ()
+        found = (_LINE.fullmatch(line) for line in lines)
+        return {int(each[1]): int(each[2]) for each in found if each}
+
+    def add(self, piece: int, checksum: int) -> None:
+        """Note a finished piece."""
+        with self.done_file.open("a") as file:
+            file.write(f"{piece} {checksum:010d}\n")
 
 
 def partial_dir(out: Path) -> Path:
-    """Where a conversion writes until it is complete."""
+    """Return where a conversion writes until it is complete."""
     return out.with_name(out.name + ".partial")
 
 
-def check_target(settings: Settings) -> None:
-    """Refuse to replace a directory unless told to."""
-    if settings.out.exists() and not settings.overwrite:
-        raise ConfigError(f"--out: {settings.out} exists; choose another directory, or replace it with --overwrite")
-    if settings.num_workers < 1:
-        raise ConfigError(f"--workers: got {settings.num_workers}, expected at least 1")
-
-
 def carry_out(
-    plan: Plan,
+    plan: ConversionPlan,
     reader: TensorReader,
     source: Sequence[object],
     settings: Settings,
     finish: Callable[[Path], None],
     description: str,
-) -> Outcome:
+) -> ConversionOutcome:
     """Convert all pieces and rename the directory; `finish` adds what else belongs there and checks the whole.
 
     source: names the state of the source's files; a conversion of others is not continued.
@@ -92,7 +109,9 @@ def carry_out(
     partial = partial_dir(settings.out)
     (partial / STATE).mkdir(parents=True, exist_ok=True)
     with exclusive(partial / STATE / "lock"):
-        journal = _prepare(partial, plan, fingerprint(plan, source), overwrite=settings.overwrite)
+        # What is written where, and the files it is made from.
+        name = hashlib.sha256(repr((plan.files, plan.pieces, tuple(source))).encode()).hexdigest()
+        journal = _prepare(partial, plan, name, overwrite=settings.overwrite)
         outcome = _convert(partial, plan, reader, journal, settings.num_workers, description)
         finish(partial)
         for path in [*(path for path in partial.rglob("*") if STATE not in path.parts), partial]:
@@ -105,70 +124,73 @@ def carry_out(
     return outcome
 
 
-def _prepare(partial: Path, plan: Plan, name: str, *, overwrite: bool) -> Journal:
+def _prepare(partial: Path, plan: ConversionPlan, name: str, *, overwrite: bool) -> Journal:
     """Preallocate all files, unless an earlier run of the same conversion has."""
     journal = Journal(partial)
-    if journal.name() not in (None, name) and not overwrite:
+    begun = journal.name_file.read_text() if journal.name_file.is_file() else None
+    if begun not in (None, name) and not overwrite:
         raise ConfigError(
             f"{partial}: holds part of another conversion (other options, or the source has changed since); remove it, "
             f"or start again with --overwrite"
         )
-    if journal.name() != name:
-        journal.clear()
+    if begun != name:
+        journal.name_file.unlink(missing_ok=True)
+        journal.done_file.unlink(missing_ok=True)
         for path in partial.iterdir():
             if path.name != STATE:
                 path.unlink()
         for file in plan.files:
-            _create(partial, file)
-        journal.begin(name)
+            preallocate(partial / file.name, file.num_bytes)
+            with (partial / file.name).open("r+b") as stream:
+                for offset, data in file.fixed:
+                    stream.seek(offset)
+                    stream.write(data)
+        # All files are there; pieces follow.
+        unfinished = journal.name_file.with_suffix(".partial")
+        unfinished.write_text(name)
+        unfinished.replace(journal.name_file)
     return journal
 
 
-def _create(directory: Path, file: OutputFile) -> None:
-    preallocate(directory / file.name, file.num_bytes)
-    with (directory / file.name).open("r+b") as stream:
-        for offset, data in file.fixed:
-            stream.seek(offset)
-            stream.write(data)
-
-
 def _convert(
-    partial: Path, plan: Plan, reader: TensorReader, journal: Journal, num_workers: int, description: str
-) -> Outcome:
+    partial: Path, plan: ConversionPlan, reader: TensorReader, journal: Journal, num_workers: int, description: str
+) -> ConversionOutcome:
     written = journal.done()
-    tasks = [Task(index=i, checksum=written.get(i)) for i in range(len(plan.pieces))]
+    pending = [PendingPiece(index=i, checksum=written.get(i)) for i in range(len(plan.pieces))]
     # Each process has memory of its own behind it from the first piece on, and uses it for all: fresh pages cost time.
     scratch = np.empty(max(piece.source_bytes for piece in plan.pieces), dtype=np.uint8)
-
-    def convert(task: Task) -> Done:
-        return convert_piece(partial, plan.pieces[task.index], reader, task, scratch)
-
+    convert = bind(_convert_piece, partial, plan, reader, scratch)
     num_kept, num_read, num_done = 0, 0, 0
     total = sum(piece.num_bytes for piece in plan.pieces)
     with (
         # Processes first: a bar on a terminal has a thread, which a fork would lose.
-        WorkerPool(convert, min(num_workers, len(tasks))) as pool,
+        WorkerPool(convert, min(num_workers, len(pending))) as pool,
         Progress(total=-(-total // _MIB), description=f"{description}, MiB", stream=sys.stderr) as progress,
     ):
-        for done in pool.map_unordered(tasks):
+        for done in pool.map_unordered(pending):
             if done.is_new:
                 journal.add(done.index, done.checksum)
             num_kept += not done.is_new
             num_read += done.num_bytes_read
             num_done += plan.pieces[done.index].num_bytes
             progress.update(-(-total // _MIB) if num_done == total else num_done // _MIB, ProgressValues())
-    return Outcome(num_pieces=len(tasks), num_kept=num_kept, num_bytes_read=num_read, num_bytes_written=plan.num_bytes)
+    return ConversionOutcome(
+        num_pieces=len(pending), num_kept=num_kept, num_bytes_read=num_read, num_bytes_written=plan.num_bytes
+    )
 
 
 @torch.no_grad()
-def convert_piece(directory: Path, piece: Piece, reader: TensorReader, task: Task, scratch: np.ndarray) -> Done:
+def _convert_piece(
+    directory: Path, plan: ConversionPlan, reader: TensorReader, scratch: np.ndarray, pending: PendingPiece
+) -> FinishedPiece:
     """Write a piece, unless the bytes that an earlier run wrote are still there.
 
     scratch: bytes, at least as large as the piece's source.
     """
-    file, before = directory / piece.file, reader.num_bytes_read
-    if task.checksum is not None and range_checksum(file, piece.offset, piece.length) == task.checksum:
-        return Done(index=task.index, checksum=task.checksum, num_bytes_read=0, is_new=False)
+    piece = plan.pieces[pending.index]
+    file, before = directory / piece.file, reader.files.num_bytes
+    if pending.checksum is not None and range_checksum(file, piece.offset, piece.length) == pending.checksum:
+        return FinishedPiece(index=pending.index, checksum=pending.checksum, num_bytes_read=0, is_new=False)
     # A storage of the piece's size: torch.save writes all of a storage.
     buffer = torch.from_numpy(scratch[: piece.source_bytes]).view(piece.source_dtype).view(piece.shape)
     if sum(copy.num_rows for copy in piece.copies) < piece.shape[0]:
@@ -180,15 +202,15 @@ def convert_piece(directory: Path, piece: Piece, reader: TensorReader, task: Tas
     try:
         writer = WindowWriter(descriptor, piece.offset, piece.length)
         if piece.chunk_shape is None:
-            writer.write_tensor(buffer)
+            writer.write(bytes_of(buffer))
         else:
-            save_chunk(writer, buffer.view(piece.chunk_shape))
-        assert writer.is_full, f"{piece.name} is smaller than planned"
+            torch.save(buffer.view(piece.chunk_shape), cast(IO[bytes], writer))
+        assert not writer.num_left, f"{piece.name} is smaller than planned"
     finally:
         os.close(descriptor)
-    return Done(
-        index=task.index,
+    return FinishedPiece(
+        index=pending.index,
         checksum=writer.checksum,
-        num_bytes_read=reader.num_bytes_read - before,
+        num_bytes_read=reader.files.num_bytes - before,
         is_new=True,
     )

@@ -26,32 +26,21 @@ class FileReader:
         self._descriptors: dict[str, int] = {}
         self.num_bytes = 0
 
-    def read_into(self, file: str, offset: int, out: torch.Tensor) -> None:
-        """Fill a contiguous tensor with the bytes at `offset`."""
-        self.read_buffer(file, offset, _bytes_of(out))
-
-    def read(self, file: str, offset: int, size: int) -> bytes:
-        buffer = bytearray(size)
-        self.read_buffer(file, offset, memoryview(buffer))
-        return bytes(buffer)
-
-    def read_buffer(self, file: str, offset: int, buffer: memoryview) -> None:
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at `offset`; DataError if the file ends before."""
         descriptor = self._open(file)
         self.num_bytes += len(buffer)
         while buffer:
             count = os.preadv(descriptor, [buffer], offset)
             if count == 0:
-                raise self._cut_short(file, offset)
+                raise DataError(f"{self._directory / file}: ends at byte {offset}; copy the checkpoint again")
             buffer, offset = buffer[count:], offset + count
 
     def check_range(self, file: str, offset: int, length: int) -> None:
         """Raise DataError unless a file has these bytes; for what is read by a library that hides our errors."""
         size = os.fstat(self._open(file)).st_size
         if size < offset + length:
-            raise self._cut_short(file, size)
-
-    def _cut_short(self, file: str, size: int) -> DataError:
-        return DataError(f"{self._directory / file}: ends at byte {size}; copy the checkpoint again")
+            raise DataError(f"{self._directory / file}: ends at byte {size}; copy the checkpoint again")
 
     def _open(self, file: str) -> int:
         if file not in self._descriptors:
@@ -60,11 +49,6 @@ class FileReader:
             except FileNotFoundError:
                 raise DataError(f"{self._directory / file}: does not exist; copy the checkpoint again") from None
         return self._descriptors[file]
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
 
 
 class Window(io.RawIOBase):
@@ -81,9 +65,6 @@ class Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = start + offset
@@ -92,42 +73,36 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._length - self._position)]
-        self._reader.read_buffer(self._file, self._offset + self._position, view)
+        self._reader.read_into(self._file, self._offset + self._position, view)
         self._position += len(view)
         return len(view)
 
 
 class WindowWriter(io.RawIOBase):
-    """Writes a range of an existing file from its start on; `checksum` is the CRC-32 of what was written."""
+    """Writes a range of an existing file from its start on.
+
+    `checksum` is the CRC-32 of what was written, `num_left` counts the bytes of the range that were not.
+    """
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
-        self._descriptor, self._offset, self._end = descriptor, offset, offset + length
+        self._descriptor, self._offset, self.num_left = descriptor, offset, length
         self.checksum = 0
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        assert self._offset + len(view) <= self._end, "a piece is larger than planned"
+        assert len(view) <= self.num_left, "a piece is larger than planned"
         self.checksum = zlib.crc32(view, self.checksum)
         num_bytes = len(view)
+        self.num_left -= num_bytes
         while view:
             count = os.pwrite(self._descriptor, view, self._offset)
             view, self._offset = view[count:], self._offset + count
         return num_bytes
 
-    def write_tensor(self, tensor: torch.Tensor) -> None:
-        self.write(_bytes_of(tensor))
-
-    @property
-    def is_full(self) -> bool:
-        return self._offset == self._end
-
 
 def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -> int:
-    """CRC-32 of a range of a file, holding `chunk` bytes at a time."""
+    """Compute the CRC-32 of a range of a file, holding `chunk` bytes at a time."""
     checksum = 0
     with file.open("rb", buffering=0) as stream:
         stream.seek(offset)
@@ -136,13 +111,14 @@ def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -
     return checksum
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor of the host, without copying them."""
     assert tensor.is_contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def preallocate(file: Path, size: int) -> None:
-    """A file of `size` zero bytes whose space is reserved: a full disk is noticed before any work."""
+    """Make a file of `size` zero bytes whose space is reserved, so that a full disk is noticed before any work."""
     with file.open("wb") as stream:
         try:
             os.posix_fallocate(stream.fileno(), 0, max(1, size))
@@ -164,7 +140,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
-    """Only one conversion writes a directory; a forked worker holds the lock as long as it lives."""
+    """Let only one conversion write a directory; a forked worker holds the lock as long as it lives."""
     with file.open("w") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:

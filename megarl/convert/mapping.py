@@ -1,4 +1,4 @@
-"""Which rows of which Hugging Face tensor lie where in Megatron's global tensors, from the family's weight table.
+"""Where the rows of Hugging Face tensors lie in Megatron's global tensors, from the family's weight table.
 
 Megarl's own shard layout of one rank (`shard_slices`) gives the answer: without parallelism a shard is the whole
 parameter. In torch_dist, equal layers are one global tensor whose first axis is the layer; experts of a layer are one
@@ -17,8 +17,6 @@ from megarl.weights.slices import ShardPosition, Slice, shard_slices
 from megarl.weights.tables import Partition
 
 _WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
-# What layers are called if each has keys of its own.
-_FIRST_LAYER = "decoder.layers.0."
 # Norms that Transformer Engine fuses with a linear layer; Megatron's own layers, but those of latent attention, write
 # them under its name as well.
 _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
@@ -55,13 +53,8 @@ class Parameter:
         return self.stack + self.shape
 
 
-def has_stacked_layers(keys: Sequence[str]) -> bool:
-    """Whether a checkpoint with these keys stacks layers. Megatron does, unless some have experts and others not."""
-    return not any(key.startswith(_FIRST_LAYER) for key in keys)
-
-
 def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int, stacked: bool) -> list[Parameter]:
-    """Every parameter that a checkpoint of the model holds; tied copies are not among them."""
+    """List every parameter that a checkpoint of the model holds; tied copies are not among them."""
     expected = spec.expected_tensors(scalar_head=scalar_head)
     kept = [
         placed
@@ -69,45 +62,41 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
         if not spec.is_copy(placed.rule) and placed.name(placed.rule.tensors[0].name) in expected
     ]
     blocks = _blocks_by_parameter(spec, kept, vocab_multiple)
-    return [
-        Parameter(
-            key=_dist_key(placed, names[0], stacked=stacked),
-            other_key=_dist_key(placed, names[-1], stacked=stacked),
-            place=tuple(number for number, _ in _axes(spec, placed, stacked=stacked)),
-            stack=tuple(size for _, size in _axes(spec, placed, stacked=stacked)),
-            shape=_whole_shape(spec, placed, vocab_multiple),
-            partition=placed.rule.partition,
-            blocks=tuple(blocks[placed.name(placed.rule.names[-1])]),
+    parameters = []
+    for placed in kept:
+        # The parameter's names in checkpoints, first the one that Megatron's own layers write.
+        names = placed.rule.names
+        if spec.dims.latent is None and names[0].endswith(_UNDER_OTHER_NAME):
+            names = names[::-1]
+        # (place, size) on each axis that the parameter is stacked on.
+        axes = []
+        if placed.layer is not None and stacked:
+            axes.append((placed.layer, spec.dims.num_layers))
+        if placed.expert is not None:
+            axes.append((placed.expert, spec.dims.dim("experts")))
+        parameters.append(
+            Parameter(
+                key=_dist_key(placed, names[0], stacked=stacked),
+                other_key=_dist_key(placed, names[-1], stacked=stacked),
+                place=tuple(number for number, _ in axes),
+                stack=tuple(size for _, size in axes),
+                shape=_whole_shape(spec, placed, vocab_multiple),
+                partition=placed.rule.partition,
+                blocks=tuple(blocks[placed.name(placed.rule.names[-1])]),
+            )
         )
-        for placed in kept
-        for names in [_names_of(spec, placed)]
-    ]
-
-
-def _names_of(spec: ModelSpec, placed: PlacedRule) -> tuple[str, ...]:
-    """The parameter's names in checkpoints, first the one that Megatron's own layers write."""
-    names = placed.rule.names
-    renamed = spec.dims.latent is None and names[0].endswith(_UNDER_OTHER_NAME)
-    return names[::-1] if renamed else names
-
-
-def _axes(spec: ModelSpec, placed: PlacedRule, *, stacked: bool) -> Iterator[tuple[int, int]]:
-    """(place, size) on each axis that the parameter is stacked on."""
-    if placed.layer is not None and stacked:
-        yield placed.layer, spec.dims.num_layers
-    if placed.expert is not None:
-        yield placed.expert, spec.dims.dim("experts")
+    return parameters
 
 
 def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
-    """Grouped experts and lists of them have the same keys in a checkpoint: those of a list, without the number."""
+    """Return the key of a parameter; grouped experts and lists of them have the same, that of a list without number."""
     if placed.expert is not None:
         name = placed.rule.names[0].replace(".local_experts.{expert}.", ".experts.")
     return placed.name(name.replace(".{layer}.", ".") if stacked else name)
 
 
 def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
-    """Keys of the (empty) objects that Megatron's parallel linear layers keep beside their weights, and ask for."""
+    """List the keys of the (empty) objects that Megatron's parallel linear layers keep beside their weights."""
     keys: dict[str, None] = {}
     for parameter in parameters:
         *module, kind = parameter.key.split(".")
@@ -119,7 +108,7 @@ def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tuple[int, ...]:
-    """Shape of the parameter on one rank: the rows of its tensors, one after another."""
+    """Return the shape of the parameter on one rank: the rows of its tensors, one after another."""
     rule, dim = placed.rule, spec.dims.dim
     rows = sum(dim(tensor.shape[0]) for tensor in rule.tensors)
     if rule.partition is Partition.VOCAB:
@@ -128,7 +117,7 @@ def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tu
 
 
 def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_multiple: int) -> dict[str, list[RowBlock]]:
-    """Parameter name → its blocks, in the order of its rows."""
+    """Map the name of each parameter to its blocks, in the order of its rows."""
     blocks: dict[str, list[RowBlock]] = {}
     taken: list[tuple[list[RowBlock], int]] = []
 
@@ -146,7 +135,7 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
 
 
 def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
-    """A slice of a whole parameter, with `row_size` elements a row, as blocks of rows.
+    """Split a slice of a whole parameter, with `row_size` elements a row, into blocks of rows.
 
     Raises:
         ValueError: the view cuts through rows; such a partition cannot be converted row by row.

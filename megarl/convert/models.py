@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.convert.dist_format import StoredTensor, is_dist_checkpoint, read_index
-from megarl.convert.mapping import Parameter, has_stacked_layers, model_parameters
+from megarl.convert.dist_format import METADATA, StoredTensor, read_index
+from megarl.convert.mapping import Parameter, model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
 from megarl.train.checkpoint import STATE_FILE, read_checkpoint
@@ -25,7 +25,7 @@ _NAMED = 3
 class OpenModel:
     """A checkpoint that fits its config.json.
 
-    companions: the directory with configuration and tokenizer. weight_map: tensor → file of the Hugging Face model
+    spec.path: the directory with configuration and tokenizer. weight_map: tensor → file of the Hugging Face model
     that it is, or was made from, if that had several files.
     """
 
@@ -36,19 +36,26 @@ class OpenModel:
     weight_map: Mapping[str, str] | None
     state: tuple[tuple[str, int, int], ...]
 
-    @property
-    def companions(self) -> Path:
-        return self.spec.path
-
 
 def open_model(path: Path, model: Path | None = None) -> OpenModel:
     """Open a Hugging Face directory or a torch_dist checkpoint; its headers are read and compared, no tensor is.
 
     model: the directory with the config.json of a torch_dist checkpoint; None: its own, or what its run trained.
     """
-    if is_dist_checkpoint(path):
-        return _open_dist(path, model or _model_of(path))
-    if (path / "config.json").is_file():
+    has_config = (path / "config.json").is_file()
+    if (path / METADATA).is_file():
+        if model is not None or has_config:
+            return _open_dist(path, model or path)
+        if not (path.parent / STATE_FILE).is_file():
+            raise ConfigError(f"{path}: has no config.json; name the directory of the model with --model")
+        config = read_checkpoint(path.parent).state.config
+        by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path, Role.REWARD: None}
+        if path.name not in by_role:
+            raise ConfigError(
+                f"{path}: expected the directory of a role, one of {list(by_role)}; or name it with --model"
+            )
+        return _open_dist(path, Path(by_role[Role(path.name)] or config.model.path))
+    if has_config:
         if model is not None:
             raise ConfigError(f"--model: {path} has a config.json of its own; leave --model out")
         return _open_hf(path)
@@ -58,26 +65,20 @@ def open_model(path: Path, model: Path | None = None) -> OpenModel:
     )
 
 
-def _model_of(path: Path) -> Path:
-    if (path / "config.json").is_file():
-        return path
-    if not (path.parent / STATE_FILE).is_file():
-        raise ConfigError(f"{path}: has no config.json; name the directory of the model with --model")
-    config = read_checkpoint(path.parent).state.config
-    by_role = {Role.ACTOR: None, Role.CRITIC: config.critic.model_path, Role.REWARD: None}
-    if path.name not in by_role:
-        raise ConfigError(f"{path}: expected the directory of a role, one of {list(by_role)}; or name it with --model")
-    return Path(by_role[Role(path.name)] or config.model.path)
-
-
 def _open_hf(path: Path) -> OpenModel:
     spec = read_model_spec(path, "MODEL")
     architectures = spec.hf_config.get("architectures", ())
     scalar_head = any(name in spec.family.value_architectures for name in architectures)
     reader = SafetensorsReader(path)
     compare_specs(path, reader.found, spec.expected_tensors(scalar_head=scalar_head), ignored=spec.ignored_tensors())
-    reader.keep(list(spec.expected_tensors(scalar_head=scalar_head)))
-    check_dtype(path, spec, reader.specs)
+    # What nobody asks for is left out.
+    reader.specs = {name: reader.found[name] for name in spec.expected_tensors(scalar_head=scalar_head)}
+    declared = declared_dtype(spec)
+    got = sorted({str(each.dtype).removeprefix("torch.") for each in reader.specs.values()})
+    if declared is not None and declared not in got:
+        raise DataError(
+            f"{path}: dtype: expected {declared}, as config.json says, got {got}; correct dtype in config.json"
+        )
     return OpenModel(
         path=path,
         spec=spec,
@@ -93,14 +94,22 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
     tensors, _ = read_index(path)
     weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
     scalar_head = "value_head.weight" in weights
+    # Megatron stacks layers, unless some have experts and others not: then each has keys of its own.
+    stacked = not any(key.startswith("decoder.layers.0.") for key in weights)
     parameters = [
         _as_stored(parameter, weights)
-        for parameter in model_parameters(
-            spec, scalar_head=scalar_head, vocab_multiple=_NO_PADDING, stacked=has_stacked_layers(list(weights))
-        )
+        for parameter in model_parameters(spec, scalar_head=scalar_head, vocab_multiple=_NO_PADDING, stacked=stacked)
     ]
+    ends: dict[str, int] = {}
+    for chunk in (chunk for tensor in weights.values() for chunk in tensor.chunks):
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file():
+            raise DataError(f"{file}: does not exist; copy the checkpoint again")
+        if (size := file.stat().st_size) < end:
+            raise DataError(f"{file}: expected at least {end} bytes, got {size}; copy the checkpoint again")
     found = {key: tensor.spec for key, tensor in weights.items()}
-    _check_sizes(path, weights)
     compare_specs(path, found, {p.key: p.global_shape for p in parameters})
     return OpenModel(
         path=path,
@@ -112,22 +121,8 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
     )
 
 
-def _check_sizes(path: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise DataError unless every chunk lies within its file."""
-    ends: dict[str, int] = {}
-    for chunk in (chunk for tensor in stored.values() for chunk in tensor.chunks):
-        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
-    for name, end in ends.items():
-        file = path / name
-        if not file.is_file():
-            raise DataError(f"{file}: does not exist; copy the checkpoint again")
-        if file.stat().st_size < end:
-            size = file.stat().st_size
-            raise DataError(f"{file}: expected at least {end} bytes, got {size}; copy the checkpoint again")
-
-
 def _as_stored(parameter: Parameter, stored: Mapping[str, StoredTensor]) -> Parameter:
-    """A parameter under the key and with the vocabulary padding that a checkpoint has it with."""
+    """Return a parameter under the key and with the vocabulary padding that a checkpoint has it with."""
     key = parameter.key if parameter.key in stored else parameter.other_key
     if key not in stored:
         return parameter
@@ -163,24 +158,14 @@ def _few(names: Sequence[str]) -> str:
     return (", ".join(names[:_NAMED]) or "none") + more
 
 
-def check_dtype(path: Path, spec: ModelSpec, specs: Mapping[str, TensorSpec]) -> None:
-    """Refuse weights none of which has the type that config.json names."""
-    declared = declared_dtype(spec)
-    got = sorted({str(each.dtype).removeprefix("torch.") for each in specs.values()})
-    if declared is not None and declared not in got:
-        raise DataError(
-            f"{path}: dtype: expected {declared}, as config.json says, got {got}; correct dtype in config.json"
-        )
-
-
 def declared_dtype(spec: ModelSpec) -> str | None:
-    """The type of the weights that a config.json names, under its new or its old key."""
+    """Return the type of the weights that a config.json names, under its new or its old key."""
     dtype = spec.hf_config.get("dtype", spec.hf_config.get("torch_dtype"))
     return None if dtype is None else str(dtype)
 
 
 def read_weight_map(path: Path) -> dict[str, str] | None:
-    """Tensor → file of a model in several files; kept by conversions, so that there and back changes no index."""
+    """Map tensor to file in a model of several files; conversions keep it, so that there and back changes no index."""
     index = path / INDEX_NAME
     if not index.is_file():
         return None
@@ -189,6 +174,6 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
 
 
 def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of files: whether a conversion continues with what it started with."""
+    """Return name, size and time of files, which tell whether a conversion continues with what it started with."""
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

@@ -1,4 +1,4 @@
-"""What a conversion will write: files of known size, made of pieces that do not depend on who writes them."""
+"""Plans of conversions: files of known size, made of pieces that do not depend on who writes them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,18 +44,13 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Of the elements, without what the file format adds."""
+        """Size of the elements, without what the file format adds."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def source_bytes(self) -> int:
-        """Of the elements in the source's type."""
+        """Size of the elements in the source's type."""
         return math.prod(self.shape) * self.source_dtype.itemsize
-
-    @property
-    def peak_bytes(self) -> int:
-        """What converting it needs: a buffer, and a second one for another type."""
-        return self.source_bytes if self.dtype == self.source_dtype else self.source_bytes + self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +63,7 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ConversionPlan:
     """Files and pieces of a conversion.
 
     hf_files: file → its tensors, of a Hugging Face model. tensors, objects: of a torch_dist checkpoint.
@@ -82,21 +77,23 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
+        """Size of all files."""
         return sum(file.num_bytes for file in self.files)
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(piece.peak_bytes for piece in self.pieces)
 
 
 def plan_hf(
     source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec], *, weight_map: Mapping[str, str] | None
-) -> Plan:
-    """A Hugging Face model: in the files of `weight_map` if it names the same tensors, else of at most 5 GiB.
+) -> ConversionPlan:
+    """Plan a Hugging Face model: in the files of `weight_map` if it names the same tensors, else of at most 5 GiB.
 
     specs: what becomes of the tensors of the source, of which only the type may differ.
     """
-    groups = _grouped(specs, weight_map) if weight_map and weight_map.keys() == specs.keys() else plan_files(specs)
+    if weight_map and weight_map.keys() == specs.keys():
+        groups: dict[str, dict[str, TensorSpec]] = {file: {} for file in sorted(set(weight_map.values()))}
+        for name, spec in specs.items():
+            groups[weight_map[name]][name] = spec
+    else:
+        groups = plan_files(specs)
     files, pieces = [], []
     for file, group in groups.items():
         layout = file_layout(group)
@@ -116,20 +113,13 @@ def plan_hf(
                         copies=(Copy(tensor=name, tensor_row=row, row=0, num_rows=num_rows),),
                     )
                 )
-    return Plan(files=tuple(files), pieces=tuple(pieces), hf_files=groups)
-
-
-def _grouped(specs: Mapping[str, TensorSpec], weight_map: Mapping[str, str]) -> dict[str, dict[str, TensorSpec]]:
-    groups: dict[str, dict[str, TensorSpec]] = {file: {} for file in sorted(set(weight_map.values()))}
-    for name, spec in specs.items():
-        groups[weight_map[name]][name] = spec
-    return groups
+    return ConversionPlan(files=tuple(files), pieces=tuple(pieces), hf_files=groups)
 
 
 def plan_dist(
     parameters: Sequence[Parameter], source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]
-) -> Plan:
-    """A torch_dist checkpoint, in files of at most 5 GiB; a chunk of a global tensor is a piece.
+) -> ConversionPlan:
+    """Plan a torch_dist checkpoint, in files of at most 5 GiB; a chunk of a global tensor is a piece.
 
     target: the Hugging Face tensors of the source in the types they are to have.
     """
@@ -145,44 +135,37 @@ def plan_dist(
                 f"{parameter.key}: expected {specs[parameter.key].dtype}, the type of other layers, got {spec.dtype} "
                 f"at {parameter.place}; convert with --dtype"
             )
-        for chunk, piece in _chunks_of(parameter, source_dtype, spec.dtype, packer):
+        for row, num_rows in row_ranges(parameter.shape, max(spec.dtype.itemsize, source_dtype.itemsize)):
+            shape = (num_rows, *parameter.shape[1:])
+            chunk_shape = (1,) * len(parameter.stack) + shape
+            offsets = (*parameter.place, row, *(0 for _ in shape[1:]))
+            chunk = packer.place(saved_size(chunk_shape, spec.dtype), offsets=offsets, sizes=chunk_shape)
             chunks.setdefault(parameter.key, []).append(chunk)
-            pieces.append(piece)
-    objects = {key: packer.place_bytes(empty_object()) for key in extra_state_keys(parameters)}
-    return Plan(
-        files=tuple(packer.files()),
+            pieces.append(
+                Piece(
+                    name=f"{parameter.key}{list(parameter.place) if parameter.place else ''}",
+                    file=chunk.file,
+                    offset=chunk.offset,
+                    length=chunk.length,
+                    shape=shape,
+                    chunk_shape=chunk_shape,
+                    source_dtype=source_dtype,
+                    dtype=spec.dtype,
+                    copies=tuple(_copies(parameter, row, num_rows)),
+                )
+            )
+    empty = empty_object()
+    objects = {key: packer.place(len(empty), data=empty) for key in extra_state_keys(parameters)}
+    return ConversionPlan(
+        files=packer.files(),
         pieces=tuple(pieces),
         tensors={key: StoredTensor(spec=specs[key], chunks=tuple(found)) for key, found in chunks.items()},
         objects=objects,
     )
 
 
-def _chunks_of(
-    parameter: Parameter, source_dtype: torch.dtype, dtype: torch.dtype, packer: "_Packer"
-) -> Iterator[tuple[Chunk, Piece]]:
-    for row, num_rows in row_ranges(parameter.shape, max(dtype.itemsize, source_dtype.itemsize)):
-        shape = (num_rows, *parameter.shape[1:])
-        chunk_shape = (1,) * len(parameter.stack) + shape
-        chunk = packer.place(
-            saved_size(chunk_shape, dtype),
-            offsets=(*parameter.place, row, *(0 for _ in shape[1:])),
-            sizes=chunk_shape,
-        )
-        piece = Piece(
-            name=f"{parameter.key}{list(parameter.place) if parameter.place else ''}",
-            file=chunk.file,
-            offset=chunk.offset,
-            length=chunk.length,
-            shape=shape,
-            chunk_shape=chunk_shape,
-            source_dtype=source_dtype,
-            dtype=dtype,
-            copies=tuple(_copies(parameter, row, num_rows)),
-        )
-        yield chunk, piece
-
-
 def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> torch.dtype:
+    """Return the type that all tensors of a parameter have; DataError if they differ."""
     found: dict[torch.dtype, str] = {}
     for block in parameter.blocks:
         found.setdefault(source[block.tensor].dtype, block.tensor)
@@ -196,7 +179,7 @@ def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> tor
 
 
 def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
-    """What rows [row, row + num_rows) of a parameter are made of."""
+    """Yield what rows [row, row + num_rows) of a parameter are made of."""
     for block in parameter.blocks:
         start, stop = max(row, block.row), min(row + num_rows, block.row + block.num_rows)
         if start < stop:
@@ -209,7 +192,7 @@ def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
 
 
 def row_ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first row, number) of the pieces of a tensor; a larger row is a piece of its own."""
+    """Yield (first row, number) of the pieces of a tensor; a larger row is a piece of its own."""
     step = max(1, PIECE_BYTES // (math.prod(shape[1:]) * item_bytes))
     yield from ((row, min(step, shape[0] - row)) for row in range(0, shape[0], step))
 
@@ -218,29 +201,25 @@ class _Packer:
     """Places ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
 
     def __init__(self) -> None:
-        self._sizes: list[int] = [0]
+        self._sizes: dict[str, int] = {"__0_0.distcp": 0}
         self._fixed: dict[str, list[tuple[int, bytes]]] = {}
 
-    def place(self, length: int, *, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Chunk:
-        """The next range, for a chunk."""
-        if self._sizes[-1] and self._sizes[-1] + length > MAX_FILE_BYTES:
-            self._sizes.append(0)
-        start = self._sizes[-1]
-        self._sizes[-1] += length
-        file = self._name(len(self._sizes) - 1)
+    def place(
+        self, length: int, *, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = (), data: bytes | None = None
+    ) -> Chunk:
+        """Take the next range, for a chunk, or for `data` that are known already."""
+        file = next(reversed(self._sizes))
+        if self._sizes[file] and self._sizes[file] + length > MAX_FILE_BYTES:
+            file = f"__{len(self._sizes)}_0.distcp"
+        start = self._sizes.setdefault(file, 0)
+        self._sizes[file] += length
+        if data is not None:
+            self._fixed.setdefault(file, []).append((start, data))
         return Chunk(offsets=offsets, sizes=sizes, file=file, offset=start, length=length)
 
-    def place_bytes(self, data: bytes) -> Chunk:
-        """The next range, whose content is known already."""
-        chunk = self.place(len(data))
-        self._fixed.setdefault(chunk.file, []).append((chunk.offset, data))
-        return chunk
-
-    def files(self) -> Iterator[OutputFile]:
-        for number, size in enumerate(self._sizes):
-            name = self._name(number)
-            yield OutputFile(name=name, num_bytes=size, fixed=tuple(self._fixed.get(name, ())))
-
-    @staticmethod
-    def _name(number: int) -> str:
-        return f"__{number}_0.distcp"
+    def files(self) -> tuple[OutputFile, ...]:
+        """Return the files that hold the ranges."""
+        return tuple(
+            OutputFile(name=name, num_bytes=size, fixed=tuple(self._fixed.get(name, ())))
+            for name, size in self._sizes.items()
+        )

@@ -1,15 +1,15 @@
-"""Readers of Hugging Face tensors by rows: of a Hugging Face directory, and out of a torch_dist checkpoint."""
+"""Readers of Hugging Face tensors by rows, in the order of the family's table, from checkpoints of either format."""
 
 import bisect
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 from megarl.convert.dist_format import Chunk, StoredTensor, find_record
-from megarl.convert.files import FileReader
+from megarl.convert.files import FileReader, bytes_of
 from megarl.convert.mapping import Parameter, RowBlock
 from megarl.errors import DataError
 from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_files
@@ -18,24 +18,14 @@ from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_fil
 _KNOWN_RECORDS = 1024
 
 
-class TensorReader(Protocol):
-    """A checkpoint as Hugging Face tensors, in the order of the family's table."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
-
-    @property
-    def num_bytes_read(self) -> int: ...
-
-    def read(self, name: str, row: int, out: torch.Tensor) -> None:
-        """Fill `out` [rows, ...] with rows of a tensor from `row` on."""
-
-
 class SafetensorsReader:
-    """Tensors of a Hugging Face directory."""
+    """Reads tensors of a Hugging Face directory.
+
+    `found` has all tensors there, `specs` those that are asked for, and `files` counts the bytes that were read.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._files = FileReader(path)
+        self.files = FileReader(path)
         self._places: dict[str, tuple[str, TensorSpec, int]] = {}
         for file in model_files(path):
             for name, (spec, offset) in locate_tensors(file).items():
@@ -45,22 +35,18 @@ class SafetensorsReader:
         self.found = {name: spec for name, (_, spec, _) in self._places.items()}
         self.specs: Mapping[str, TensorSpec] = self.found
 
-    def keep(self, names: Sequence[str]) -> None:
-        """Leave out what nobody asks for."""
-        self.specs = {name: self.found[name] for name in names}
-
-    @property
-    def num_bytes_read(self) -> int:
-        return self._files.num_bytes
-
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
+        """Fill `out` [rows, ...] with rows of a tensor from `row` on."""
         file, spec, offset = self._places[name]
         row_bytes = spec.num_bytes // spec.shape[0]
-        self._files.read_into(file, offset + row * row_bytes, out)
+        self.files.read_into(file, offset + row * row_bytes, bytes_of(out))
 
 
 class DistReader:
-    """Hugging Face tensors out of a torch_dist checkpoint, whatever layout wrote it."""
+    """Reads Hugging Face tensors out of a torch_dist checkpoint, whatever layout wrote it.
+
+    `specs` has the tensors, and `files` counts the bytes that were read.
+    """
 
     def __init__(
         self,
@@ -69,8 +55,8 @@ class DistReader:
         parameters: Sequence[Parameter],
         names: Sequence[str],
     ) -> None:
-        self._files, self._stored = FileReader(path), stored
-        self._record = functools.lru_cache(maxsize=_KNOWN_RECORDS)(functools.partial(find_record, self._files))
+        self.files, self._stored = FileReader(path), stored
+        self._record = functools.lru_cache(maxsize=_KNOWN_RECORDS)(functools.partial(find_record, self.files))
         self._chunks: dict[tuple[str, tuple[int, ...]], list[Chunk]] = {}
         for key, num_axes in {parameter.key: len(parameter.stack) for parameter in parameters}.items():
             for chunk in stored[key].chunks:
@@ -81,24 +67,20 @@ class DistReader:
                 self._blocks.setdefault(block.tensor, []).append((parameter, block))
         for blocks in self._blocks.values():
             blocks.sort(key=lambda pair: pair[1].tensor_row)
-        self.specs = {name: self._spec(name) for name in names}
+        self.specs: dict[str, TensorSpec] = {}
+        for name in names:
+            parameter = self._blocks[name][0][0]
+            rows = sum(block.num_rows for _, block in self._blocks[name])
+            self.specs[name] = TensorSpec(shape=(rows, *parameter.shape[1:]), dtype=stored[parameter.key].spec.dtype)
 
     def check_records(self) -> None:
         """Raise DataError unless every chunk lies where the checkpoint says. Reads headers only."""
         for (key, _), chunks in self._chunks.items():
             for chunk in chunks:
-                find_record(self._files, chunk, self._stored[key].spec)
-
-    def _spec(self, name: str) -> TensorSpec:
-        blocks = self._blocks[name]
-        parameter, rows = blocks[0][0], sum(block.num_rows for _, block in blocks)
-        return TensorSpec(shape=(rows, *parameter.shape[1:]), dtype=self._stored[parameter.key].spec.dtype)
-
-    @property
-    def num_bytes_read(self) -> int:
-        return self._files.num_bytes
+                find_record(self.files, chunk, self._stored[key].spec)
 
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
+        """Fill `out` [rows, ...] with rows of a tensor from `row` on."""
         blocks, end = self._blocks[name], row + len(out)
         first = bisect.bisect_right(blocks, row, key=lambda pair: pair[1].tensor_row) - 1
         for parameter, block in blocks[first:]:
@@ -108,7 +90,7 @@ class DistReader:
             self._read_parameter(parameter, block.row + start - block.tensor_row, out[start - row : stop - row])
 
     def _read_parameter(self, parameter: Parameter, row: int, out: torch.Tensor) -> None:
-        """Rows of a parameter, out of the chunks that overlap them."""
+        """Fill `out` with rows of a parameter, out of the chunks that overlap them."""
         num_axes, covered = len(parameter.stack), 0
         spec = self._stored[parameter.key].spec
         for chunk in self._chunks.get((parameter.key, parameter.place), ()):
@@ -122,7 +104,7 @@ class DistReader:
             for size in sizes[1:]:
                 row_bytes *= size
             whole = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
-            self._files.read_into(record.file, record.offset + (start - offsets[0]) * row_bytes, whole)
+            self.files.read_into(record.file, record.offset + (start - offsets[0]) * row_bytes, bytes_of(whole))
             if whole is not target:
                 target.copy_(whole)
             covered += target.numel()
@@ -131,3 +113,6 @@ class DistReader:
                 f"{parameter.key}: chunks hold {covered} of the {out.numel()} elements of {parameter.place} from row "
                 f"{row}; copy the checkpoint again"
             )
+
+
+TensorReader: TypeAlias = SafetensorsReader | DistReader

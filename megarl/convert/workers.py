@@ -1,4 +1,4 @@
-"""A function over many numbered tasks in several forked processes, which end with the process that started them."""
+"""Map a function over many items in several forked processes, which end with the process that started them."""
 
 import itertools
 import multiprocessing
@@ -13,7 +13,7 @@ import torch
 
 from megarl.errors import DataError, WorkerError
 
-Task = TypeVar("Task")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 # One that is worked on, and the next, so that no worker waits for the parent.
 _IN_FLIGHT = 2
@@ -21,13 +21,13 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What a task raised that is the user's to mend."""
+    """An error of a task that is the user's to mend."""
 
     message: str
 
 
-class _Worker(Generic[Task, Result]):
-    def __init__(self, function: Callable[[Task], Result], others: "Sequence[_Worker[Task, Result]]") -> None:
+class _Worker(Generic[Item, Result]):
+    def __init__(self, function: Callable[[Item], Result], others: "Sequence[_Worker[Item, Result]]") -> None:
         fork = multiprocessing.get_context("fork")
         self.connection, theirs = fork.Pipe()
         inherited = [self.connection, *(other.connection for other in others)]
@@ -36,7 +36,7 @@ class _Worker(Generic[Task, Result]):
         theirs.close()
         self.num_pending = 0
 
-    def give(self, task: Task) -> None:
+    def give(self, task: Item) -> None:
         self.connection.send(task)
         self.num_pending += 1
 
@@ -55,12 +55,12 @@ class _Worker(Generic[Task, Result]):
         return result
 
 
-class WorkerPool(Generic[Task, Result]):
+class WorkerPool(Generic[Item, Result]):
     """Processes that hold a function; with one worker everything happens in this process."""
 
-    def __init__(self, function: Callable[[Task], Result], num_workers: int) -> None:
+    def __init__(self, function: Callable[[Item], Result], num_workers: int) -> None:
         self._function = function
-        self._workers: list[_Worker[Task, Result]] = []
+        self._workers: list[_Worker[Item, Result]] = []
         if num_workers > 1:
             for _ in range(num_workers):
                 self._workers.append(_Worker(function, self._workers))
@@ -75,46 +75,37 @@ class WorkerPool(Generic[Task, Result]):
             worker.process.join()
             worker.connection.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes that work, this one if there is no other."""
-        return [worker.process.pid or 0 for worker in self._workers] or [os.getpid()]
-
-    def map_unordered(self, tasks: Sequence[Task]) -> Iterator[Result]:
-        """Results in the order they are ready.
+    def map_unordered(self, tasks: Sequence[Item]) -> Iterator[Result]:
+        """Yield results in the order they are ready.
 
         Raises:
             DataError: a task raised it, or an OSError.
             WorkerError: a process died.
         """
-        if self._workers:
-            yield from _distribute(self._workers, tasks)
-        else:
+        if not self._workers:
             yield from (_run(self._function, task) for task in tasks)
+            return
+        queue = iter(tasks)
+        by_connection = {worker.connection: worker for worker in self._workers}
+        for worker, task in zip(self._workers * _IN_FLIGHT, queue, strict=False):
+            worker.give(task)
+        while any(worker.num_pending for worker in self._workers):
+            for ready in wait([worker.connection for worker in self._workers if worker.num_pending]):
+                assert isinstance(ready, Connection)
+                worker = by_connection[ready]
+                yield worker.take()
+                for task in itertools.islice(queue, 1):
+                    worker.give(task)
 
 
-def _distribute(workers: Sequence[_Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[Result]:
-    queue = iter(tasks)
-    by_connection = {worker.connection: worker for worker in workers}
-    for worker, task in zip([*workers] * _IN_FLIGHT, queue, strict=False):
-        worker.give(task)
-    while any(worker.num_pending for worker in workers):
-        for ready in wait([w.connection for w in workers if w.num_pending]):
-            assert isinstance(ready, Connection)
-            worker = by_connection[ready]
-            yield worker.take()
-            for task in itertools.islice(queue, 1):
-                worker.give(task)
-
-
-def _run(function: Callable[[Task], Result], task: Task) -> Result:
+def _run(function: Callable[[Item], Result], task: Item) -> Result:
     try:
         return function(task)
     except OSError as error:
         raise DataError(f"reading or writing failed: {error}; check the storage and run the command again") from error
 
 
-def _serve(function: Callable[[Task], Result], connection: Connection, inherited: Sequence[Connection]) -> None:
+def _serve(function: Callable[[Item], Result], connection: Connection, inherited: Sequence[Connection]) -> None:
     for other in inherited:
         other.close()
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -208,7 +208,7 @@ def measure(size: str, directory: Path, mbridge: Path) -> list[Measured]:
             run(CONTENDERS[0], model, model, dist, mbridge)
         result = run(contender, source, model, out, mbridge)
         verdict = verify(model, out, model=model, num_workers=2)
-        if not verdict.is_equal:
+        if verdict.problems:
             raise SystemExit(f"{contender.name}, {contender.direction}: {verdict.problems[:3]}")
         shutil.rmtree(out)
         measured.append(

@@ -18,14 +18,13 @@ import torch
 from megarl.convert import commands, engine, readers
 from megarl.convert import plan as plan_module
 from megarl.convert.commands import hf_to_mcore, mcore_to_hf
-from megarl.convert.engine import Outcome, Settings, partial_dir
+from megarl.convert.engine import STATE, ConversionOutcome, Journal, Settings, partial_dir
 from megarl.convert.files import preallocate
-from megarl.convert.journal import STATE, Journal
 from megarl.convert.models import open_model
 from megarl.errors import ConfigError, DataError
 from tests.helpers.hf_models import make_model
 
-CONVERT: dict[str, Callable[..., Outcome | None]] = {"hf-to-mcore": hf_to_mcore, "mcore-to-hf": mcore_to_hf}
+CONVERT: dict[str, Callable[..., ConversionOutcome | None]] = {"hf-to-mcore": hf_to_mcore, "mcore-to-hf": mcore_to_hf}
 directions = pytest.mark.parametrize("direction", CONVERT)
 
 
@@ -170,7 +169,7 @@ def test_a_killed_conversion_continues(tmp_path: Path, source: Path, direction: 
         file.seek(offset)
         file.write(b"lost")
     outcome = convert(source, settings(out, num_workers=num_workers))
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, ConversionOutcome)
     assert outcome.num_kept == num_done - 1
     assert file_bytes(out) == file_bytes(tmp_path / "whole")
     assert not partial_dir(out).exists()
@@ -245,7 +244,7 @@ def test_a_source_that_is_cut_under_way_is_no_result(
     carry_out = commands.carry_out
     file = max(path for path in source.iterdir() if path.suffix in (".distcp", ".safetensors"))
 
-    def cut(*arguments: Any) -> Outcome:
+    def cut(*arguments: Any) -> ConversionOutcome:
         os.truncate(file, file.stat().st_size // 2)
         return carry_out(*arguments)
 

@@ -12,7 +12,7 @@ import torch
 from megarl.convert import plan as plan_module
 from megarl.convert.dist_format import saved_size
 from megarl.convert.mapping import model_parameters
-from megarl.convert.plan import Plan, plan_dist, plan_hf, row_ranges
+from megarl.convert.plan import ConversionPlan, plan_dist, plan_hf, row_ranges
 from megarl.errors import DataError
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import TensorSpec, plan_files
@@ -23,7 +23,7 @@ def specs_of(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, T
     return {name: TensorSpec(shape=shape, dtype=dtype) for name, shape in spec.expected_tensors().items()}
 
 
-def assert_tiled(plan: Plan) -> None:
+def assert_tiled(plan: ConversionPlan) -> None:
     """Fixed content and pieces fill every file without gaps or overlaps."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for file in plan.files:

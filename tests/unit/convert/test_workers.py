@@ -32,10 +32,10 @@ def leave(task: int) -> int:
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_every_task_has_a_result(num_workers: int) -> None:
     with WorkerPool(square, num_workers) as pool:
-        pids = pool.pids
         results = list(pool.map_unordered(range(20)))
     assert sorted(value for value, _ in results) == [i * i for i in range(20)]
-    assert {pid for _, pid in results} <= set(pids)
+    # Every worker is given two of the first items, so all of them have a result.
+    pids = {pid for _, pid in results}
     assert len(pids) == num_workers
     assert [pid for pid in pids if pid != os.getpid() and Path(f"/proc/{pid}").exists()] == []
 
