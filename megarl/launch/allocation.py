@@ -1,4 +1,4 @@
-"""What Slurm gave this job, and what follows from it for Ray."""
+"""Reads what Slurm gave this job, and works out Ray's ports and addresses from it."""
 
 import ipaddress
 import os
@@ -27,8 +27,10 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A job's groups of hosts; this host is the first of the first. num_requeues: how often the job has been put back
-    into the queue."""
+    """A job's groups of hosts; this host is the first of the first group.
+
+    `num_requeues` counts how often the job has been put back into the queue.
+    """
 
     job_id: int
     groups: tuple[HostGroup, ...]
@@ -36,18 +38,27 @@ class Allocation:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Of all groups, in their order."""
+        """The hosts of all groups, in the groups' order."""
         return tuple(host for group in self.groups for host in group.hosts)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """The allocation that Slurm describes to a batch script. Raises ConfigError outside of one."""
+        """Read the allocation that Slurm describes to a batch script. Raises ConfigError outside of one."""
         # A heterogeneous job has each variable once per component.
         suffixes = [f"_HET_GROUP_{i}" for i in range(int(environment.get("SLURM_HET_SIZE", 0)))] or [""]
+        groups = []
         try:
+            job_id = int(environment["SLURM_JOB_ID"])
+            for suffix in suffixes:
+                nodes, cpus = (environment[f"SLURM_JOB_{name}{suffix}"] for name in ("NODELIST", "CPUS_PER_NODE"))
+                scontrol = ["scontrol", "show", "hostnames", nodes]
+                listed = subprocess.run(scontrol, capture_output=True, text=True, check=True)
+                # `8(x2),4`: two hosts with eight, and one with four.
+                fewest = min(int(part.partition("(")[0]) for part in cpus.split(","))
+                groups.append(HostGroup(hosts=tuple(listed.stdout.split()), cpus_per_host=fewest))
             return cls(
-                job_id=int(environment["SLURM_JOB_ID"]),
-                groups=tuple(_host_group(environment, suffix) for suffix in suffixes),
+                job_id=job_id,
+                groups=tuple(groups),
                 num_requeues=int(environment.get("SLURM_RESTART_COUNT", 0)),
             )
         except KeyError as error:
@@ -55,15 +66,6 @@ class Allocation:
                 f"{error.args[0]} is not set, so this is no Slurm job; submit one with `megarl slurm submit`, or run "
                 f"`megarl train` itself on one host"
             ) from error
-
-
-def _host_group(environment: Mapping[str, str], suffix: str) -> HostGroup:
-    nodes, cpus = (environment[f"SLURM_JOB_{name}{suffix}"] for name in ("NODELIST", "CPUS_PER_NODE"))
-    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    # `8(x2),4`: two hosts with eight, and one with four.
-    return HostGroup(
-        hosts=tuple(listed.stdout.split()), cpus_per_host=min(int(part.partition("(")[0]) for part in cpus.split(","))
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +78,13 @@ class RayPorts:
 
     @classmethod
     def of_job(cls, job_id: int) -> Self:
-        """A block of its own for each of any 4,000 consecutive job ids."""
+        """Return a job's ports; any 4,000 consecutive job ids have different ones."""
         first = FIRST_PORT + job_id * PORTS_PER_JOB % NUM_PORTS
         return cls(gcs=first, client=first + 1, agent=first + 2)
 
 
 def own_address(hostname: str) -> str:
-    """The IPv4 address at which other hosts reach this one, which they call `hostname`.
+    """Return the IPv4 address at which other hosts reach this one, which they call `hostname`.
 
     Some systems resolve a host's own name to a loopback address; then it is the first other one.
     """
@@ -94,14 +96,14 @@ def own_address(hostname: str) -> str:
 
 
 def address_towards(address: str, port: int) -> str:
-    """The IPv4 address of this host on its way to another one; nothing is sent."""
+    """Return the IPv4 address from which this host reaches another one; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address of this host."""
+    """Return the network interface that has an address of this host. Raises ConfigError if none has."""
     for name, found in psutil.net_if_addrs().items():
         if any(a.address == address for a in found):
             return name

@@ -1,4 +1,4 @@
-"""`megarl slurm run` and `megarl slurm submit`."""
+"""Command-line arguments of `megarl slurm run` and `megarl slurm submit`."""
 
 import argparse
 import functools
@@ -14,21 +14,13 @@ Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 
 def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse) -> None:
-    """Add `slurm` to megarl's commands, of which `run` takes a whole one for `parse`."""
+    """Add `slurm` to megarl's commands; its action `run` takes a whole command line, which `parse` reads."""
     slurm = commands.add_parser("slurm", help="run on the hosts of a Slurm job")
     actions = slurm.add_subparsers(dest="action", required=True)
-    _add_run(actions, parse)
-    _add_submit(actions)
-
-
-def _add_run(actions: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse) -> None:
     run = actions.add_parser("run", help="inside a job: Ray on every host, then a megarl command (see slurm/*.sbatch)")
     run.add_argument("--max-restarts", type=int, default=3, help="after failures, from the last checkpoint")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="-- train, sft or eval, and its options")
     run.set_defaults(run=functools.partial(_run, parse))
-
-
-def _add_submit(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     submit = actions.add_parser("submit", help="check a run file against the nodes it is to use, and submit it")
     submit.add_argument("--config", type=Path, required=True, help="a run file")
     submit.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
@@ -44,7 +36,7 @@ def _add_submit(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_nodes(submit: argparse.ArgumentParser, prefix: str, whose: str) -> None:
-    """Options that `_nodes` reads."""
+    """Add the options for nodes that `_nodes` reads."""
     submit.add_argument(f"--{prefix}nodes", type=int, required=not prefix, metavar="N", help=f"nodes: {whose}")
     submit.add_argument(f"--{prefix}gpus-per-node", type=int, default=8, metavar="N", help="0: none, for small models")
     submit.add_argument(f"--{prefix}cpus-per-node", type=int, default=64, metavar="N")

@@ -1,4 +1,4 @@
-"""One host of a run: keeps Ray there, and leaves nothing behind. `python -m megarl.launch.host`, started by srun."""
+"""Keeps Ray running on one host of a run and cleans up after it: `python -m megarl.launch.host`, started by srun."""
 
 import argparse
 import contextlib
@@ -22,7 +22,14 @@ HURRY_S = 1.0
 
 def main() -> None:
     """Start Ray, wait until it ends or SIGTERM comes, clean up; the exit code is Ray's."""
-    arguments = _parser().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--job-id", type=int, required=True)
+    parser.add_argument("--head", required=True, help="address of the first host")
+    parser.add_argument("--num-cpus", type=int, required=True, help="logical CPUs, for placement")
+    parser.add_argument("--object-store-mib", type=int, required=True)
+    parser.add_argument("--logs", type=Path, required=True, help="where logs go, a directory per host")
+    arguments = parser.parse_args()
     ports, head = RayPorts.of_job(arguments.job_id), str(arguments.head)
     address = address_towards(head, ports.gcs)
     # Workers inherit all of this from Ray. What the user exported wins.
@@ -39,7 +46,9 @@ def main() -> None:
     code = 1
     try:
         with _stop_on_sigterm() as stopped:
-            code = _keep_ray(_command(arguments, ports, address, janitor.scope.temp_dir))
+            # A process that ignores SIGUSR1, as this one now does, hands that on to its children.
+            command = _command(arguments, ports, address, janitor.scope.temp_dir)
+            code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
         if not stopped:
             print(f"{socket.gethostname()}: Ray ended by itself with exit code {code}", flush=True)
     finally:
@@ -49,24 +58,13 @@ def main() -> None:
     sys.exit(0 if stopped else code or 1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--job-id", type=int, required=True)
-    parser.add_argument("--head", required=True, help="address of the first host")
-    parser.add_argument("--num-cpus", type=int, required=True, help="logical CPUs, for placement")
-    parser.add_argument("--object-store-mib", type=int, required=True)
-    parser.add_argument("--logs", type=Path, required=True, help="where logs go, a directory per host")
-    return parser
-
-
 class _StoppedError(Exception):
-    """SIGTERM came."""
+    """Ends the wait for Ray when SIGTERM arrives."""
 
 
 @contextlib.contextmanager
 def _stop_on_sigterm() -> Iterator[list[int]]:
-    """Around the wait for Ray: SIGTERM ends it and is then in the list."""
+    """End the body at SIGTERM, which is then in the yielded list; SIGUSR1 is ignored from here on."""
     received: list[int] = []
 
     def stop(signum: int, _: FrameType | None) -> None:
@@ -79,11 +77,6 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(_StoppedError):
         yield received
-
-
-def _keep_ray(command: list[str]) -> int:
-    # A process that ignores SIGUSR1 hands that on to its children.
-    return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
 
 
 def _command(arguments: argparse.Namespace, ports: RayPorts, address: str, temp_dir: Path) -> list[str]:

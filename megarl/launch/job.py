@@ -1,5 +1,7 @@
-"""A Slurm job from its first to its last process: Ray on every host, the driver here, restarts, the way back into
-the queue. Runs as the batch script itself, so that the signals that Slurm sends to it arrive here."""
+"""Runs a megarl command as a Slurm job: Ray on every host, the driver here, restarts, and requeueing.
+
+It runs as the batch script itself, so that the signals that Slurm sends to the script arrive here.
+"""
 
 import os
 import secrets
@@ -47,7 +49,7 @@ class _Driver:
 
 
 def say(text: str) -> None:
-    """A line of the job's log."""
+    """Write a line to the job's log."""
     print(f"[{time.strftime('%H:%M:%S')}] megarl job: {text}", flush=True)
 
 
@@ -77,13 +79,20 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
         if attempts.num_fruitless() >= MAX_FRUITLESS:
             say(f"{MAX_FRUITLESS} times in a row the job had to stop before its first step: raise its time limit")
             return code
-        _requeue(allocation.job_id)
+        say("back into the queue")
+        requeue = ["scontrol", "requeue", str(allocation.job_id)]
+        done = subprocess.run(requeue, capture_output=True, text=True, check=False)
+        if done.returncode:
+            say(f"scontrol requeue failed: {done.stderr.strip()}; submit the job again, it resumes")
+        else:
+            # Slurm ends this process.
+            time.sleep(REQUEUE_S)
     return code
 
 
 @contextmanager
 def _forwarded(driver: _Driver) -> Iterator[None]:
-    """SIGUSR1 and SIGTERM are the driver's."""
+    """Pass SIGUSR1 and SIGTERM on to the driver while the body runs."""
     previous = {each: signal.signal(each, driver.forward) for each in (signal.SIGUSR1, signal.SIGTERM)}
     try:
         yield
@@ -93,7 +102,7 @@ def _forwarded(driver: _Driver) -> Iterator[None]:
 
 
 def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _Driver, *, number: int) -> int:
-    """Ray up, the command, Ray down. Returns the command's exit code, 128 + n after signal n."""
+    """Start Ray, run the command, stop Ray. Returns the command's exit code, 128 + n after signal n."""
     if driver.signals:
         return EXIT_STOPPED
     run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
@@ -119,7 +128,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
 
 
 def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
-    """One task on every host, beside this script on the first."""
+    """Return the srun command that keeps Ray on every host by one task each, beside this script on the first."""
     groups = allocation.groups
     line = ["srun"]
     for i, group in enumerate(groups):
@@ -135,30 +144,23 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, l
             "--mem=0",
             "--kill-on-bad-exit=1",
             f"--output={logs}/%N.log",
-            *_host(command, allocation.job_id, run_id, head, logs, num_cpus=group.cpus_per_host),
+            sys.executable,
+            "-m",
+            "megarl.launch.host",
+            f"--run-id={run_id}",
+            f"--job-id={allocation.job_id}",
+            f"--head={head}",
+            f"--num-cpus={command.cluster.num_cpus or group.cpus_per_host}",
+            f"--object-store-mib={command.cluster.object_store_mib}",
+            f"--logs={logs}",
         ]
     return line
 
 
-def _host(command: JobCommand, job_id: int, run_id: str, head: str, logs: Path, *, num_cpus: int) -> list[str]:
-    """What keeps Ray on a host."""
-    return [
-        sys.executable,
-        "-m",
-        "megarl.launch.host",
-        f"--run-id={run_id}",
-        f"--job-id={job_id}",
-        f"--head={head}",
-        f"--num-cpus={command.cluster.num_cpus or num_cpus}",
-        f"--object-store-mib={command.cluster.object_store_mib}",
-        f"--logs={logs}",
-    ]
-
-
 def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs: Mapping[str, Path]) -> int:
-    """The driver's exit code. A driver that outlives Ray by too long is ended.
+    """Wait for the driver and return its exit code. A driver that outlives Ray by too long is killed.
 
-    logs: of each host the file that Slurm opens when it starts the host's task.
+    `logs` has, by host, the file that Slurm opens when it starts the host's task.
     """
     lost_at: float | None = None
     look_at: float | None = time.monotonic() + SIGN_OF_LIFE_S
@@ -192,19 +194,9 @@ def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
 
 
 def _wants_queue(signals: Sequence[signal.Signals], job_id: int) -> bool:
-    """Whether the job is to go on later: near its time limit, or preempted; not where somebody cancels it."""
+    """Return whether the job is to continue later: near its time limit or preempted, but not if a user cancels it."""
     if signal.SIGUSR1 in signals:
         return True
     shown = subprocess.run(["scontrol", "-o", "show", "job", str(job_id)], capture_output=True, text=True, check=False)
     times = [word.partition("=")[2] for word in shown.stdout.split() if word.startswith("PreemptTime=")]
     return any(time not in ("None", "Unknown") for time in times)
-
-
-def _requeue(job_id: int) -> None:
-    say("back into the queue")
-    done = subprocess.run(["scontrol", "requeue", str(job_id)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        say(f"scontrol requeue failed: {done.stderr.strip()}; submit the job again, it resumes")
-        return
-    # Slurm ends this process.
-    time.sleep(REQUEUE_S)

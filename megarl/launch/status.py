@@ -16,13 +16,19 @@ from tqdm import tqdm
 
 from megarl.errors import DataError
 from megarl.launch.restarts import AttemptLog
-from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
+from megarl.record.metrics import RunPaths, read_metrics
 
 BEAT_S = 2.0
 # A driver that has not written for so long is gone, or cannot reach the run's storage.
 LOST_S = 30.0
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10
+_SHOWN_METRICS = {
+    "reward": "critic/rule_score/mean",
+    "loss": "actor/loss",
+    "gradient norm": "actor/grad_norm",
+    "tokens/s": "perf/tokens_per_s",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +88,7 @@ class Heartbeat:
             self._write(replace(self._status, written=time.time(), phase=phase, phase_since=since))
 
     def _write(self, status: Status) -> None:
-        """Replaced as a whole: a reader never sees half of it."""
+        """Replace the file as a whole, so that a reader never sees half of it."""
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(status)))
         temporary.replace(self._path)
@@ -92,7 +98,7 @@ _STATES = {"RunStopped": "stopped", "SystemExit": "stopped", "KeyboardInterrupt"
 
 
 def read_status(root: Path) -> Status:
-    """The status of a run. Raises DataError where there is none."""
+    """Read the status of the run in a directory. Raises DataError if there is none."""
     path = RunPaths(root).status
     if not path.exists():
         raise DataError(f"{root} holds no run (there is no {path.name}); give the directory run.dir/run.name")
@@ -100,7 +106,7 @@ def read_status(root: Path) -> Status:
 
 
 def describe_status(root: Path, *, now: float) -> dict[str, Any]:
-    """What `megarl status` prints, by name; values that are unknown are left out."""
+    """Return what `megarl status` prints, by name; unknown values are left out. `now`: seconds since 1970."""
     status, paths = read_status(root), RunPaths(root)
     lost = status.state == "running" and now - status.written > LOST_S
     seen: dict[str, Any] = {
@@ -115,7 +121,16 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
         seen["error"] = status.error
     records = [r for r in read_metrics(paths.metrics) if "actor/lr" in r.metrics] if paths.metrics.exists() else []
     if records:
-        seen |= _progress(records, _total_steps(paths, status.command), running=status.state == "running")
+        config = yaml.safe_load(paths.config.read_text())
+        total = int(config["sft" if status.command == "sft" else "trainer"]["total_steps"])
+        last, recent = records[-1], records[-ETA_STEPS - 1 :]
+        seen["step"] = f"{last.step} of {total}"
+        if status.state == "running" and len(recent) > 1 and last.step < total:
+            step_s = (recent[-1].time_s - recent[0].time_s) / (recent[-1].step - recent[0].step)
+            seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
+        for name, key in _SHOWN_METRICS.items():
+            if key in last.metrics:
+                seen[name] = float(f"{last.metrics[key]:.4g}")
     for directory in sorted(paths.logs.glob("slurm-*")):
         attempts = AttemptLog(directory).read()
         ends = ", ".join(f"{a.reason} ({a.exit_code})" for a in attempts)
@@ -123,30 +138,8 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
     return seen
 
 
-def _total_steps(paths: RunPaths, command: str) -> int:
-    config = yaml.safe_load(paths.config.read_text())
-    return int(config["sft" if command == "sft" else "trainer"]["total_steps"])
-
-
-def _progress(records: list[MetricsRecord], total: int, *, running: bool) -> dict[str, Any]:
-    last, recent = records[-1], records[-ETA_STEPS - 1 :]
-    seen: dict[str, Any] = {"step": f"{last.step} of {total}"}
-    if running and len(recent) > 1 and last.step < total:
-        step_s = (recent[-1].time_s - recent[0].time_s) / (recent[-1].step - recent[0].step)
-        seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
-    for name, key in (
-        ("reward", "critic/rule_score/mean"),
-        ("loss", "actor/loss"),
-        ("gradient norm", "actor/grad_norm"),
-        ("tokens/s", "perf/tokens_per_s"),
-    ):
-        if key in last.metrics:
-            seen[name] = float(f"{last.metrics[key]:.4g}")
-    return seen
-
-
 def print_status(root: Path, *, as_json: bool) -> None:
-    """A line per name, or JSON."""
+    """Print a run's status as a line per name, or as JSON."""
     seen = describe_status(root, now=time.time())
     if as_json:
         print(json.dumps(seen, indent=1))

@@ -1,4 +1,4 @@
-"""A job script for a run file: checked against the nodes that it asks for, filled in, submitted."""
+"""Writes and submits the job script of a run file, after checking that the run fits the requested nodes."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesRequest:
-    """Equal nodes, and further options of sbatch for them."""
+    """A request for equal nodes, with further options of sbatch for them."""
 
     num_nodes: int
     gpus_per_node: int
@@ -27,7 +27,7 @@ class NodesRequest:
 
     @property
     def devices_per_node(self) -> int:
-        """Without GPUs a rank takes a CPU."""
+        """Devices for ranks on each node; without GPUs a rank takes a CPU."""
         return self.gpus_per_node or self.cpus_per_node
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
 
 
 def job_script(request: SubmitRequest) -> str:
-    """slurm/train.sbatch with the request's options and arguments. Raises ConfigError; see `submit`."""
+    """Fill the request's options and arguments into slurm/train.sbatch. Raises ConfigError; see `submit`."""
     asked = [request.nodes, *([request.engine_nodes] if request.engine_nodes else [])]
     if request.num_jobs < 1 or any(nodes.num_nodes < 1 or nodes.cpus_per_node < 1 for nodes in asked):
         raise ConfigError("megarl slurm submit: numbers of nodes, of CPUs per node, and --chain: expected at least 1")
@@ -92,10 +92,15 @@ def job_script(request: SubmitRequest) -> str:
     text = TEMPLATE.read_text()
     whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
     for name, value in (whole | _node_options(request.nodes)).items():
-        text = _with_option(text, name, value)
+        line = re.compile(rf"^#SBATCH --{name}=.*\n", re.MULTILINE)
+        assert line.search(text), f"{TEMPLATE} has no --{name}"
+        text = line.sub("" if value is None else f"#SBATCH --{name}={value}\n", text)
     more = list(request.nodes.sbatch_options)
     if request.engine_nodes is not None:
-        more += ["hetjob", *_component(request.engine_nodes)]
+        # A further component of the job has its own sizes; Slurm passes on the options of the whole job.
+        sizes = {**_node_options(request.engine_nodes), "ntasks-per-node": "1", "mem": "0"}
+        more += ["hetjob", *(f"--{name}={value}" for name, value in sizes.items() if value is not None)]
+        more += request.engine_nodes.sbatch_options
     text = text.replace("set -euo pipefail\n", "".join(f"#SBATCH {each}\n" for each in more) + "set -euo pipefail\n", 1)
     text = text.replace('"${MEGARL_MAX_RESTARTS:-3}"', str(request.max_restarts))
     text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
@@ -107,13 +112,6 @@ def job_script(request: SubmitRequest) -> str:
 _CHECKS = {"train": check_train, "sft": check_sft}
 
 
-def _with_option(text: str, name: str, value: str | None) -> str:
-    """The script with an option of sbatch set, or without it."""
-    line = re.compile(rf"^#SBATCH --{name}=.*\n", re.MULTILINE)
-    assert line.search(text), f"{TEMPLATE} has no --{name}"
-    return line.sub("" if value is None else f"#SBATCH --{name}={value}\n", text)
-
-
 def _node_options(nodes: NodesRequest) -> dict[str, str | None]:
     return {
         "nodes": str(nodes.num_nodes),
@@ -122,14 +120,8 @@ def _node_options(nodes: NodesRequest) -> dict[str, str | None]:
     }
 
 
-def _component(nodes: NodesRequest) -> list[str]:
-    """Options of a further component of a heterogeneous job. Slurm passes on those of the whole job."""
-    sizes = {**_node_options(nodes), "ntasks-per-node": "1", "mem": "0"}
-    return [*(f"--{name}={value}" for name, value in sizes.items() if value is not None), *nodes.sbatch_options]
-
-
 def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
-    """Settings that spread a run over the request's nodes. Raises ConfigError where it does not fit."""
+    """Return the settings that distribute a run over the request's nodes. Raises ConfigError if it does not fit."""
     layout, engine = config.actor.layout, config.rollout.engine
     split = request.command == "train" and config.placement.mode == "split"
     if request.engine_nodes is not None and not split:
@@ -138,8 +130,15 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
             "set that, or remove --engine-nodes"
         )
     engine_nodes = request.engine_nodes or request.nodes
-    _require_within_node("actor.layout.tp", layout.tp, request.nodes)
-    _require_within_node("rollout.engine.tp", engine.tp, engine_nodes)
+    for key, tp, nodes in (
+        ("actor.layout.tp", layout.tp, request.nodes),
+        ("rollout.engine.tp", engine.tp, engine_nodes),
+    ):
+        if tp > nodes.devices_per_node:
+            raise ConfigError(
+                f"{key}: got {tp}, but of the nodes there are {nodes}, and tensor parallelism over the network between "
+                f"nodes is too slow; lower it, and raise pp or dp instead"
+            )
     trainer, engines = layout.world_size, engine.num_engines * engine.tp
     if not split:
         counts = _nodes_of({"placement.trainer": trainer}, request.nodes, "--nodes")
@@ -151,16 +150,8 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
     return [f"{where}.num_nodes={count}" for where, count in counts.items()]
 
 
-def _require_within_node(key: str, tp: int, nodes: NodesRequest) -> None:
-    if tp > nodes.devices_per_node:
-        raise ConfigError(
-            f"{key}: got {tp}, but of the nodes there are {nodes}, and tensor parallelism over the network between "
-            f"nodes is too slow; lower it, and raise pp or dp instead"
-        )
-
-
 def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dict[str, int]:
-    """The nodes of each group of processes: as few as hold its devices; a single group takes all."""
+    """Count the nodes of each group of processes: as few as hold its devices; a single group takes all."""
     fewest = {where: -(-count // nodes.devices_per_node) for where, count in needs.items()}
     if len(needs) == 1:
         (where,) = needs
@@ -181,7 +172,7 @@ def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dic
 
 
 def seconds_of(limit: str) -> int:
-    """A time limit of Slurm (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS) in seconds."""
+    """Convert a time limit of Slurm (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS) to seconds."""
     found = _TIME.fullmatch(limit)
     if found is None:
         raise ConfigError(f"--time: got {limit!r}, expected Slurm's form, such as 24:00:00 or 2-00:00:00")
