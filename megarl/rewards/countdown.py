@@ -1,4 +1,4 @@
-"""Countdown: an expression over given numbers, each used exactly once, must reach the target."""
+"""The scorer of countdown, where an expression over given numbers, each used exactly once, must reach a target."""
 
 import ast
 import json
@@ -29,10 +29,10 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 def score_countdown(
     response: str, ground_truth: str, extra_info: Mapping[str, Any], *, format_score: float = 0.0
 ) -> Reward:
-    """1 if the last `<answer>…</answer>` uses every number once and |value − target| < 1e-5.
+    """Score 1 if the last `<answer>…</answer>` uses every number once and |value − target| < 1e-5.
 
-    Otherwise `format_score` if there is an answer, 0 if there is none. `ground_truth` is JSON:
-    {"numbers": [...], "target": n}.
+    Otherwise the score is `format_score` if there is an answer, 0 if there is none. `ground_truth` is JSON:
+    {"numbers": [...], "target": n}; DataError if it is anything else.
     """
     try:
         truth = json.loads(ground_truth)

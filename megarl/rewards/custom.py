@@ -1,4 +1,4 @@
-"""Reward functions from a file of the user's, of verl's kind or of OpenRLHF's."""
+"""Reward functions from a Python file of the user, with verl's signature or OpenRLHF's."""
 
 import importlib.util
 import inspect
@@ -48,8 +48,8 @@ def load_reward_function(
     {"rewards": …, "scores": …, "extra_logs": {…}}, of which the last two may be missing.
 
     Raises:
-        ConfigError: the file cannot be loaded, or has no such function; names file and line.
-        RunError: a call of the scorer fails, or returns something else; names file and line too.
+        ConfigError: the file cannot be loaded, or has no such function; the message names file and line.
+        RunError: a call of the scorer fails or returns something else; the message names file and line too.
     """
     path = Path(path)
     function = load_function(path, name)
@@ -99,7 +99,7 @@ def _naming_the_line(path: Path) -> Iterator[None]:
 
 
 def _line(error: Exception, path: Path) -> int:
-    """The line of the file at which the error arose, or which called what raised it; 1 if it is not there."""
+    """Return the line of the file at which an error arose, or which called what raised it; 1 if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1)
 
@@ -114,7 +114,7 @@ def score_batched(
     data_source: str,
     prompt: str,
 ) -> Reward:
-    """Score a response by OpenRLHF's kind of function, called with lists of one entry each."""
+    """Score a response by a function of OpenRLHF's kind, called with lists of one entry each."""
     # Functions that take no further keywords are given none.
     takes_others = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     others = {"data_source": [data_source], "extra_info": [extra_info]} if takes_others else {}
@@ -145,7 +145,7 @@ def score_custom(
     path: Path,
     data_source: str,
 ) -> Reward:
-    """Score a response by verl's kind of function."""
+    """Score a response by a function of verl's kind."""
     with _naming_the_line(path):
         result = function(
             data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info

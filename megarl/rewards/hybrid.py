@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.registry import Registry
 
@@ -56,7 +56,7 @@ def clip(raw: Raw, summand: Summand) -> list[float]:
 @TRANSFORMS.register("batch_zscore")
 def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
     """(r − mean) / (std + 1e-6) over all rows that the part judged, std with n − 1; 0 for a single row."""
-    return _zscores(raw.values)
+    return group_zscore(replace(raw, groups=[None] * len(raw.values)), summand)
 
 
 @TRANSFORMS.register("group_zscore")
@@ -67,8 +67,13 @@ def group_zscore(raw: Raw, summand: Summand) -> list[float]:
         rows[group].append(row)
     scores = [0.0] * len(raw.values)
     for members in rows.values():
-        for row, score in zip(members, _zscores([raw.values[i] for i in members]), strict=True):
-            scores[row] = score
+        n = len(members)
+        if n < 2:
+            continue
+        mean = math.fsum(raw.values[row] for row in members) / n
+        std = math.sqrt(math.fsum((raw.values[row] - mean) ** 2 for row in members) / (n - 1))
+        for row in members:
+            scores[row] = (raw.values[row] - mean) / (std + _EPS)
     return scores
 
 
@@ -83,12 +88,3 @@ def mix(
         for row, value in zip(rows, TRANSFORMS.get(summand.transform)(raw, summand), strict=True):
             total[row] += summand.weight * value
     return dict(total)
-
-
-def _zscores(values: Sequence[float]) -> list[float]:
-    n = len(values)
-    if n < 2:
-        return [0.0] * n
-    mean = math.fsum(values) / n
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    return [(value - mean) / (std + _EPS) for value in values]

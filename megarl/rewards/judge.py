@@ -76,7 +76,7 @@ class JudgeSession(Protocol):
 
 
 class Judge(Protocol):
-    """Gives rewards to samples, a batch at a time."""
+    """A judge, which gives rewards to samples, a batch at a time."""
 
     def begin(self) -> JudgeSession:
         """Begin a batch."""

@@ -15,7 +15,10 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LuffyVersion:
-    """`needs_thinking`: `</think>` must end the thoughts, and only what follows counts (the prompt opened them)."""
+    """A version of the reward: how answers are compared, and whether thoughts must come first.
+
+    needs_thinking: `</think>` must end the thoughts, which the prompt opened, and only what follows counts.
+    """
 
     needs_thinking: bool
     judge: Literal["boxed", "math_verify"]
@@ -32,7 +35,7 @@ LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
 
 
 def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, version: LuffyVersion) -> Reward:
-    """1 if the box after the thoughts (or the answer that math-verify finds there) equals the ground truth, else 0."""
+    """Score 1 if the box after the thoughts, or what math-verify finds there, equals the ground truth, else 0."""
     gold = gold_answer(ground_truth)
     if version.needs_thinking and _THINK_END not in response:
         return reward_of(False, parse_failed=True)

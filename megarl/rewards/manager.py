@@ -1,4 +1,4 @@
-"""Rewards of a whole batch: every judge that has a say, their mixture, and correctness apart from it."""
+"""Rewards of a whole batch, from all judges of its data sources: their mixture, and correctness apart from it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +17,9 @@ RULE = "rule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardManager:
-    """Has samples judged as they finish, by the judges of their data sources.
+    """The judges of a run, which judge samples as they finish.
 
-    judges, summands: by name, the judges and what the reward of each counts.
+    judges, summands: by name, the judges, and the weight and transform of the reward of each.
     route: names of the judges whose rewards make up that of a data source.
     knows: whether the rule can judge a data source. There it decides what is correct, whoever is rewarded for what.
     decode: turns response token ids into text, see `megarl.data.chat.response_decoder`.
@@ -34,17 +34,17 @@ class RewardManager:
     tokenizer: "PreTrainedTokenizerBase"
 
     def asked(self, data_source: str) -> list[str]:
-        """The judges of a data source, the rule also where it only decides what is correct."""
+        """Name the judges of a data source, the rule also where it only decides what is correct."""
         rule = [RULE] if self.knows(data_source) else []
         return list(dict.fromkeys([*self.route(data_source), *rule]))
 
     def by_rule(self) -> "RewardManager":
-        """A manager that asks the rule alone."""
+        """Make a manager that asks the rule alone."""
         rule = {RULE: self.judges[RULE]}
         return replace(self, judges=rule, summands={RULE: Summand()}, route=lambda _: (RULE,))
 
     def begin(self) -> "BatchJudging":
-        """Begin a batch."""
+        """Begin the judging of a batch."""
         sessions = {name: judge.begin() for name, judge in self.judges.items()}
         return BatchJudging(manager=self, sessions=sessions, asked={name: [] for name in sessions})
 

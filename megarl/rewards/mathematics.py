@@ -14,7 +14,7 @@ from megarl.rewards.answers import (
     MAX_ANSWER_CHARS,
     MODES,
     AnswerOptions,
-    Comparison,
+    Equality,
     compare_answers,
     extract_answer,
     is_equiv,
@@ -35,11 +35,11 @@ _LETTER = re.compile(r"[A-Za-z]")
 _LETTER_ALONE = re.compile(r"\W*([A-Za-z])(?![A-Za-z])")
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*$]")
 
-Compare = Callable[[str, str, AnswerOptions], Comparison]
+AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
 
 def gold_answer(ground_truth: str) -> str:
-    """The answer in a ground truth, boxed or not. DataError if it is empty or too long to be compared."""
+    """Return the answer in a ground truth, boxed or not. DataError if it is empty or too long to be compared."""
     boxed = last_boxed(ground_truth, MODES["fix"]) if "boxed" in ground_truth else None
     gold = (boxed or ground_truth).strip()
     if not gold or len(gold) > MAX_ANSWER_CHARS:
@@ -49,43 +49,43 @@ def gold_answer(ground_truth: str) -> str:
     return gold
 
 
-def compare_strings(answer: str, gold: str, options: AnswerOptions) -> Comparison:
-    """Compare answers as strings: normalised as `doc` and `ref` do, or spelled alike."""
+def compare_strings(answer: str, gold: str, options: AnswerOptions) -> Equality:
+    """AnswerComparison answers as strings: normalised as `doc` and `ref` do, or spelled alike."""
     if options.textual:
-        return Comparison.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
-    return Comparison.of(same_string(answer, gold))
+        return Equality.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
+    return Equality.of(same_string(answer, gold))
 
 
-def compare_either(answer: str, gold: str, options: AnswerOptions) -> Comparison:
-    """Compare answers as strings, and by meaning where the strings differ."""
+def compare_either(answer: str, gold: str, options: AnswerOptions) -> Equality:
+    """AnswerComparison answers as strings, and by meaning where the strings differ."""
     same = compare_strings(answer, gold, options)
-    return same if same is Comparison.EQUAL else compare_answers(answer, gold, options)
+    return same if same is Equality.EQUAL else compare_answers(answer, gold, options)
 
 
 def gold_letter(ground_truth: str) -> str:
-    """The only letter of a ground truth; DataError if it has none or several."""
+    """Return the only letter of a ground truth; DataError if it has none or several."""
     letters: list[str] = _LETTER.findall(ground_truth)
     if len(letters) != 1:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
     return letters[0]
 
 
-def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Comparison:
-    """Compare the letter of a choice, which stands alone or before the choice's text.
+def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
+    """AnswerComparison the letter of a choice, which stands alone or before the choice's text.
 
     `doc` and `ref` take the first letter of any word.
     """
     found = _LETTER.search(normalise(answer)) if options.textual else _LETTER_ALONE.match(_WRAPPER.sub(" ", answer))
     letter = found and _LETTER.search(found[0])
-    return Comparison.of(letter[0].upper() == gold.upper()) if letter else Comparison.UNPARSED
+    return Equality.of(letter[0].upper() == gold.upper()) if letter else Equality.UNPARSED
 
 
-def reward_of_answer(answer: str | None, gold: str, compare: Compare, options: AnswerOptions) -> Reward:
-    """The reward of an extracted answer; a missing, an empty and one over 512 characters count as unread."""
+def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:
+    """Compare an extracted answer to gold; a missing or empty one, or one over 512 characters, counts as unread."""
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return reward_of(False, parse_failed=True)
     verdict = compare(answer, gold, options)
-    return reward_of(verdict is Comparison.EQUAL, parse_failed=verdict is Comparison.UNPARSED)
+    return reward_of(verdict is Equality.EQUAL, parse_failed=verdict is Equality.UNPARSED)
 
 
 def score_answer(
@@ -93,16 +93,16 @@ def score_answer(
     ground_truth: str,
     extra_info: Mapping[str, Any],
     *,
-    compare: Compare,
+    compare: AnswerComparison,
     options: AnswerOptions,
     read_gold: Callable[[str], str] = gold_answer,
 ) -> Reward:
-    """1 if the answer that the response states equals the ground truth, else 0."""
+    """Score 1 if the answer that the response states equals the ground truth, else 0."""
     return reward_of_answer(extract_answer(response, options), read_gold(ground_truth), compare, options)
 
 
 def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """1 if the last `Answer: …` in the last 300 characters is the ground truth as a normalised string, else 0."""
+    """Score 1 if the last `Answer: …` in the last 300 characters is spelled like the ground truth, else 0."""
     found = _ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
     answer = found[-1] if found else None
     boxed = last_boxed(answer, MODES["fix"]) if answer else None
@@ -118,7 +118,7 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
 
 
 def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
+    """Score 1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
 
     It is given the last box, or else the last 512 characters, unless they are costly to evaluate.
     """

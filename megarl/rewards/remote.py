@@ -27,7 +27,7 @@ _HEADERS = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The outcome of a request: no reply if every service failed it each time. `failures` lists why."""
+    """The outcome of a request: no reply if every service failed each time. `failures` lists why."""
 
     reply: ServiceReply | None
     seconds: float
@@ -35,15 +35,15 @@ class _Answer:
 
 
 class RemoteJudge:
-    """Has samples judged by HTTP services, equal ones, over which rows are dealt out.
+    """A judge that deals rows out over HTTP services, all of which answer alike.
 
-    A request goes to the next service; if that fails it (no connection, no answer in time, an error status, an answer
-    out of format), to the others in turn, those last that failed more often in this batch. When all have failed it, it
+    A request goes to the next service and, if that fails (no connection, no answer in time, an error status, an answer
+    out of format), to the others in turn, those last that failed more often in this batch. When all have failed, it
     waits backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` says what happens.
     """
 
     def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote") -> None:
-        """`name` stands in the names of metrics."""
+        """Open a client and its thread. `name` stands in the names of metrics."""
         self.cfg, self.urls, self.name = cfg, tuple(urls), name
         # Unlike all else this must differ between runs: they would ask a service that comes back all at once.
         self._jitter = random.SystemRandom()
@@ -88,11 +88,18 @@ class RemoteJudge:
                 try:
                     async with asyncio.timeout(self.cfg.timeout_s):
                         reply = decode_reply(await self._post(url, body), num_rows)
-                except (httpx.HTTPError, TimeoutError, BadReplyError, ValueError) as error:
-                    failed[url] += 1
-                    failures.append(f"{url}: {_reason(error, self.cfg.timeout_s)}")
-                    continue
-                return _Answer(reply=reply, seconds=time.monotonic() - began, failures=failures)
+                except TimeoutError:
+                    reason = f"no answer within {self.cfg.timeout_s} s"
+                except httpx.HTTPStatusError as error:
+                    reason = f"status {error.response.status_code}"
+                except httpx.HTTPError as error:
+                    reason = f"{type(error).__name__}: {error}"
+                except (BadReplyError, ValueError) as error:
+                    reason = str(error)
+                else:
+                    return _Answer(reply=reply, seconds=time.monotonic() - began, failures=failures)
+                failed[url] += 1
+                failures.append(f"{url}: {reason}")
         return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures)
 
     async def _post(self, url: str, body: bytes) -> Any:
@@ -107,17 +114,9 @@ class RemoteJudge:
         return json.loads(content)
 
 
-def _reason(error: Exception, timeout_s: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {timeout_s} s"
-    if isinstance(error, httpx.HTTPStatusError):
-        return f"status {error.response.status_code}"
-    return f"{type(error).__name__}: {error}" if isinstance(error, httpx.HTTPError) else str(error)
-
-
 @dataclass(slots=True)
 class RemoteSession:
-    """Sends a request as soon as it is full, and at the end the rest, dealt out over all services."""
+    """The requests for one batch: each is sent as soon as it is full, the rest at the end, over all services."""
 
     judge: RemoteJudge
     _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from megarl.rewards.rule import Rules
 
 
 def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
-    """What the reward of each judge counts, by the judge's name; the rule is always called `rule`."""
+    """Return weight and transform of each judge's reward, by the judge's name; the rule is always called `rule`."""
     if rewards.manager != "hybrid":
         return {rewards.manager: Summand()}
     return {
@@ -21,7 +21,7 @@ def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
 
 
 def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
-    """The names of the judges whose rewards make up that of a data source."""
+    """Name the judges whose rewards make up that of a data source."""
     if rewards.manager != "hybrid":
         return (rewards.manager,)
     parts = rewards.hybrid.parts
@@ -30,7 +30,7 @@ def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
 
 
 def without_training(rewards: RewardsConfig, sources: Collection[str]) -> RewardsConfig:
-    """The section for where nothing is trained: the rule judges, so that runs compare, if it knows all sources."""
+    """Return the section for evaluation: if the rule knows all sources it alone judges, so that runs compare."""
     rules = Rules(rewards)
     if all(rules.knows(source) for source in sources):
         return replace(rewards, manager="rule", hybrid=HybridConfig())

@@ -33,7 +33,7 @@ class Question:
 
 
 class Rules:
-    """Which scorer or file judges which data source, as the section `rewards` says."""
+    """The choice of a scorer or file for each data source, as the section `rewards` says."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
         self.cfg = cfg
@@ -47,7 +47,7 @@ class Rules:
         return own.scorer in {*SOURCES, *SCORERS}
 
     def spec(self, data_source: str) -> SourceSpec | None:
-        """How a data source is judged; None: by the custom file. ConfigError lists the known sources."""
+        """Return how a data source is judged; None: by the custom file. ConfigError lists the known sources."""
         own = self.cfg.sources.get(data_source)
         if self.cfg.custom.path is not None and (own is None or own.scorer is None):
             return None
@@ -57,7 +57,7 @@ class Rules:
         return self._specs[data_source]
 
     def reward(self, data_source: str, result: JobResult) -> Reward:
-        """The reward for a job's result: an answer that no scorer could judge in time is wrong.
+        """Return the reward for a job's result: an answer that no scorer could judge in time is wrong.
 
         Only a custom function knows what wrong is worth to it, so where that gave no reward the row does not train.
         """
@@ -68,10 +68,10 @@ class Rules:
 
 
 class RuleJudge:
-    """Judges each sample by the rule in a pool of processes, as soon as it is told of it."""
+    """A judge that has a pool of processes apply the rule to each sample, as soon as it is told of it."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
-        """Start the pool, without waiting for it; that of programs starts when the first one comes."""
+        """Start the pool of texts without waiting for it; the pool of programs starts with the first program."""
         self.rules = Rules(cfg)
         options = VerifierOptions(
             num_workers=cfg.verifier.workers,
@@ -116,7 +116,7 @@ class RuleJudge:
         return pool.submit(job)
 
     def _program_pool(self) -> VerifierPool:
-        """The pool whose workers run programs, each in a sandbox of its own."""
+        """Return the pool whose workers run programs, each in a sandbox of its own."""
         if self._programs is None:
             cfg, deadline_s = self.rules.cfg, self.rules.cfg.code.deadline_s
             options = VerifierOptions(
@@ -143,7 +143,7 @@ class RuleJudge:
 
 @dataclass(slots=True)
 class RuleSession:
-    """Submits a job for each sample of a batch."""
+    """The jobs for one batch, one for each sample."""
 
     judge: RuleJudge
     _items: list[Item] = field(default_factory=list)
@@ -184,7 +184,7 @@ class RuleSession:
 
 
 def outcome_of(result: JobResult) -> JobOutcome | str:
-    """The pool's outcome of a job; instead of "scored" it is "correct" or "wrong"."""
+    """Return the outcome of a job, with "correct" or "wrong" in place of "scored"."""
     if result.outcome != "scored" or result.reward is None:
         return result.outcome
     return "correct" if result.reward.correct else "wrong"

@@ -13,29 +13,29 @@ PARSE_FAILED = "parse_failed"
 
 
 class Scorer(Protocol):
-    """Judges one response, from 0 (wrong) to 1 (right). Any text is judged; DataError: a malformed ground truth.
+    """A scorer judges one response, from 0 (wrong) to 1 (right).
 
-    Time limits are the caller's.
+    It judges any text, and raises DataError for a malformed ground truth. Time limits are the caller's.
     """
 
     def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward: ...
 
 
 SCORERS: Registry[Scorer] = Registry("data source", key="data_source")
-
-
-def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
-    """A reward of 1 or 0, which also counts whether an answer could be read."""
-    return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})
-
-
 FormatCheck = Callable[[str], bool]
-
 FORMATS: Registry[FormatCheck] = Registry("response format", key="format")
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ("<think>", "</think>")
 _ANSWER = ("<answer>", "</answer>")
+SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
+_MARK = "#### "
+_NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
+
+
+def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
+    """Make a reward of 1 or 0, which also counts whether an answer could be read."""
+    return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})
 
 
 def has_format(response: str, *, tags: tuple[str, ...], ends_well: FormatCheck, opened: bool = False) -> bool:
@@ -67,7 +67,7 @@ _FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
 
 
 def score_format(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, check: FormatCheck) -> Reward:
-    """1 if the response has the format, else 0; the ground truth plays no part."""
+    """Score 1 if the response has the format, else 0; the ground truth plays no part."""
     well_formed = check(response)
     return reward_of(well_formed, parse_failed=not well_formed)
 
@@ -80,11 +80,6 @@ for _name in FORMATS:
     SCORERS.register(f"format/{_name}")(_scorer)
 
 
-SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
-_MARK = "#### "
-_NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
-
-
 def normalise_number(text: str) -> str:
     """Write a number in one way: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
     text = text.strip().replace(",", "").replace("$", "")
@@ -94,7 +89,7 @@ def normalise_number(text: str) -> str:
 
 @SCORERS.register("openai/gsm8k")
 def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """1 if the last `#### number` in the last 300 characters equals the ground truth as text, else 0."""
+    """Score 1 if the last `#### number` in the last 300 characters equals the ground truth as text, else 0."""
     found = _NUMBER.findall(response[-SEARCH_CHARS:])
     correct = bool(found) and normalise_number(found[-1]) == normalise_number(ground_truth)
     return reward_of(correct, parse_failed=not found)
@@ -102,7 +97,7 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any])
 
 @SCORERS.register("megarl/sums")
 def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """1 if the response ends in `#### ` and the ground truth, and has no other `####`, else 0."""
+    """Score 1 if the response ends in `#### ` and the ground truth, and has no other `####`, else 0."""
     before, mark, number = response.rpartition(_MARK)
     well_formed = bool(mark) and _MARK.strip() not in before and re.fullmatch("[0-9]+", number) is not None
     return reward_of(well_formed and number == ground_truth, parse_failed=not well_formed)

@@ -27,7 +27,7 @@ class ServiceReply:
     logs: Mapping[str, Sequence[float]]
 
     def reward(self, row: int) -> Reward:
-        """The reward of one row. It is correct if its score is above 0.5 or, without scores, its reward above 0."""
+        """Return the reward of one row: it is correct if its score is above 0.5; without scores, if it is above 0."""
         correct = self.rewards[row] > 0 if self.scores is None else self.scores[row] > 0.5
         return Reward(
             score=self.rewards[row],
@@ -37,7 +37,7 @@ class ServiceReply:
 
 
 def encode_request(items: Sequence[Item]) -> dict[str, list[Any]]:
-    """The body of a request to judge samples."""
+    """Make the body of a request to judge samples."""
     return {
         "query": [item.prompt_text + item.response for item in items],
         "prompts": [item.prompt_text for item in items],
@@ -66,6 +66,7 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
 
 
 def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
+    """Check a column of an answer: a finite number per row."""
     if not isinstance(values, list):
         raise BadReplyError(f"{name}: got {values!r:.80}, expected a list of {num_rows} numbers")
     if len(values) != num_rows:

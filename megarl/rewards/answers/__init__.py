@@ -2,14 +2,14 @@
 
 from megarl.rewards.answers.equality import compare_answers, same_string
 from megarl.rewards.answers.extract import extract_answer, last_boxed
-from megarl.rewards.answers.options import MAX_ANSWER_CHARS, MODES, AnswerOptions, Comparison, Mode
+from megarl.rewards.answers.options import MAX_ANSWER_CHARS, MODES, AnswerOptions, Equality, Mode
 from megarl.rewards.answers.spelling import is_equiv, normalise
 
 __all__ = [
     "MAX_ANSWER_CHARS",
     "MODES",
     "AnswerOptions",
-    "Comparison",
+    "Equality",
     "Mode",
     "compare_answers",
     "extract_answer",

@@ -1,13 +1,14 @@
-"""Decides whether two answers mean the same: of rules from cheap to costly, the first that applies decides."""
+"""Comparison of answers by meaning: of a list of rules, from cheap to costly, the first that applies decides."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 
 from megarl.rewards.answers import structure
 from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
-from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Comparison
+from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl.rewards.answers.spelling import canonical, compact, normalise
 from megarl.rewards.answers.symbolic import compare_symbolic
 from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
@@ -15,9 +16,9 @@ from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
 MAX_ITEMS = 64
 MAX_NESTING = 8
 
-Compare = Callable[[str, str], Comparison]
+Compare = Callable[[str, str], Equality]
 # A rule's verdict on two texts; None: it does not apply to such texts.
-Rule = Callable[[str, str, Compare, AnswerOptions], Comparison | None]
+Rule = Callable[[str, str, Compare, AnswerOptions], Equality | None]
 
 _NAME = re.compile(
     r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?\w+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
@@ -56,7 +57,7 @@ def same_string(answer: str, gold: str) -> bool:
     return bool(a) and compact(a) == compact(g)
 
 
-def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Comparison:
+def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
     """Compare what two answers mean, however they are spelled.
 
     Texts, numbers (see `numbers.are_close`) and quantities are compared first; then lists, intervals, sets and
@@ -64,19 +65,17 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Compariso
     symbolic equality. Symmetric in mode `fix`. An empty answer, and one over 512 characters, is `UNPARSED`.
     """
     if not answer.strip() or not gold.strip() or max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
-        return Comparison.UNPARSED
+        return Equality.UNPARSED
     if options.textual:
         return _compare(normalise(answer), normalise(gold) if options.normalise_gold else gold, options, TEXTUAL_RULES)
     return _compare(canonical(answer), canonical(gold), options, RULES)
 
 
-def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Comparison:
+def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Equality:
+    """Apply rules to two texts, and compare expressions symbolically if none of them applies."""
     if depth > MAX_NESTING:
-        return Comparison.UNPARSED
-
-    def compare(a: str, g: str) -> Comparison:
-        return _compare(a, g, options, rules, depth + 1)
-
+        return Equality.UNPARSED
+    compare = partial(_compare, options=options, rules=rules, depth=depth + 1)
     for rule in rules:
         verdict = rule(answer, gold, compare, options)
         if verdict is not None:
@@ -84,30 +83,30 @@ def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rul
     return compare_symbolic(answer, gold)
 
 
-def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """The same text is equal; an empty one, and one with open brackets, means nothing."""
+def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare texts letter by letter but for spacing; an empty one, and one with open brackets, means nothing."""
     if not answer or not gold:
-        return Comparison.UNPARSED
+        return Equality.UNPARSED
     if compact(answer) == compact(gold):
-        return Comparison.EQUAL
-    return None if structure.is_balanced(answer) and structure.is_balanced(gold) else Comparison.UNPARSED
+        return Equality.EQUAL
+    return None if structure.is_balanced(answer) and structure.is_balanced(gold) else Equality.UNPARSED
 
 
-def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Words compare without case; a word is not a product of its letters, nor a number."""
+def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare words without case; a word is not a product of its letters, nor a number."""
     letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
-        return Comparison.of(letters[0][1] == letters[1][1])
+        return Equality.of(letters[0][1] == letters[1][1])
     a, g = (" ".join(text.casefold().split()) for text in (answer, gold))
     a, g = _SAME_WORDS.get(a, a), _SAME_WORDS.get(g, g)
     is_text = [_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()) for text in (a, g)]
     if a == g and (any(is_text) or len(a) > 2 or a == "no"):
-        return Comparison.EQUAL
-    return Comparison.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
+        return Equality.EQUAL
+    return Equality.DIFFERENT if any(is_text) and not any(re.search("[=<>,;]", text) for text in (a, g)) else None
 
 
-def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Numbers with units: an answer may leave the unit out, but must not have another one.
+def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare numbers with units: an answer may leave the unit out, but must not have another one.
 
     A percentage also equals its value as a plain number, 50% = 0.5.
     """
@@ -116,49 +115,52 @@ def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptio
         return None
     (number_a, unit_a), (number_g, unit_g) = a, g
     if unit_a and unit_g:
-        return Comparison.of(unit_a == unit_g and are_close(number_a, number_g))
+        return Equality.of(unit_a == unit_g and are_close(number_a, number_g))
     if are_close(number_a, number_g):
-        return Comparison.EQUAL
+        return Equality.EQUAL
     if PERCENT not in (unit_a, unit_g):
-        return Comparison.DIFFERENT
+        return Equality.DIFFERENT
     percent, plain = (number_a, number_g) if unit_a == PERCENT else (number_g, number_a)
-    return Comparison.of(are_close(Number(value=percent.value * Fraction(1, 100), rounded=percent.rounded), plain))
+    return Equality.of(are_close(Number(value=percent.value * Fraction(1, 100), rounded=percent.rounded), plain))
 
 
-def same_number(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Two numbers: integers exactly, others within 1e-4 relative, with `percent_factors` also a factor of 100 apart."""
+def same_number(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare numbers: integers exactly, others within 1e-4 relative.
+
+    With `percent_factors` numbers a factor of 100 apart are equal too.
+    """
     a, g = parse_number(answer), parse_number(gold)
     if a is None or g is None:
         return None
     factors = (Fraction(1), Fraction(1, 100), Fraction(100)) if options.percent_factors else (Fraction(1),)
     values = [g.value * factor for factor in factors]
     if a.value.denominator == 1 and g.value.denominator == 1:
-        return Comparison.of(a.value in values)
-    return Comparison.of(any(math.isclose(a.value, value, rel_tol=REL_TOLERANCE) for value in values))
+        return Equality.of(a.value in values)
+    return Equality.of(any(math.isclose(a.value, value, rel_tol=REL_TOLERANCE) for value in values))
 
 
-def without_units(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    r"""Expressions with units: `5\pi cm` equals `5\pi`, but not `5\pi m`."""
+def without_units(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    r"""Compare expressions with units: `5\pi cm` equals `5\pi`, but not `5\pi m`."""
     a, g = split_unit(answer), split_unit(gold)
     if not a.unit and not g.unit:
         return None
     if a.unit and g.unit and a.unit != g.unit:
-        return Comparison.DIFFERENT
+        return Equality.DIFFERENT
     return compare(a.body, g.body)
 
 
-def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Matrices of one shape, element by element."""
+def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare matrices of one shape, element by element."""
     a, g = structure.parse_matrix(answer), structure.parse_matrix(gold)
     if a is None or g is None:
         return None
     if [len(row) for row in a] != [len(row) for row in g]:
-        return Comparison.DIFFERENT
+        return Equality.DIFFERENT
     return _all_equal([x for row in a for x in row], [x for row in g for x in row], compare)
 
 
-def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    r"""`\pm` stands for two values: `\pm 2` equals `2, -2`."""
+def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    r"""Expand `\pm`, which stands for two values, and compare in any order: `\pm 2` equals `2, -2`."""
     a, g = structure.expand_signs(answer), structure.expand_signs(gold)
     if a is None and g is None:
         return None
@@ -170,8 +172,8 @@ def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerO
     return _same_multiset(sides[0], sides[1], compare)
 
 
-def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    r"""Inequalities in one variable are intervals: `x > 3`, `x \in (3,\infty)` and `(3,\infty)` are equal.
+def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    r"""Compare inequalities in one variable as intervals: `x > 3`, `x \in (3,\infty)` and `(3,\infty)` are equal.
 
     Several of them may be joined by "or".
     """
@@ -187,21 +189,21 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
             unions.append(text)
     if not names:
         return None
-    return Comparison.DIFFERENT if len(names) > 1 else compare(unions[0], unions[1])
+    return Equality.DIFFERENT if len(names) > 1 else compare(unions[0], unions[1])
 
 
-def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Unions part by part in any order; parts that overlap are left to set algebra."""
+def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare unions part by part in any order; parts that overlap are left to set algebra."""
     a, g = (structure.split_top(text, r"\\cup(?![a-zA-Z])") for text in (answer, gold))
     is_union = [len(parts) > 1 and all(parts) for parts in (a, g)]
     if not any(is_union):
         return None
-    same = all(is_union) and _same_multiset(a, g, compare) is Comparison.EQUAL
-    return Comparison.EQUAL if same else compare_symbolic(answer, gold)
+    same = all(is_union) and _same_multiset(a, g, compare) is Equality.EQUAL
+    return Equality.EQUAL if same else compare_symbolic(answer, gold)
 
 
-def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Tuples and intervals in order, with the same brackets; sets and bare lists in any order.
+def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare tuples and intervals in order, with the same brackets; sets and bare lists in any order.
 
     One thing in brackets equals it without them; several things do not equal one.
     """
@@ -210,63 +212,65 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
         group, other = (a, gold) if a is not None else (g, answer)
         if group is None or _NAMED_SET in other:
             return None
-        return compare(group.items[0], other) if len(group.items) == 1 else Comparison.DIFFERENT
+        return compare(group.items[0], other) if len(group.items) == 1 else Equality.DIFFERENT
     if len(a.items) != len(g.items):
-        return Comparison.DIFFERENT
+        return Equality.DIFFERENT
     if a.ordered and g.ordered:
         if not options.ignore_brackets and (a.opening, a.closing) != (g.opening, g.closing):
-            return Comparison.DIFFERENT
+            return Equality.DIFFERENT
     elif r"\{" in (a.opening, g.opening) and (a.ordered or g.ordered) and not options.ignore_brackets:
-        return Comparison.DIFFERENT
+        return Equality.DIFFERENT
     if a.ordered or g.ordered:
         return _all_equal(a.items, g.items, compare)
     return _same_multiset(a.items, g.items, compare)
 
 
-def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Comparison | None:
-    """Two equations by the difference of their sides up to sign; `name = value` equals the value."""
+def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare equations by the difference of their sides up to sign; `name = value` equals the value."""
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
     groups = [structure.parse_group(text) for text in (answer, gold)]
     is_list = any(group is not None and not group.opening for group in groups)
     if (len(a) == 1 and len(g) == 1) or is_list:
         return None
     if len(a) > 1 and len(g) > 1:
-        if compare(a[0], g[0]) is Comparison.EQUAL and _NAME.fullmatch(g[0]):
+        if compare(a[0], g[0]) is Equality.EQUAL and _NAME.fullmatch(g[0]):
             return compare(a[-1], g[-1])
         if len(a) > 2 or len(g) > 2:
-            return Comparison.DIFFERENT
+            return Equality.DIFFERENT
         left, right = (f"{side[0]}-({side[1]})" for side in (a, g))
         verdict = compare_symbolic(left, right)
-        return verdict if verdict is Comparison.EQUAL else compare_symbolic(f"-({left})", right)
+        return verdict if verdict is Equality.EQUAL else compare_symbolic(f"-({left})", right)
     parts, value = (a, gold) if len(a) > 1 else (g, answer)
-    if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Comparison.EQUAL for part in parts[:-1]):
-        return Comparison.DIFFERENT
+    if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Equality.EQUAL for part in parts[:-1]):
+        return Equality.DIFFERENT
     return compare(parts[-1], value)
 
 
-def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Comparison:
+def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality:
+    """Compare items in order."""
     if len(a) > MAX_ITEMS:
-        return Comparison.UNPARSED
+        return Equality.UNPARSED
     verdicts = []
     for x, y in zip(a, g, strict=True):
         verdicts.append(compare(x, y))
-        if verdicts[-1] is Comparison.DIFFERENT:
-            return Comparison.DIFFERENT
-    return Comparison.UNPARSED if Comparison.UNPARSED in verdicts else Comparison.EQUAL
+        if verdicts[-1] is Equality.DIFFERENT:
+            return Equality.DIFFERENT
+    return Equality.UNPARSED if Equality.UNPARSED in verdicts else Equality.EQUAL
 
 
-def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Comparison:
+def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality:
+    """Compare items in any order."""
     if len(a) != len(g):
-        return Comparison.DIFFERENT
+        return Equality.DIFFERENT
     if len(a) > MAX_ITEMS:
-        return Comparison.UNPARSED
+        return Equality.UNPARSED
     left = list(g)
     for item in a:
         verdicts = [compare(item, other) for other in left]
-        if Comparison.EQUAL not in verdicts:
-            return Comparison.UNPARSED if Comparison.UNPARSED in verdicts else Comparison.DIFFERENT
-        del left[verdicts.index(Comparison.EQUAL)]
-    return Comparison.EQUAL
+        if Equality.EQUAL not in verdicts:
+            return Equality.UNPARSED if Equality.UNPARSED in verdicts else Equality.DIFFERENT
+        del left[verdicts.index(Equality.EQUAL)]
+    return Equality.EQUAL
 
 
 RULES: Sequence[Rule] = (

@@ -1,4 +1,4 @@
-"""Finds the answer that a response states."""
+"""Extraction of the answer that a response states."""
 
 import re
 
@@ -35,12 +35,12 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
 
 
 def last_boxed(response: str, options: AnswerOptions) -> str | None:
-    """The content of the last box, or None."""
+    """Return the content of the last box of a response, or None if there is none that can be read."""
     return _boxed(response, options)[1]
 
 
 def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    """Whether there is a box, and its content if that can be read."""
+    """Whether a response has a box, and the content of the last one if that can be read."""
     ends = [end for end in (_last_command(response, name, options) for name in options.boxes) if end is not None]
     if not ends:
         return False, None
@@ -58,7 +58,7 @@ def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
 
 
 def _last_command(response: str, name: str, options: AnswerOptions) -> int | None:
-    """Index at which the last command of this name ends, spaces after it included."""
+    """Return the index at which the last command of this name ends, spaces after it included."""
     if options.bare_box:
         start = response.rfind(name)
         return start + len(name) if start >= 0 else None
@@ -71,6 +71,6 @@ def _last_command(response: str, name: str, options: AnswerOptions) -> int | Non
 
 
 def _first_line(text: str) -> str:
-    """The first line of a text, without the marks that surround an answer in a sentence."""
+    """Return the first line of a text without the marks that surround an answer in a sentence."""
     line = text.strip().split("\n")[0].lstrip(":")
     return line.removesuffix(".").removesuffix("/").strip()

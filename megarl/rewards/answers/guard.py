@@ -1,4 +1,4 @@
-"""Keeps text from sympy that is cheap to write but costly, or unsafe, to compute."""
+"""Checks that keep from sympy what is cheap to write but costly, or unsafe, to compute."""
 
 import math
 import re
@@ -22,12 +22,15 @@ _BINOMIAL_NUMBER = re.compile(r"\d{4,}")
 
 
 def refusal(text: str) -> str | None:
-    """Why an answer must not be evaluated, or None if it may be."""
+    """Return why an answer must not be evaluated, or None if it may be."""
     return "asks for a computation" if _WORK.search(text) else costly(text)
 
 
 def costly(text: str) -> str | None:
-    """Why evaluation may take long, or None; the bounds are on what the numbers of the text can become."""
+    """Return why a text may take long to evaluate, or None.
+
+    The bounds are on how large the numbers of the text can become.
+    """
     depth = deepest = 0
     for character in text:
         depth += (character in "({[") - (character in ")}]")

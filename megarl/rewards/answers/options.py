@@ -10,8 +10,8 @@ Mode: TypeAlias = Literal["fix", "doc", "ref"]
 MAX_ANSWER_CHARS = 512
 
 
-class Comparison(StrEnum):
-    """Result of comparing two answers.
+class Equality(StrEnum):
+    """The result of comparing two answers.
 
     `UNPARSED`: the texts differ and what they mean could not be read; it scores as wrong but is counted apart.
     """
@@ -21,13 +21,13 @@ class Comparison(StrEnum):
     UNPARSED = "unparsed"
 
     @classmethod
-    def of(cls, equal: bool) -> "Comparison":
+    def of(cls, equal: bool) -> "Equality":
         return cls.EQUAL if equal else cls.DIFFERENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How answers are found and compared; the defaults are the mode `fix`, see `MODES` for the others.
+    """Options of how answers are found and compared; the defaults are the mode `fix`, see `MODES` for the others.
 
     boxes: commands whose argument is an answer.
     bare_box: `boxes` also count without a backslash before them.

@@ -1,4 +1,4 @@
-"""Takes answers apart: lists, brackets, matrices, alternatives and intervals."""
+"""Parsing of how answers are put together: lists, brackets, matrices, alternatives and intervals."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _INFINITY = r"\infty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    r"""Items between brackets; a bare list has "" for brackets. Sets `\{…\}` and bare lists are not `ordered`."""
+    r"""Items between brackets, which are "" for a bare list. Sets `\{…\}` and bare lists are not `ordered`."""
 
     opening: str
     closing: str
@@ -86,7 +86,7 @@ def expand_signs(text: str) -> tuple[str, str] | None:
 
 
 def as_interval(text: str) -> tuple[str, str] | None:
-    r"""Variable and interval of `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)`; None for anything else."""
+    r"""Read the variable and the interval of `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)`; None for anything else."""
     if match := _MEMBER.fullmatch(text):
         return match[1], match[2]
     if match := _TWO_SIDED.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Compares answers by computer algebra: latex2sympy2_extended reads LaTeX, math-verify and sympy compare."""
+"""Comparison by computer algebra: latex2sympy2_extended reads LaTeX, math-verify and sympy compare."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from math_verify.grader import sympy_expr_eq
 
 from megarl.rewards.answers.guard import refusal
 from megarl.rewards.answers.numbers import REL_TOLERANCE
-from megarl.rewards.answers.options import Comparison
+from megarl.rewards.answers.options import Equality
 
 _READ_AS_WRITTEN = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
@@ -59,16 +59,16 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
         return None
 
 
-def compare_symbolic(answer: str, gold: str) -> Comparison:
-    """Whether two expressions are equal for all values of their variables.
+def compare_symbolic(answer: str, gold: str) -> Equality:
+    """Decide whether two expressions are equal for all values of their variables.
 
     Expressions are evaluated at a few points, which refutes or, to 12 digits, confirms most pairs without the search
-    of `simplify`; sets, relations, and what has no value are math-verify's, in unbounded time in the worst case.
+    of `simplify`; sets, relations, and what has no value are left to math-verify, whose time is not bounded.
     """
     is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
     a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
     if a is None or g is None:
-        return Comparison.UNPARSED
+        return Equality.UNPARSED
     try:
         if isinstance(a, sympy.Expr) and isinstance(g, sympy.Expr):
             # Constants of which one is written with decimals are equal within the tolerance; integers are exact.
@@ -77,20 +77,20 @@ def compare_symbolic(answer: str, gold: str) -> Comparison:
                 x, y = sympy.N(a), sympy.N(g)
                 is_real = all(value.is_real and value.is_finite for value in (x, y))
                 if is_real and math.isclose(float(x), float(y), rel_tol=REL_TOLERANCE):
-                    return Comparison.EQUAL
+                    return Equality.EQUAL
             agree = agree_at_points(a, g)
             if agree is not None:
-                return Comparison.of(agree)
-        return Comparison.of(
+                return Equality.of(agree)
+        return Equality.of(
             sympy_expr_eq(g, a, _FLOAT_ROUNDING, _NUMERIC_PRECISION)
             or sympy_expr_eq(a, g, _FLOAT_ROUNDING, _NUMERIC_PRECISION)
         )
     except Exception:  # as above: sympy has no base class of its errors
-        return Comparison.UNPARSED
+        return Equality.UNPARSED
 
 
 def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
-    """Whether two expressions have the same values; None if too few of them exist."""
+    """Whether two expressions have the same values at a few points; None if too few of the values exist."""
     names = sorted(a.free_symbols | g.free_symbols, key=str)
     if len(names) > len(_POINTS[0]) or (isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol)):
         return None

@@ -55,14 +55,14 @@ _TRAILING = re.compile(
 
 
 class Quantity(NamedTuple):
-    """An answer split into what is measured and its unit: "" if there is none, else the unit in one spelling."""
+    """The body of an answer and its unit, which is "" if there is none, else in one spelling."""
 
     body: str
     unit: str
 
 
 def split_unit(text: str) -> Quantity:
-    r"""Split off the unit: `5 cm` → (`5`, `cm`), `$5` → (`5`, `$`), `50%` → (`50`, `%`), `2\pi` → (`2\pi`, ``).
+    r"""Split off a unit: `5 cm` → (`5`, `cm`), `$5` → (`5`, `$`), `50%` → (`50`, `%`), `2\pi` → (`2\pi`, ``).
 
     Letters after a number may be a variable: `5x` has no unit, `5 m` has one.
     """
@@ -89,7 +89,7 @@ def split_unit(text: str) -> Quantity:
 
 
 def _unit(words: str) -> str:
-    """The one spelling of a unit; words that are no known unit stay as they are, without a plural s."""
+    """Spell a unit in one way; words that are not a known unit keep their spelling, without a plural s."""
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
     return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")

@@ -1,4 +1,4 @@
-"""Scores programs: the code of a response is run against the tests of its problem, in a sandbox."""
+"""The scorer of programs, which runs the code of a response against the tests of its problem in a sandbox."""
 
 import atexit
 import os
@@ -36,10 +36,10 @@ class Credit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
-    """How programs are run and what their results are worth.
+    """Options of how programs are run, and of what their results are worth.
 
-    float_tolerance: t, with which x is taken for a y written with a point or an exponent if |x−y| ≤ t·max(1, |y|);
-        None compares digits.
+    float_tolerance: t; x is taken for a y written with a point or an exponent if |x−y| ≤ t·max(1, |y|). None compares
+        digits.
     max_tests: how many of the first tests are run; None runs all.
     max_timeouts: after so many time-outs the other tests count as timed out too: a program that hangs does so often.
     """
@@ -63,7 +63,7 @@ _DEFAULT = CodeOptions()
 
 
 class TestVerdict(StrEnum):
-    """What came of running a program on one test; each value has a count in `Reward.details`."""
+    """The outcome of a program on one test; each value has a count in `Reward.details`."""
 
     PASSED = "passed"
     WRONG = "wrong"
@@ -93,8 +93,8 @@ def score_code(
 ) -> Reward:
     """Run the last Python block of `response` against the tests in `ground_truth`, or in `extra_info` if that is empty.
 
-    All or nothing: 1 if it passes all, else 0. Fraction: passed / tests. `details` counts each verdict.
-    DataError for malformed tests, ConfigError where programs cannot be shut in.
+    The score is 1 if it passes all, else 0; with the credit `fraction` it is passed / tests. `details` counts each
+    verdict. DataError for malformed tests, ConfigError where the sandbox cannot run.
     """
     tests = parse_tests(ground_truth or extra_info.get("ground_truth", ""), tolerance=options.float_tolerance)
     tests = tests[: options.max_tests]
@@ -109,7 +109,7 @@ def score_code(
 
 
 def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:
-    """Run a program on tests, all of them in one sandbox."""
+    """Run a program on tests, all of them in one sandbox, and return a verdict for each."""
     # One for each process and its options: starting it takes longer than running a program.
     key = os.getpid(), options.sandbox
     with _LOCK:

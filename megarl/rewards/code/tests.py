@@ -1,4 +1,4 @@
-"""Reads the tests of a problem from the JSON of data sets, and says whether a program's answer passes one.
+"""Tests of programs, read from the JSON of data sets, and the comparison of outputs with what is expected.
 
 | JSON | a test |
 |---|---|
@@ -30,7 +30,7 @@ _INEXACT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """What to ask of a program, and the output, value or token that is expected of it."""
+    """A test: what to ask of a program, and the output, value or token that is expected of it."""
 
     # For pytest, which takes it for its own.
     __test__ = False
@@ -40,7 +40,7 @@ class Test:
     tolerance: float | None
 
     def accepts(self, outcome: Outcome) -> bool:
-        """Whether a run that succeeded gave what is expected. A function's result may stand in a list of its own."""
+        """Whether a run that succeeded gave what is expected; a function's result may be wrapped in a list."""
         if isinstance(self.task, RunWithInput):
             return same_output(outcome.stdout.decode(errors="replace"), self.expected, self.tolerance)
         try:
@@ -93,7 +93,7 @@ def _list(value: Any, name: str) -> Sequence[Any]:
 
 
 def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """A test of a script. Some data sets keep the lines of an input or output as a list."""
+    """Make a test of a script. Some data sets keep the lines of an input or output as a list."""
     texts = []
     for value in (given, expected):
         text = "\n".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
@@ -104,7 +104,7 @@ def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
 
 
 def _call(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """A test of a function, whose arguments are a list, or JSON, one a line."""
+    """Make a test of a function, whose arguments are a list, or one JSON value per line."""
     arguments = [json.loads(line) for line in given.splitlines() if line] if isinstance(given, str) else given
     if isinstance(expected, str):
         # What is not JSON is text.
@@ -115,6 +115,7 @@ def _call(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test
 
 
 def _assertion(case: Any, tolerance: float | None) -> Test:
+    """Make a test of an assertion; a literal that it compares with stays hidden from the program."""
     if not isinstance(case, str):
         raise TypeError(f"an assert_case is {case!r}, not text")
     match ast.parse(case).body:

@@ -1,4 +1,4 @@
-"""The fork server and the workers of a pool, as seen by the pool's own thread."""
+"""The fork server and the worker processes of a pool, as its own thread starts, watches and ends them."""
 
 import os
 import pickle
@@ -26,7 +26,11 @@ _SERVER = "megarl.rewards.verifier.fork_server"
 
 @dataclass(slots=True, kw_only=True)
 class PendingJob:
-    """A job that has no result yet: `message` is what a worker reads, `shortened` whether it sees only the end."""
+    """A job without a result yet.
+
+    message: what a worker reads.
+    shortened: the worker sees only the end of the response.
+    """
 
     message: bytes
     function: str
@@ -64,9 +68,10 @@ class Fleet:
         self._server: subprocess.Popen[bytes] | None = None
 
     def start_server(self, _: int = 0) -> None:
-        """Start the fork server, in the place of one that has ended, for it says nothing else; its workers have too.
+        """Start the fork server, in place of an earlier one.
 
-        It is a process of its own, not a fork; its parent is this thread, with which it dies.
+        It is a process of its own, not a fork; its parent is this thread, with which it dies. It sends nothing, so when
+        there is something to read, it has ended, and its workers with it.
         """
         self._stop_server()
         ours, theirs = socket.socketpair()
@@ -142,7 +147,7 @@ class Fleet:
             )
 
     def flush(self, worker: Worker) -> None:
-        """Send what a worker's socket has room for, and the rest when it has more; never waits.
+        """Send what a worker's socket has room for now, and the rest when it has more, without waiting.
 
         A worker that has ended is noticed where it is read from.
         """

@@ -44,7 +44,9 @@ def read_message(connection: socket.socket) -> bytes | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """What a worker answers to a job, sent as JSON: workers read what models wrote, so nothing of theirs is unpickled.
+    """The answer of a worker to a job.
+
+    It is sent as JSON: workers read what models wrote, so nothing that they send is unpickled.
 
     `error` names one of `ERRORS`; without one, `outcome` and, if the scorer gave one, `reward` are set.
     """

@@ -1,4 +1,4 @@
-"""The thread of a pool: it hands jobs to workers, one each, and kills what is over its deadline."""
+"""The thread of a pool, which hands jobs to workers, one each, and kills workers that are over their deadline."""
 
 import os
 import selectors
@@ -50,6 +50,7 @@ class Supervisor:
             self._thread.join()
 
     def _run(self) -> None:
+        """Do the work of the thread: start workers, hand out jobs, read replies, keep deadlines."""
         error: Exception = RuntimeError("the verifier pool's thread ended by an error; see standard error")
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
@@ -103,7 +104,7 @@ class Supervisor:
                     self._fleet.flush(worker)
 
     def _read(self, worker: Worker) -> None:
-        """Take what a worker has sent; if there is nothing and never will be, the worker has ended."""
+        """Take what a worker has sent; if that is nothing, the worker has ended."""
         try:
             for message in worker.channel.receive():
                 # After its last reply a worker has nothing to say.
@@ -117,27 +118,24 @@ class Supervisor:
                     worker.functions.add(worker.job.function)
                     worker.since = time.monotonic()
                     worker.expires = worker.since + self._options.deadline_s
-                else:
-                    self._conclude(worker, worker.job, WorkerReply.decode(message))
+                    continue
+                reply = WorkerReply.decode(message)
+                if reply.error:
+                    job, worker.job = worker.job, None
+                    with suppress(InvalidStateError):
+                        job.future.set_exception(ERRORS[reply.error](reply.reason))
+                    continue
+                seconds = time.monotonic() - worker.since
+                result = JobResult(reward=reply.reward, outcome=reply.outcome, seconds=seconds, reason=reply.reason)
+                # An interruption can leave a library's globals half set, and later jobs might be judged wrongly.
+                is_sound = reply.outcome not in ("timed_out", "crashed")
+                self._finish(worker, result, keep=is_sound and reply.resident_mib <= self._options.recycle_mib)
         except (EOFError, ValueError) as error:
             seconds = time.monotonic() - worker.since
             self._finish(worker, JobResult(reward=None, outcome="crashed", seconds=seconds, reason=str(error)))
 
-    def _conclude(self, worker: Worker, job: PendingJob, reply: WorkerReply) -> None:
-        """Give the caller of a job what the worker replied."""
-        if reply.error:
-            worker.job = None
-            with suppress(InvalidStateError):
-                job.future.set_exception(ERRORS[reply.error](reply.reason))
-            return
-        # An interruption can leave a library's globals half set, and what it judged next might be judged wrongly.
-        keep = reply.outcome not in ("timed_out", "crashed") and reply.resident_mib <= self._options.recycle_mib
-        seconds = time.monotonic() - worker.since
-        result = JobResult(reward=reply.reward, outcome=reply.outcome, seconds=seconds, reason=reply.reason)
-        self._finish(worker, result, keep=keep)
-
     def _expire(self) -> None:
-        """Kill what is over its deadline."""
+        """Kill workers that are over the deadline of their start or of their job."""
         now = time.monotonic()
         for worker in [w for w in self._fleet.workers if w.pidfd is None and w.expires <= now]:
             self._fleet.give_up(worker)

@@ -12,7 +12,7 @@ JobOutcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
-    """How many workers a pool has, and what a job may take.
+    """Options of a pool: how many workers it has, and what a job may take.
 
     num_workers: how many jobs are executed at a time.
     num_spares: further workers that wait, started, for one to be replaced.
@@ -68,7 +68,7 @@ class VerifierJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What became of a job, and how many seconds it was executed.
+    """The result of a job, and for how many seconds it was executed.
 
     `reward` is the scorer's, with the outcomes "scored" (right or wrong: `reward.correct`) and "parse_failed" (its
     detail `parse_failed` is not 0). Where there is none, `reason` says in a line why.

@@ -32,7 +32,7 @@ Scorers = dict[str, Callable[..., Any]]
 
 
 class SoftLimit(BaseException):
-    """Interrupts a job at its soft limit; not an Exception, because algebra packages catch those."""
+    """The interruption of a job at its soft limit; not an Exception, because algebra packages catch those."""
 
 
 def work(connection: socket.socket, options: VerifierOptions, parent: int) -> None:
@@ -59,7 +59,7 @@ def work(connection: socket.socket, options: VerifierOptions, parent: int) -> No
 
 
 def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_limit_s: float) -> WorkerReply:
-    """Execute a job. Whatever a scorer raises, the worker is there for the next job, and the reply says what it was.
+    """Execute a job. Whatever a scorer raises becomes a reply, so that the worker is there for the next job.
 
     The limit is on CPU time: what a job is worth must not depend on what else the machine does, and packages that have
     time-outs of their own use the other timer. An earlier job may have changed how the signal is handled, so all of it
@@ -92,7 +92,7 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _reply_of(result: Any, function: str) -> WorkerReply:
-    """The reply for what a scorer returned; ConfigError or NonFiniteError if that is not a reward."""
+    """Make the reply for what a scorer returned; ConfigError or NonFiniteError if that is not a reward."""
     if not isinstance(result, Reward):
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
     # JSON cannot hold NumPy's numbers.

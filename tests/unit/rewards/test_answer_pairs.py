@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megarl.rewards import score
-from megarl.rewards.answers import MODES, Comparison, compare_answers
+from megarl.rewards.answers import MODES, Equality, compare_answers
 
 TABLE = Path(__file__).with_name("answer_pairs.tsv")
-VERDICTS = {"=": Comparison.EQUAL, "!": Comparison.DIFFERENT, "?": Comparison.UNPARSED}
+VERDICTS = {"=": Equality.EQUAL, "!": Equality.DIFFERENT, "?": Equality.UNPARSED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def test_pairs_compare_as_written_in_both_orders(category: str) -> None:
 
 def test_every_answer_that_can_be_read_equals_itself() -> None:
     texts = {pair.gold for pair in PAIRS} | {pair.answer for pair in PAIRS if pair.expected != "?"}
-    assert [text for text in texts if compare_answers(text, text, MODES["fix"]) is not Comparison.EQUAL] == []
+    assert [text for text in texts if compare_answers(text, text, MODES["fix"]) is not Equality.EQUAL] == []
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 9])

@@ -10,7 +10,7 @@ from megarl.rewards.answers import (
     MAX_ANSWER_CHARS,
     MODES,
     AnswerOptions,
-    Comparison,
+    Equality,
     compare_answers,
     extract_answer,
     is_equiv,
@@ -25,7 +25,7 @@ FIX, DOC, REF = MODES["fix"], MODES["doc"], MODES["ref"]
 
 
 def math_equal(answer: str, gold: str, options: AnswerOptions) -> bool:
-    return compare_answers(answer, gold, options) is Comparison.EQUAL
+    return compare_answers(answer, gold, options) is Equality.EQUAL
 
 
 def test_golden_extract(golden: Any) -> None:
@@ -155,7 +155,7 @@ def test_what_is_no_number(text: str) -> None:
 )
 def test_costly_text_never_reaches_the_algebra(text: str) -> None:
     assert costly(text)
-    assert compare_answers(text, "7", FIX) is Comparison.UNPARSED
+    assert compare_answers(text, "7", FIX) is Equality.UNPARSED
 
 
 @pytest.mark.parametrize(
@@ -196,14 +196,14 @@ def test_expressions_are_compared_at_points(answer: str, gold: str, equal: bool)
 
 def test_length_is_bounded() -> None:
     longest = "1" * MAX_ANSWER_CHARS
-    assert compare_answers(longest, longest, FIX) is Comparison.EQUAL
-    assert compare_answers(longest + "1", longest + "1", FIX) is Comparison.UNPARSED
-    assert compare_answers(",".join("1" * 200), ",".join("1" * 199 + "2"), FIX) is Comparison.UNPARSED
+    assert compare_answers(longest, longest, FIX) is Equality.EQUAL
+    assert compare_answers(longest + "1", longest + "1", FIX) is Equality.UNPARSED
+    assert compare_answers(",".join("1" * 200), ",".join("1" * 199 + "2"), FIX) is Equality.UNPARSED
 
 
 def test_model_text_is_never_run_as_python(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("print(1)", "__import__('os').system('echo 1')", "exec('print(1)')"):
-        assert compare_answers(text, "7", FIX) is not Comparison.EQUAL
+        assert compare_answers(text, "7", FIX) is not Equality.EQUAL
     assert capfd.readouterr().out == ""
 
 
@@ -222,7 +222,7 @@ GROUPS = st.tuples(
 @given(GROUPS, GROUPS)
 def test_comparison_is_symmetric_and_everything_equals_itself(a: str, b: str) -> None:
     assert compare_answers(a, b, FIX) is compare_answers(b, a, FIX)
-    assert compare_answers(a, a, FIX) is Comparison.EQUAL
+    assert compare_answers(a, a, FIX) is Equality.EQUAL
 
 
 @settings(deadline=None)
@@ -237,6 +237,6 @@ def test_another_integer_is_never_equal(number: int, difference: int) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.text(alphabet=r"0123456789+-*/^(){}[]=,.\ xyfracsqt%$&!|_<>", max_size=24))
 def test_no_text_makes_the_comparison_fail(text: str) -> None:
-    assert compare_answers(text, "(1,x)", FIX) in set(Comparison)
+    assert compare_answers(text, "(1,x)", FIX) in set(Equality)
     extract_answer(text, DOC)
     normalise(text)
