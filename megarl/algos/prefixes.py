@@ -3,7 +3,6 @@
 Every draw is a hash of what identifies the sample, so that a resumed run repeats it without saved state.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TypeAlias
 from megarl.config.algo import DemonstrationConfig
 from megarl.errors import ConfigError
 from megarl.registry import Registry
+from megarl.seeds import uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def prefix_ratios(
     ratios = []
     for i in range(count):
         window = strategy(Slot(step=step, index=i, count=count), cfg)
-        draw = _uniform("ratio", run_seed, step, uid, 0 if cfg.shared else i)
+        draw = uniform("ratio", run_seed, step, uid, 0 if cfg.shared else i)
         ratios.append(min(max(window.low + (window.high - window.low) * draw, 0.0), 1.0))
     return (*ratios, *[0.0] * (num_samples - count))
 
@@ -182,10 +182,4 @@ def keeps_demonstration(cfg: DemonstrationConfig, *, uid: str, run_seed: int) ->
     >>> keeps_demonstration(DemonstrationConfig(keep_frac=1.0), uid="a", run_seed=0)
     True
     """
-    return _uniform("keep", run_seed, uid) < cfg.keep_frac
-
-
-def _uniform(*key: object) -> float:
-    """In [0, 1), from a hash of `key`."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
+    return uniform("keep", run_seed, uid) < cfg.keep_frac

@@ -1,6 +1,5 @@
 """Rewards before the advantage: shaping, their source, and which rows hide them."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from megarl.algos.advantages.critic import last_values
 from megarl.algos.masked import summary
 from megarl.algos.token_rewards import KL_PENALTY, sequence_rewards
 from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
+from megarl.seeds import uniform
 from megarl.types import ScoredBatch
 
 # Tells this random choice apart from others of the same seed.
@@ -144,8 +144,7 @@ def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tenso
     places: Counter[str] = Counter()
     numbers = []
     for uid in uids:
-        digest = hashlib.blake2b(f"{_MASK_SALT}/{seed}/{places[uid]}/{uid}".encode(), digest_size=8).digest()
-        numbers.append((int.from_bytes(digest, "big") >> 11) / 2**53)
+        numbers.append(uniform(_MASK_SALT, seed, places[uid], uid, byteorder="big"))
         places[uid] += 1
     draws = torch.tensor(numbers, dtype=torch.float64)
     if cfg.kind == "bernoulli":

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
-from megarl.types import ExpertArray, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.types import FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 _SEGMENT = pa.struct(
     [
@@ -60,8 +60,39 @@ def require_records(directory: Path, num_steps: int) -> None:
 def read_record(path: Path) -> RolloutBatch:
     """The rollout that `write_record` kept."""
     rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
-    prompts = {row["uid"]: _to_prompt(row) for row in rows}
-    return RolloutBatch(prompts=prompts, samples=tuple(_to_sample(row) for row in rows))
+    prompts: dict[str, Prompt] = {}
+    samples = []
+    for row in rows:
+        fields = json.loads(row["prompt"])
+        # JSON has no tuples.
+        fields |= {name: tuple(fields.get(name, ())) for name in ("demonstration_ids", "demonstration_probs")}
+        fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
+        prompts[row["uid"]] = Prompt(uid=row["uid"], token_ids=tuple(row["segments"][0]["token_ids"]), **fields)
+        experts, segments = row["routed_experts"], []
+        for each in row["segments"]:
+            logprobs = each["rollout_logprobs"]
+            segments.append(
+                Segment(
+                    source=SegmentSource(each["source"]),
+                    token_ids=np.asarray(each["token_ids"], dtype=np.int64),
+                    loss_mask=np.asarray(each["loss_mask"], dtype=np.bool_),
+                    weight_versions=np.asarray(each["weight_versions"], dtype=np.int64),
+                    rollout_logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
+                )
+            )
+        samples.append(
+            Sample(
+                uid=row["uid"],
+                sample_index=row["sample_index"],
+                seed=row["seed"],
+                finish_reason=FinishReason(row["finish_reason"]),
+                routed_experts=None
+                if experts is None
+                else np.asarray(experts["values"], dtype=np.int16).reshape(experts["shape"]),
+                segments=tuple(segments),
+            )
+        )
+    return RolloutBatch(prompts=prompts, samples=tuple(samples))
 
 
 class ReplaySource:
@@ -106,6 +137,7 @@ def _require_same_request(batch: RolloutBatch, prompts: Sequence[Prompt], plan: 
 
 
 def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+    experts = sample.routed_experts
     return {
         "uid": sample.uid,
         "sample_index": sample.sample_index,
@@ -131,44 +163,5 @@ def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
                 "demonstration_probs": prompt.demonstration_probs,
             }
         ),
-        "routed_experts": _from_experts(sample.routed_experts),
+        "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},
     }
-
-
-def _from_experts(experts: ExpertArray | None) -> dict[str, Any] | None:
-    return None if experts is None else {"shape": experts.shape, "values": experts.ravel()}
-
-
-def _to_experts(value: dict[str, Any] | None) -> ExpertArray | None:
-    return None if value is None else np.asarray(value["values"], dtype=np.int16).reshape(value["shape"])
-
-
-def _to_prompt(row: dict[str, Any]) -> Prompt:
-    ids = row["segments"][0]["token_ids"]
-    fields = json.loads(row["prompt"])
-    # JSON has no tuples.
-    fields |= {name: tuple(fields.get(name, ())) for name in ("demonstration_ids", "demonstration_probs")}
-    fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
-    return Prompt(uid=row["uid"], token_ids=tuple(ids), **fields)
-
-
-def _to_sample(row: dict[str, Any]) -> Sample:
-    return Sample(
-        uid=row["uid"],
-        sample_index=row["sample_index"],
-        seed=row["seed"],
-        finish_reason=FinishReason(row["finish_reason"]),
-        routed_experts=_to_experts(row["routed_experts"]),
-        segments=tuple(_to_segment(s) for s in row["segments"]),
-    )
-
-
-def _to_segment(row: dict[str, Any]) -> Segment:
-    logprobs = row["rollout_logprobs"]
-    return Segment(
-        source=SegmentSource(row["source"]),
-        token_ids=np.asarray(row["token_ids"], dtype=np.int64),
-        loss_mask=np.asarray(row["loss_mask"], dtype=np.bool_),
-        weight_versions=np.asarray(row["weight_versions"], dtype=np.int64),
-        rollout_logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
-    )

@@ -1,6 +1,5 @@
 """The seam between the trainer and whatever produces samples."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -59,17 +58,6 @@ class RolloutSource(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
-
-
-def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
-    """Seed of one request, a 63-bit hash of what identifies the sample, so that order and batching do not matter."""
-    key = f"{run_seed}/{step}/{uid}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-
-
-def batch_seed(run_seed: int, step: int) -> int:
-    """Seed of a step's random choices over its rows."""
-    return sample_seed(run_seed, step, "", -1)
 
 
 def require_finite(samples: Sequence[Sample], *, step: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite, sample_seed
+from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
+from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
 # Told of each completion, with the position of its request.
@@ -45,7 +46,18 @@ class VllmSource:
 
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
         asked = [(p, i) for p in prompts for i in range(plan.num_samples) if plan.num_tokens_left(p.uid, i)]
-        calls = self._engines.submit([_request(prompt, plan, i) for prompt, i in asked])
+        requests = [
+            GenerationRequest(
+                token_ids=prompt.token_ids + plan.prefix(prompt.uid, i).token_ids,
+                seed=sample_seed(plan.run_seed, plan.step, prompt.uid, i),
+                temperature=plan.temperature,
+                top_p=plan.top_p,
+                top_k=plan.top_k,
+                max_tokens=plan.num_tokens_left(prompt.uid, i),
+            )
+            for prompt, i in asked
+        ]
+        calls = self._engines.submit(requests)
         self._pending.append(_Submission(prompts=list(prompts), plan=plan, asked=asked, calls=calls))
 
     def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
@@ -81,53 +93,37 @@ class VllmSource:
         self._pending.clear()
 
 
-def _request(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> GenerationRequest:
-    return GenerationRequest(
-        token_ids=prompt.token_ids + plan.prefix(prompt.uid, sample_index).token_ids,
-        seed=sample_seed(plan.run_seed, plan.step, prompt.uid, sample_index),
-        temperature=plan.temperature,
-        top_p=plan.top_p,
-        top_k=plan.top_k,
-        max_tokens=plan.num_tokens_left(prompt.uid, sample_index),
-    )
-
-
 def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completion: Completion | None) -> Sample:
     """The sample from its prefix and, if it was generated, its completion."""
     prefix = plan.prefix(prompt.uid, sample_index)
     finish_reason = FinishReason.STOP if prefix.is_complete else FinishReason.LENGTH
     segments = [prompt_segment(prompt.token_ids)]
     if prefix.token_ids:
-        segments.append(_demonstration_segment(prefix.token_ids))
+        # Trained on like the policy's own tokens, but no engine and no weights chose them.
+        n = len(prefix.token_ids)
+        segments.append(
+            Segment(
+                source=SegmentSource.DEMONSTRATION,
+                token_ids=np.asarray(prefix.token_ids, dtype=np.int64),
+                loss_mask=np.ones(n, dtype=np.bool_),
+                weight_versions=np.full(n, -1, dtype=np.int64),
+            )
+        )
     if completion is not None:
         finish_reason = completion.finish_reason
-        segments.append(_policy_segment(completion))
+        segments.append(
+            Segment(
+                source=SegmentSource.POLICY,
+                token_ids=completion.token_ids,
+                loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
+                weight_versions=completion.weight_versions,
+                rollout_logprobs=completion.logprobs,
+            )
+        )
     return Sample(
         uid=prompt.uid,
         sample_index=sample_index,
         seed=sample_seed(plan.run_seed, plan.step, prompt.uid, sample_index),
         segments=tuple(segments),
         finish_reason=finish_reason,
-    )
-
-
-def _demonstration_segment(token_ids: Sequence[int]) -> Segment:
-    """Trained on like the policy's own tokens, but no engine and no weights chose them."""
-    n = len(token_ids)
-    return Segment(
-        source=SegmentSource.DEMONSTRATION,
-        token_ids=np.asarray(token_ids, dtype=np.int64),
-        loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=np.full(n, -1, dtype=np.int64),
-    )
-
-
-def _policy_segment(completion: Completion) -> Segment:
-    n = len(completion.token_ids)
-    return Segment(
-        source=SegmentSource.POLICY,
-        token_ids=completion.token_ids,
-        loss_mask=np.ones(n, dtype=np.bool_),
-        weight_versions=completion.weight_versions,
-        rollout_logprobs=completion.logprobs,
     )

@@ -13,9 +13,7 @@ from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
 from megarl.train.checkpoint import Checkpoint
 from megarl.train.inputs import open_sft_inputs, open_train_inputs, open_train_reward_inputs
-from megarl.train.reward_model import train_reward_task
-from megarl.train.sft import sft_task
-from megarl.train.supervised import SupervisedTask
+from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task
 from megarl.types.messages import RoleSpec
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from megarl.record.performance import PerformanceMeter
 from megarl.record.profiling import StepProfiler
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, batch_metrics, resident_memory
-from megarl.rollout.source import batch_seed
+from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, GroupCollector
 from megarl.train.export import export_model

@@ -1,11 +1,17 @@
-"""The loop of runs without rollouts: batches of a fixed data set, an optimizer step each, checkpoints, export."""
+"""Training on fixed data: the loop of `megarl sft` and `megarl train-reward`, and what each of the two trains."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from megarl.algos.preference import MARGIN, BradleyTerry
+from megarl.algos.sft import SftAlgorithm
+from megarl.cluster.roles import actor_role, reward_role
 from megarl.config.schema import Config
+from megarl.data.preferences import PreferenceDataset
 from megarl.data.sampler import PromptSampler
 from megarl.host.signals import stop_on_signals
 from megarl.record.metrics import MetricsLogger, Timers
@@ -13,9 +19,10 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_model
-from megarl.train.update import CountedObjective, RoleUpdater
+from megarl.train.inputs import SftInputs, TrainRewardInputs
+from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.validate import Validation
-from megarl.types import AlgoState, Row
+from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import LoadRequest, RoleSpec
 
 if TYPE_CHECKING:
@@ -40,9 +47,6 @@ class SupervisedTask:
     paired: bool = False
     validate: Callable[[RoleUpdater, int], Validation] | None = None
     validate_every: int = 1
-
-    def validates_after(self, step: int) -> bool:
-        return self.validate is not None and (step % self.validate_every == 0 or step == self.total_steps)
 
 
 class SupervisedTrainer:
@@ -117,10 +121,67 @@ class SupervisedTrainer:
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
         """Validate if it is due; returns the score."""
-        if self.task.validate is None or not self.task.validates_after(step):
+        due = step % self.task.validate_every == 0 or step == self.task.total_steps
+        if self.task.validate is None or not due:
             return None
         with self.timers("testing"):
             result = self.task.validate(self.updater, step)
         log.log(step, {**result.metrics} | self.timers.pop())
         progress.note(f"step {step}: {result.summary}")
         return result.score
+
+
+def sft_task(inputs: SftInputs) -> SupervisedTask:
+    """Training up to step `sft.total_steps`, on `sft.batch_size` demonstrations a step."""
+    config = inputs.config
+    return SupervisedTask(
+        command="sft",
+        role=actor_role(config),
+        objective=SftAlgorithm(),
+        total_steps=config.sft.total_steps,
+        batch_size=config.sft.batch_size,
+        num_examples=len(inputs.train),
+        rows=lambda indices: [inputs.train[i] for i in indices],
+    )
+
+
+def train_reward_task(inputs: TrainRewardInputs) -> SupervisedTask:
+    """Training up to step `train_reward.total_steps`, on `train_reward.batch_size` pairs a step."""
+    settings, val = inputs.config.train_reward, inputs.val
+    return SupervisedTask(
+        command="train-reward",
+        role=reward_role(inputs.config),
+        objective=BradleyTerry(),
+        total_steps=settings.total_steps,
+        batch_size=settings.batch_size,
+        num_examples=len(inputs.train),
+        rows=inputs.train.rows,
+        paired=True,
+        validate=None if val is None else lambda scorer, step: validate_pairs(val, scorer, step=step),
+        validate_every=settings.val_every_steps,
+    )
+
+
+def validate_pairs(data: PreferenceDataset, scorer: RoleScorer, *, step: int) -> Validation:
+    """Accuracy, loss and mean difference over held-out pairs; the score is the accuracy."""
+    rows = data.rows(range(len(data)))
+    scores = np.concatenate(scorer.score(rows, step=step)["values"])
+    margins = np.concatenate([row.scores[MARGIN] for row in rows[: len(data)]])
+    metrics = pair_metrics(scores[: len(data)], scores[len(data) :], margins)
+    named = {f"val/reward_model/{name}": value for name, value in metrics.items()}
+    return Validation(
+        metrics={**named, "val/reward_model/num_pairs": len(data)},
+        score=metrics["accuracy"],
+        summary=f"validation on {len(data)} pairs: accuracy {metrics['accuracy']:.3f}, loss {metrics['loss']:.3f}",
+    )
+
+
+def pair_metrics(chosen: FloatArray, rejected: FloatArray, margins: FloatArray) -> dict[str, float]:
+    """Means over pairs, as of `BradleyTerry`: share in order, difference, loss."""
+    difference = chosen.astype(np.float64) - rejected
+    return {
+        "accuracy": float((difference > 0).mean()),
+        "margin": float(difference.mean()),
+        # log(1 + exp(x)) that does not overflow.
+        "loss": float(np.logaddexp(0.0, margins - difference).mean()),
+    }

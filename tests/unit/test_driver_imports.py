@@ -6,7 +6,7 @@ import sys
 
 def test_driver_modules_import_neither_megatron_nor_vllm() -> None:
     code = (
-        "import sys, megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.sft, "
+        "import sys, megarl.cli, megarl.run.start, megarl.train.wiring, megarl.train.supervised, "
         "megarl.run.quickstart, megarl.run.study;"
         "import megarl.evaluation.run;"
         "print(sorted(m for m in sys.modules if m in ('megatron', 'megatron.core', 'vllm')))"

@@ -17,6 +17,7 @@ ALGOS_MAY_IMPORT = (
     "megarl.config",
     "megarl.errors",
     "megarl.registry",
+    "megarl.seeds",
     "megarl.types",
 )
 # Only here is the device asked for; the shim is what lets Megatron's CUDA calls run on the CPU platform.
@@ -33,7 +34,7 @@ FLOORS = (
     ("algos", "weights"),
     ("types",),
     ("config", "doctor"),
-    ("sandbox", "registry", "host", "device"),
+    ("sandbox", "registry", "seeds", "host", "device"),
     ("errors", "text_table"),
 )
 FLOOR_OF = {room: height for height, floor in enumerate(FLOORS) for room in floor}

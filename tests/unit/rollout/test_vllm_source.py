@@ -11,8 +11,9 @@ import pytest
 from megarl.errors import NonFiniteError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix, demonstration_scores
-from megarl.rollout.source import SamplingPlan, sample_seed
+from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource
 
 PLAN = SamplingPlan(step=4, num_samples=2, temperature=0.7, top_p=0.9, top_k=5, max_response_tokens=3, run_seed=11)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megarl.train.reward_model import pair_metrics
+from megarl.train.supervised import pair_metrics
 
 
 def test_means_over_pairs() -> None:
