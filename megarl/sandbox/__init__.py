@@ -1,8 +1,8 @@
-"""Runs programs that nobody vouches for; knows nothing of rewards, and needs nothing but the standard library."""
+"""A sandbox for programs that nobody vouches for. It knows nothing of rewards and needs only the standard library."""
 
 from megarl.sandbox.options import Isolation, Limits, SandboxOptions
 from megarl.sandbox.process import Program, Sandbox
-from megarl.sandbox.task import Call, Ending, Evaluate, Execute, Outcome, RunWithInput, Task
+from megarl.sandbox.task import Call, Ending, Evaluate, Execute, Outcome, ProgramTask, RunWithInput
 
 __all__ = [
     "Call",
@@ -13,8 +13,8 @@ __all__ = [
     "Limits",
     "Outcome",
     "Program",
+    "ProgramTask",
     "RunWithInput",
     "Sandbox",
     "SandboxOptions",
-    "Task",
 ]

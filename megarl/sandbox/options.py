@@ -1,4 +1,4 @@
-"""How far a program is shut in, and how much it may use."""
+"""Options of a sandbox: how far a program is shut in, and how much it may use."""
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -9,7 +9,10 @@ MIB = 2**20
 
 
 class Isolation(StrEnum):
-    """`namespaces` refuses to run anything where the kernel does not grant them; `limits_only` is no protection."""
+    """How a program is shut in.
+
+    `namespaces` refuses to run anything where the kernel does not grant them; `limits_only` is no protection.
+    """
 
     NAMESPACES = "namespaces"
     LIMITS_ONLY = "limits_only"
@@ -34,12 +37,16 @@ class Limits:
 
     @property
     def output_bytes(self) -> int:
+        """The limit of output in bytes."""
         return int(self.output_mib * MIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOptions:
-    """`import_paths`: directories of packages that programs may import, read-only; the standard library is always."""
+    """Options of all programs.
+
+    `import_paths`: directories of packages that programs may import, read-only, besides the standard library.
+    """
 
     isolation: Isolation = Isolation.NAMESPACES
     limits: Limits = field(default_factory=Limits)

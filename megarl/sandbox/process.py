@@ -1,4 +1,4 @@
-"""The outer side: starts the launcher, hands it programs, and never waits for one without a limit."""
+"""The outer side of a sandbox: starts the launcher, hands it programs, and never waits for one without a limit."""
 
 import json
 import os
@@ -9,18 +9,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import megarl
 from megarl.errors import ConfigError, WorkerError
 from megarl.sandbox import wire
 from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
-from megarl.sandbox.remedies import REMEDIES
-from megarl.sandbox.task import Ending, Execute, Outcome, Task
+from megarl.sandbox.task import Ending, Execute, Outcome, ProgramTask
 
 # Beyond what a program may take: how late a busy machine may be.
 MARGIN_S = 30.0
@@ -31,11 +31,40 @@ _BOOT = (
     "sys.path.pop(0); main()"
 )
 
+# What to do where a step of shutting a program in is refused, by the names that the modules of `jail/` give steps.
+_NAMESPACES = (
+    "allow user namespaces: sysctl user.max_user_namespaces=15000, kernel.unprivileged_userns_clone=1 (Debian), "
+    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in Docker --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined"
+)
+_MOUNTS = "allow mounts, in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+_KERNEL = "run on Linux 5.14 or newer"
 
-class Program:
+REMEDIES: Mapping[str, str] = {
+    "user namespace": _NAMESPACES,
+    "user mapping": "as root in a container, keep the capabilities SETUID and SETGID, and map user 65534",
+    "mount namespace": _NAMESPACES,
+    "pid namespace": _NAMESPACES,
+    "network namespace": _NAMESPACES,
+    "ipc namespace": _NAMESPACES,
+    "uts namespace": _NAMESPACES,
+    "cgroup namespace": _NAMESPACES,
+    "private mounts": _MOUNTS,
+    "tmpfs": _MOUNTS,
+    "pivot_root": "run where the root directory is a mount point, not in a chroot or an initramfs",
+    "read-only binds": _KERNEL,
+    "proc": "let /proc be mounted, in Docker: --security-opt systempaths=unconfined",
+    "detach the old root": _KERNEL,
+    "scratch tmpfs": _MOUNTS,
+    "scratch directory": "make the directory for temporary files writable",
+    "system call filter": "run on x86_64 or aarch64",
+}
+
+
+class Program(AbstractContextManager["Program"]):
     """One program, shut in. `run` starts it afresh for each task. Leaving the context leaves nothing of it behind."""
 
-    def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str) -> None:
+    def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
         self._connection = connection
         self._options = options
         self._is_lost = False
@@ -44,14 +73,17 @@ class Program:
         self._scratch = f"{scratch}-{self.keeper}"
         header, _ = wire.receive(connection)
         if "refused" in header:
-            raise ConfigError(_refusal(header["refused"], header["reason"]))
+            name = header["refused"]
+            raise ConfigError(
+                f"rewards.code.isolation=namespaces: this machine refuses the step {name!r} ({header['reason']}); "
+                f"{REMEDIES[name]}, or set rewards.code.isolation=limits_only, which protects neither files nor the "
+                "network from programs"
+            )
+        # The text of the program comes before anything else.
+        wire.send(connection, {}, source.encode("utf-8", "surrogatepass"))
 
-    def give(self, source: str) -> None:
-        """The text of the program, before anything else."""
-        wire.send(self._connection, {}, source.encode("utf-8", "surrogatepass"))
-
-    def run(self, task: Task) -> Outcome:
-        """What came of the task. After `Ending.LOST` every further one is lost too."""
+    def run(self, task: ProgramTask) -> Outcome:
+        """Run the task, and tell what came of it. After `Ending.LOST` every further one is lost too."""
         if self._is_lost:
             return Outcome(ending=Ending.LOST)
         try:
@@ -89,16 +121,13 @@ class Program:
         while self._connection.recv(1 << 16):
             pass
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs programs, several at a time if several threads ask. Starts its launcher when first needed."""
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
@@ -109,7 +138,7 @@ class Sandbox:
         self._control: socket.socket | None = None
 
     def program(self, source: str) -> Program:
-        """A context with the program shut in; ConfigError if this machine does not let it be."""
+        """Return a context with the program shut in; ConfigError if this machine does not let it be."""
         with self._lock:
             if self._launcher is None or self._launcher.poll() is not None:
                 self._stop()
@@ -122,16 +151,13 @@ class Sandbox:
         with self._lock:
             self._stop()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
     def _ask(self) -> socket.socket:
-        """A connection to a new keeper."""
+        """Ask the launcher for a new keeper, and return the connection to it."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -144,21 +170,34 @@ class Sandbox:
 
     def _shut_in(self, connection: socket.socket, source: str) -> Program:
         try:
-            program = Program(connection, self.options, self._scratch)
-            program.give(source)
+            return Program(connection, self.options, self._scratch, source)
         except (ConnectionError, TimeoutError) as error:
             connection.close()
             raise WorkerError(_DEAD) from error
         except ConfigError:
             connection.close()
             raise
-        return program
 
     def _start(self) -> None:
+        """Start the launcher, and check that it can run a program."""
+        limits = asdict(self.options.limits)
+        del limits["output_mib"]
+        import_paths = [os.path.realpath(path) for path in self.options.import_paths]
+        # As `jail/launch.py` reads it.
+        setup = {
+            "bounds": {
+                **limits,
+                "output_bytes": self.options.limits.output_bytes,
+                "is_isolated": self.options.isolation is Isolation.NAMESPACES,
+            },
+            "paths": python_paths(import_paths),
+            "import_paths": import_paths,
+            "scratch": self._scratch,
+        }
         self._control, theirs = socket.socketpair()
         with theirs:
             self._launcher = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, _ROOT, str(theirs.fileno()), self._setup()],
+                [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, _ROOT, str(theirs.fileno()), json.dumps(setup)],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
@@ -166,10 +205,7 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._check()
-
-    def _check(self) -> None:
-        """An import has to succeed, or what fails here would be taken for failures of programs."""
+        # An import has to succeed, or what fails here would be taken for failures of programs.
         try:
             with self._shut_in(self._ask(), "") as program:
                 outcome = program.run(Execute(statements="import statistics", token=""))
@@ -192,28 +228,3 @@ class Sandbox:
             self._launcher.kill()
             self._launcher.wait()
         self._control = self._launcher = None
-
-    def _setup(self) -> str:
-        """As `jail/launch.py` reads it."""
-        limits = asdict(self.options.limits)
-        del limits["output_mib"]
-        bounds = {
-            **limits,
-            "output_bytes": self.options.limits.output_bytes,
-            "is_isolated": self.options.isolation is Isolation.NAMESPACES,
-        }
-        import_paths = [os.path.realpath(path) for path in self.options.import_paths]
-        setup = {
-            "bounds": bounds,
-            "paths": python_paths(import_paths),
-            "import_paths": import_paths,
-            "scratch": self._scratch,
-        }
-        return json.dumps(setup)
-
-
-def _refusal(step: str, reason: str) -> str:
-    return (
-        f"rewards.code.isolation=namespaces: this machine refuses the step {step!r} ({reason}); {REMEDIES[step]}, or "
-        "set rewards.code.isolation=limits_only, which protects neither files nor the network from programs"
-    )

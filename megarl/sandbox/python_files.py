@@ -1,4 +1,4 @@
-"""What of this machine's files a Python needs to import its standard library."""
+"""The files of this machine that a Python needs to import its standard library."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _PLAIN = ["/lib64", "/usr/lib64", "/usr/lib"]
 
 
 def python_paths(import_paths: Sequence[str]) -> list[str]:
-    """Files and directories to show; what another one contains is left out. ConfigError if one lies in /tmp."""
+    """List files and directories to show; what another one contains is left out. ConfigError if one lies in /tmp."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     libraries = ["/lib64", "/usr/lib64", f"/lib/{multiarch}", f"/usr/lib/{multiarch}"] if multiarch else _PLAIN
     wanted = {

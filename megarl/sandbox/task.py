@@ -1,4 +1,4 @@
-"""What a program is asked to do, and what came of it."""
+"""Tasks of a program that is shut in, and their outcomes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWithInput:
-    """Run it as a script that reads `text`."""
+    """Run the program as a script that reads `text`."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Import it, and call its function, or its `Solution`'s method, of this name. Arguments are JSON values."""
+    """Import the program, and call its function, or its `Solution`'s method, of this name with JSON values."""
 
     function: str
     arguments: Sequence[Any]
@@ -23,20 +23,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Import it, and evaluate an expression among its names."""
+    """Import the program, and evaluate an expression among its names."""
 
     expression: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execute:
-    """Import it, and execute statements among its names; `token` is answered if they raise nothing."""
+    """Import the program, and execute statements among its names; the answer is `token` if they raise nothing."""
 
     statements: str
     token: str
 
 
-Task: TypeAlias = RunWithInput | Call | Evaluate | Execute
+ProgramTask: TypeAlias = RunWithInput | Call | Evaluate | Execute
 
 
 class Ending(StrEnum):
@@ -54,7 +54,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`answer` is what `Call`, `Evaluate` and `Execute` give, as the wire format of `jail/answer.py`."""
+    """The outcome of a task. `answer` is what `Call`, `Evaluate` and `Execute` give, encoded by `jail/answer.py`."""
 
     ending: Ending
     exit_code: int | None = None
@@ -67,4 +67,5 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
+        """Whether the program ended by itself, with exit code 0."""
         return self.ending is Ending.EXITED and self.exit_code == 0

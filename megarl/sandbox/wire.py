@@ -20,7 +20,7 @@ def send(connection: socket.socket, header: Mapping[str, Any], *blobs: bytes) ->
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
-    """The next message; Closed if there is none, TimeoutError after the connection's timeout without a byte."""
+    """Receive the next message; Closed if there is none, TimeoutError after the connection's timeout without a byte."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     header = json.loads(_exactly(connection, length))
     return header, [_exactly(connection, size) for size in header.pop("blobs")]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.sandbox import Limits, Outcome, RunWithInput, Sandbox, Task
+from megarl.sandbox import Limits, Outcome, ProgramTask, RunWithInput, Sandbox
 
 LIMITS = Limits(cpu_s=1, wall_s=20, memory_mib=128, processes=8, files_mib=1, files=16, output_mib=0.125)
 # For programs that are there to run out of time.
@@ -23,7 +23,7 @@ def processes_in(namespace: str) -> list[int]:
     return found
 
 
-def run_contained(sandbox: Sandbox, source: str, *tasks: Task) -> list[Outcome]:
+def run_contained(sandbox: Sandbox, source: str, *tasks: ProgramTask) -> list[Outcome]:
     """Run the tasks, and fail if the program outlives its context or changes what is mounted here."""
     mounts = Path("/proc/self/mounts").read_text()
     with sandbox.program(source) as program:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import DataError
-from megarl.sandbox import Call, Evaluate, Execute, Outcome, RunWithInput, Task
+from megarl.sandbox import Call, Evaluate, Execute, Outcome, ProgramTask, RunWithInput
 from megarl.sandbox.jail.answer import AnswerError, decode
 
 # Whole numbers are exact: a tolerance would take 1000001 for 1000000.
@@ -35,7 +35,7 @@ class Test:
     # For pytest, which takes it for its own.
     __test__ = False
 
-    task: Task
+    task: ProgramTask
     expected: Any
     tolerance: float | None
 

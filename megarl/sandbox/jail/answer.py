@@ -26,11 +26,12 @@ class Unknown:
 
 
 def encode(value: Any) -> bytes:
+    """Write a value as JSON; `decode` reads it."""
     return json.dumps(_plain(value)).encode()
 
 
 def decode(data: bytes) -> Any:
-    """The value; AnswerError for bytes that a program wrote by other means."""
+    """Read a value; AnswerError for bytes that a program wrote by other means."""
     try:
         return _typed(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -1,7 +1,9 @@
-"""System calls that Python 3.11 does not offer."""
+"""System calls that Python 3.11 does not offer, and names for steps of shutting a program in that can be refused."""
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -35,6 +37,24 @@ _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctype
 _libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 
+class StepError(Exception):
+    """One step of shutting a program in failed."""
+
+    def __init__(self, name: str, error: OSError) -> None:
+        super().__init__(f"{name}: {error}")
+        self.name = name
+        self.reason = error.strerror or str(error)
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Raise errors of the system within as errors of this step, so that a message can say what is missing."""
+    try:
+        yield
+    except OSError as error:
+        raise StepError(name, error) from error
+
+
 class _MountAttributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
 
@@ -60,7 +80,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unmount(target: str) -> None:
-    """Take it away now, even if something still uses it."""
+    """Take a mount away now, even if something still uses it."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
 
 
@@ -80,21 +100,17 @@ def prctl(option: int, value: int = 0, pointer: int = 0) -> None:
 
 
 def drop_bounding_set() -> None:
-    """No program that is executed later can be given a capability."""
-    for capability in range(_last_capability() + 1):
+    """Make sure that no program that is executed later can be given a capability."""
+    # The highest that this kernel knows: asking for the next one fails.
+    last = 0
+    while _libc.prctl(PR_CAPBSET_READ, last + 1, 0, 0, 0) != -1:
+        last += 1
+    for capability in range(last + 1):
         prctl(PR_CAPBSET_DROP, capability)
 
 
 def drop_capabilities() -> None:
-    """None from now on."""
+    """Give up all capabilities from now on."""
     header = _CapabilityHeader(version=_CAPABILITY_VERSION_3, pid=0)
     nothing = (ctypes.c_uint32 * 6)()
     _checked(_libc.capset(ctypes.byref(header), nothing), "capset")
-
-
-def _last_capability() -> int:
-    """The highest that this kernel knows: asking for the next one fails."""
-    number = 0
-    while _libc.prctl(PR_CAPBSET_READ, number + 1, 0, 0, 0) != -1:
-        number += 1
-    return number

@@ -9,17 +9,20 @@ from typing import Any, NoReturn
 
 from megarl.sandbox import wire
 from megarl.sandbox.jail import kernel, syscalls
+from megarl.sandbox.jail.kernel import StepError, step
 from megarl.sandbox.jail.namespaces import enter_namespaces
 from megarl.sandbox.jail.processes import Family
 from megarl.sandbox.jail.rights import Bounds
 from megarl.sandbox.jail.root import build_root
 from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch, Scratch
-from megarl.sandbox.jail.steps import StepError, step
 from megarl.sandbox.jail.tasks import serve_tasks
 
 
 def main() -> None:
-    """Arguments: a connected socket's descriptor, and what `megarl.sandbox.process` says of all programs, as JSON."""
+    """Serve the other side until it closes.
+
+    Arguments: a connected socket's descriptor, and what `megarl.sandbox.process` says of all programs, as JSON.
+    """
     control = socket.socket(fileno=int(sys.argv[1]))
     # If memory runs out, the kernel is to end programs before a trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -44,7 +47,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
     bounds = Bounds(**setup["bounds"])
     try:
         wire.send(connection, {"keeper": os.getpid()})
-        if not syscalls.supported():
+        if os.uname().machine not in syscalls.AUDIT_ARCH:
             raise StepError("system call filter", OSError(0, f"no numbers for {os.uname().machine}"))
         if bounds.is_isolated:
             enter_namespaces()
@@ -53,7 +56,21 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
             os.waitpid(first, 0)
             os._exit(0)
         # From here on it is process 1 of the namespace, or the keeper itself if there is none.
-        family, scratch = _shut_in(bounds, setup) if bounds.is_isolated else _adopt(setup)
+        scratch: Scratch
+        if bounds.is_isolated:
+            _end_with_parent(0)
+            # Programs may not look into this process, nor interrupt it.
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            family = Family(build_root(setup["paths"]), is_isolated=True)
+            with step("scratch tmpfs"):
+                scratch = MountedScratch(mib=bounds.files_mib, files=bounds.files)
+        else:
+            # Without namespaces orphans of the program become children of this process.
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            family = Family(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY), is_isolated=False)
+            with step("scratch directory"):
+                scratch = DirectoryScratch(f"{setup['scratch']}-{os.getpid()}")
         wire.send(connection, {"ready": True})
     except StepError as error:
         wire.send(connection, {"refused": error.name, "reason": error.reason})
@@ -61,25 +78,8 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
     serve_tasks(connection, bounds, family, scratch, setup["import_paths"])
 
 
-def _shut_in(bounds: Bounds, setup: dict[str, Any]) -> tuple[Family, Scratch]:
-    _end_with_parent(0)
-    # Programs may not look into this process, nor interrupt it.
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    family = Family(build_root(setup["paths"]), is_isolated=True)
-    with step("scratch tmpfs"):
-        return family, MountedScratch(mib=bounds.files_mib, files=bounds.files)
-
-
-def _adopt(setup: dict[str, Any]) -> tuple[Family, Scratch]:
-    """Without namespaces: orphans of the program become children of this process."""
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    family = Family(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY), is_isolated=False)
-    with step("scratch directory"):
-        return family, DirectoryScratch(f"{setup['scratch']}-{os.getpid()}")
-
-
 def _end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, and exit if that has happened already."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent of a namespace's first process is outside of it, and so has no number.
     if os.getppid() != parent:

@@ -1,9 +1,9 @@
-"""New namespaces, and who is who in them."""
+"""The namespaces of a program, and which users there are in them."""
 
 import os
 
 from megarl.sandbox.jail import kernel
-from megarl.sandbox.jail.steps import StepError, step
+from megarl.sandbox.jail.kernel import StepError, step
 
 # The user that programs are inside. Any but 0, so that no file they run gives them capabilities.
 PROGRAM_ID = 1000
@@ -21,7 +21,11 @@ NAMESPACES = {
 
 
 def enter_namespaces() -> None:
-    """StepError names the one that this machine refuses. The next child is process 1 of the pid namespace."""
+    """Enter new namespaces; the next child is process 1 of the pid namespace.
+
+    Raises:
+        StepError: this machine refuses one of them, which the error names.
+    """
     reader, writer = os.pipe()
     keeper = os.getpid()
     # Only a process that is still outside may map users other than its own.
@@ -45,7 +49,7 @@ def enter_namespaces() -> None:
 
 
 def become_program_user() -> None:
-    """From root outside: a user without rights. From another user: himself, as before."""
+    """Become the user of programs: for root outside, one without rights; for another user, himself as before."""
     if os.getuid() != PROGRAM_ID:
         os.setgroups([])
         os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
@@ -53,25 +57,22 @@ def become_program_user() -> None:
 
 
 def _map_when_told(reader: int, keeper: int) -> int:
+    """Wait for the keeper to be in its namespace, and map its users there; the error's number, or 0."""
     if not os.read(reader, 1):
         return 0
     try:
-        _map_users(keeper)
+        if os.geteuid() == 0:
+            users = groups = f"0 0 1\n{PROGRAM_ID} {_NOBODY} 1\n"
+        else:
+            users = f"{PROGRAM_ID} {os.geteuid()} 1\n"
+            groups = f"{PROGRAM_ID} {os.getegid()} 1\n"
+            # The kernel asks for this of whoever has no right to choose groups.
+            _write(f"/proc/{keeper}/setgroups", "deny")
+        _write(f"/proc/{keeper}/uid_map", users)
+        _write(f"/proc/{keeper}/gid_map", groups)
     except OSError as error:
         return error.errno or 1
     return 0
-
-
-def _map_users(pid: int) -> None:
-    if os.geteuid() == 0:
-        users = groups = f"0 0 1\n{PROGRAM_ID} {_NOBODY} 1\n"
-    else:
-        users = f"{PROGRAM_ID} {os.geteuid()} 1\n"
-        groups = f"{PROGRAM_ID} {os.getegid()} 1\n"
-        # The kernel asks for this of whoever has no right to choose groups.
-        _write(f"/proc/{pid}/setgroups", "deny")
-    _write(f"/proc/{pid}/uid_map", users)
-    _write(f"/proc/{pid}/gid_map", groups)
 
 
 def _write(path: str, text: str) -> None:

@@ -17,16 +17,21 @@ class Family:
         self._is_isolated = is_isolated
 
     def resident_bytes(self) -> int:
-        """Memory of all of them; without a namespace there is nothing that tells which they are, and it is 0."""
+        """Sum up the memory of all of them; 0 without a namespace, where nothing tells which they are."""
         if not self._is_isolated:
             return 0
         return sum(int(fields[1]) * _PAGE for pid, fields in self._tell("statm") if pid != 1)
 
     def end(self, child: int) -> tuple[int, struct_rusage]:
-        """Kill every process, and wait for each; the wait status of `child`, and what it used."""
+        """Kill every process, and wait for each; return the wait status of `child`, and what it used."""
         found: tuple[int, struct_rusage] | None = None
         while True:
-            self._kill()
+            # To process 1, -1 is everyone else. Elsewhere orphans become children of this process, and have their turn.
+            own = os.getpid()
+            targets = [-1] if self._is_isolated else [pid for pid, told in self._tell("stat") if int(told[1]) == own]
+            for pid in targets:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             try:
                 pid, status, usage = os.wait4(-1, 0)
             except ChildProcessError:
@@ -35,24 +40,14 @@ class Family:
             if pid == child:
                 found = status, usage
 
-    def _kill(self) -> None:
-        # To process 1, -1 is everyone else. Elsewhere orphans become children of this process, and have their turn.
-        own = os.getpid()
-        targets = [-1] if self._is_isolated else [pid for pid, fields in self._tell("stat") if int(fields[1]) == own]
-        for pid in targets:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     def _tell(self, name: str) -> Iterator[tuple[int, list[bytes]]]:
-        """Numbers that the kernel tells of each process; of `stat`, those after the name."""
+        """Yield the numbers that the kernel tells of each process; of `stat`, those after the name."""
         for entry in os.listdir(self._table):
             if entry.isdigit():
                 with suppress(FileNotFoundError, ProcessLookupError):
-                    yield int(entry), self._read(f"{entry}/{name}").rpartition(b")")[2].split()
-
-    def _read(self, path: str) -> bytes:
-        file = os.open(path, os.O_RDONLY, dir_fd=self._table)
-        try:
-            return os.read(file, 4096)
-        finally:
-            os.close(file)
+                    file = os.open(f"{entry}/{name}", os.O_RDONLY, dir_fd=self._table)
+                    try:
+                        told = os.read(file, 4096)
+                    finally:
+                        os.close(file)
+                    yield int(entry), told.rpartition(b")")[2].split()

@@ -6,7 +6,7 @@ import builtins
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ _NAME = "program.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """What the child of one task runs with. `streams`: descriptors of input, output, errors and answer."""
+    """The child of one task, and what it runs with. `streams`: descriptors of input, output, errors and answer."""
 
     source: str
     task: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Child:
     bounds: Bounds
 
     def run(self) -> NoReturn:
-        """Ends this process as the interpreter would end after a script."""
+        """Run the program, and end this process as the interpreter would end after a script."""
         os.setsid()
         _keep_only(self.streams)
         os.chdir(self.directory)
@@ -40,16 +40,23 @@ class Child:
         sys.argv = [_NAME]
         sys.path.extend(self.import_paths)
         give_up_rights(self.bounds)
-        os._exit(_exit_code(lambda: _TASKS[self.task["kind"]](self.source, self.task)))
+        os._exit(_exit_code(self.source, self.task))
 
 
-def _exit_code(run: Callable[[], None]) -> int:
-    """Run it and all that waits for its end. Taking the interpreter down besides would cost six times as much."""
+def _exit_code(source: str, task: Mapping[str, Any]) -> int:
+    """Perform the task, run all that waits for the program's end, and return the exit code.
+
+    Taking the interpreter down besides would cost six times as much.
+    """
     code = 0
     try:
-        run()
+        _perform(source, task)
     except SystemExit as error:
-        code = _code_of(error)
+        if isinstance(error.code, int):
+            code = error.code & 0xFF
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            code = 1
     except BaseException:  # what a program raises is its own matter, and ends here
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -63,58 +70,38 @@ def _exit_code(run: Callable[[], None]) -> int:
     return code
 
 
-def _code_of(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
-
-
 def _keep_only(streams: Sequence[int]) -> None:
-    """Make them the descriptors 0, 1, …, and close all others."""
-    # Out of the way first, so that none is overwritten before its turn.
-    spare = [os.dup(_at_least(stream, len(streams))) for stream in streams]
+    """Make the streams the descriptors 0, 1, …, and close all others."""
+    spare = []
+    for stream in streams:
+        # Out of the way first, so that none is overwritten before its turn.
+        while stream < len(streams):
+            stream = os.dup(stream)
+        spare.append(os.dup(stream))
     for number, stream in enumerate(spare):
         os.dup2(stream, number)
     os.closerange(len(streams), 2**31 - 1)
 
 
-def _at_least(stream: int, lowest: int) -> int:
-    while stream < lowest:
-        stream = os.dup(stream)
-    return stream
-
-
-def _run_with_input(source: str, task: Mapping[str, Any]) -> None:
-    _execute(source, "__main__")
-
-
-def _call(source: str, task: Mapping[str, Any]) -> None:
+def _perform(source: str, task: Mapping[str, Any]) -> None:
+    """Do what the task asks, and write the answer if there is one."""
+    if task["kind"] == "RunWithInput":
+        _execute(source, "__main__")
+        return
     names = _execute(source, "program")
-    name = task["function"]
-    function = names[name] if name in names or "Solution" not in names else getattr(names["Solution"](), name)
-    _answer(answer.encode(function(*task["arguments"])))
-
-
-def _evaluate(source: str, task: Mapping[str, Any]) -> None:
-    names = _execute(source, "program")
-    _answer(answer.encode(eval(compile(task["expression"], "test", "eval", dont_inherit=True), names)))
-
-
-def _execute_statements(source: str, task: Mapping[str, Any]) -> None:
-    names = _execute(source, "program")
-    exec(compile(task["statements"], "test", "exec", dont_inherit=True), names)
-    _answer(answer.encode(task["token"]))
-
-
-_TASKS: Mapping[str, Callable[[str, Mapping[str, Any]], None]] = {
-    "RunWithInput": _run_with_input,
-    "Call": _call,
-    "Evaluate": _evaluate,
-    "Execute": _execute_statements,
-}
+    match task["kind"]:
+        case "Call":
+            name = task["function"]
+            function = names[name] if name in names or "Solution" not in names else getattr(names["Solution"](), name)
+            value = function(*task["arguments"])
+        case "Evaluate":
+            value = eval(compile(task["expression"], "test", "eval", dont_inherit=True), names)
+        case "Execute":
+            exec(compile(task["statements"], "test", "exec", dont_inherit=True), names)
+            value = task["token"]
+    left = memoryview(answer.encode(value))
+    while left:
+        left = left[os.write(_ANSWER, left) :]
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:
@@ -123,9 +110,3 @@ def _execute(source: str, name: str) -> dict[str, Any]:
     sys.modules[name] = module
     exec(compile(source, _NAME, "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
-
-
-def _answer(data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(_ANSWER, left) :]

@@ -1,4 +1,4 @@
-"""What a child gives up before it runs code of the program."""
+"""The rights that a child gives up before it runs code of the program."""
 
 import resource
 from dataclasses import dataclass
@@ -25,8 +25,21 @@ class Bounds:
 
 
 def give_up_rights(bounds: Bounds) -> None:
-    """Never to be had back: nothing that is executed from here on can gain them."""
-    for kind, value in _resource_limits(bounds).items():
+    """Give up rights for good: nothing that is executed from here on can gain them."""
+    limits = {
+        resource.RLIMIT_AS: bounds.memory_mib * MIB,
+        resource.RLIMIT_STACK: _STACK_MIB * MIB,
+        resource.RLIMIT_FSIZE: bounds.files_mib * MIB,
+        resource.RLIMIT_NOFILE: bounds.files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: bounds.processes,
+    }
+    if bounds.is_isolated:
+        # Without a user namespace it would count everything else that this user runs.
+        limits[resource.RLIMIT_NPROC] = bounds.processes
+    for kind, value in limits.items():
         _limit(kind, value)
     # One second more, for programs that ignore the signal that comes at the limit.
     _limit(resource.RLIMIT_CPU, bounds.cpu_s, bounds.cpu_s + 1)
@@ -38,22 +51,8 @@ def give_up_rights(bounds: Bounds) -> None:
     syscalls.refuse_calls()
 
 
-def _resource_limits(bounds: Bounds) -> dict[int, int]:
-    limits = {
-        resource.RLIMIT_AS: bounds.memory_mib * MIB,
-        resource.RLIMIT_STACK: _STACK_MIB * MIB,
-        resource.RLIMIT_FSIZE: bounds.files_mib * MIB,
-        resource.RLIMIT_NOFILE: bounds.files,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_SIGPENDING: bounds.processes,
-    }
-    # Without a user namespace it would count everything else that this user runs.
-    return limits | ({resource.RLIMIT_NPROC: bounds.processes} if bounds.is_isolated else {})
-
-
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a limit, which must not be above the one that is in force."""
     ceiling = resource.getrlimit(kind)[1]
     hard = soft if hard is None else hard
     if ceiling != resource.RLIM_INFINITY:

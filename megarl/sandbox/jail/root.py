@@ -1,14 +1,14 @@
-"""The directory tree that a program sees: what Python needs, read-only, and an empty /tmp of bounded size."""
+"""The directory tree that a program sees: what Python needs, read-only, and a place for /tmp (see `scratch.py`)."""
 
 import os
 from collections.abc import Sequence
 
 from megarl.sandbox.jail import kernel
-from megarl.sandbox.jail.steps import step
+from megarl.sandbox.jail.kernel import step
 
 _OLD = "/old"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
+SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
 def build_root(paths: Sequence[str]) -> int:
@@ -21,19 +21,19 @@ def build_root(paths: Sequence[str]) -> int:
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
     with step("tmpfs"):
         # The directory is hidden only until this becomes the root, and only in this namespace.
-        kernel.mount("tmpfs", "/tmp", "tmpfs", _SAFE, "size=1m,mode=755")
+        kernel.mount("tmpfs", "/tmp", "tmpfs", SAFE, "size=1m,mode=755")
         os.mkdir(f"/tmp{_OLD}")
     with step("pivot_root"):
         kernel.pivot_root("/tmp", f"/tmp{_OLD}")
         os.chdir("/")
     with step("read-only binds"):
         for path in paths:
-            _show(path, kernel.MS_RDONLY | _SAFE)
+            _show(path, kernel.MS_RDONLY | SAFE)
         for device in _DEVICES:
             _show(device, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NOEXEC)
     with step("proc"):
         os.mkdir("/proc")
-        kernel.mount("proc", "/proc", "proc", _SAFE | kernel.MS_NOEXEC, "subset=pid")
+        kernel.mount("proc", "/proc", "proc", SAFE | kernel.MS_NOEXEC, "subset=pid")
         table = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         kernel.unmount("/proc")
         os.rmdir("/proc")
@@ -45,20 +45,8 @@ def build_root(paths: Sequence[str]) -> int:
     return table
 
 
-def mount_scratch(*, mib: int, files: int) -> None:
-    """An empty /tmp."""
-    # The directory itself counts too.
-    options = f"size={mib}m,nr_inodes={files + 1},mode=1777"
-    kernel.mount("tmpfs", "/tmp", "tmpfs", _SAFE | kernel.MS_NOEXEC, options)
-
-
-def renew_scratch(*, mib: int, files: int) -> None:
-    """An empty /tmp in place of the last one."""
-    kernel.unmount("/tmp")
-    mount_scratch(mib=mib, files=files)
-
-
 def _show(path: str, flags: int) -> None:
+    """Bind a file or directory of the old root at the same path, with everything below it."""
     source = _OLD + path
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.islink(source):

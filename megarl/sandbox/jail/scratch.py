@@ -1,40 +1,30 @@
-"""Where a program may write. Each task finds it empty."""
+"""The directories that programs may write to. Each task finds its own empty."""
 
 import os
 import shutil
-from typing import Protocol
+from typing import TypeAlias
 
-from megarl.sandbox.jail import root
-
-
-class Scratch(Protocol):
-    """An empty directory for each task."""
-
-    @property
-    def path(self) -> str: ...
-
-    def renew(self) -> None:
-        """Empty it."""
-
-    def remove(self) -> None:
-        """After the last task."""
+from megarl.sandbox.jail import kernel
+from megarl.sandbox.jail.root import SAFE
 
 
 class MountedScratch:
-    """A file system in memory, of bounded size, that ends with its namespace."""
+    """A file system in memory, at /tmp, of bounded size, that ends with its namespace."""
 
     path = "/tmp"
 
     def __init__(self, *, mib: int, files: int) -> None:
-        self._mib = mib
-        self._files = files
-        root.mount_scratch(mib=mib, files=files)
+        # The directory itself counts too.
+        self._options = f"size={mib}m,nr_inodes={files + 1},mode=1777"
+        kernel.mount("tmpfs", self.path, "tmpfs", SAFE | kernel.MS_NOEXEC, self._options)
 
     def renew(self) -> None:
-        root.renew_scratch(mib=self._mib, files=self._files)
+        """Put an empty /tmp in place of the last one."""
+        kernel.unmount(self.path)
+        kernel.mount("tmpfs", self.path, "tmpfs", SAFE | kernel.MS_NOEXEC, self._options)
 
     def remove(self) -> None:
-        pass
+        """Do nothing: the kernel takes it away."""
 
 
 class DirectoryScratch:
@@ -45,8 +35,13 @@ class DirectoryScratch:
         os.mkdir(path, 0o700)
 
     def renew(self) -> None:
+        """Empty it."""
         self.remove()
         os.mkdir(self.path, 0o700)
 
     def remove(self) -> None:
+        """Delete it, after the last task."""
         shutil.rmtree(self.path)
+
+
+Scratch: TypeAlias = MountedScratch | DirectoryScratch

@@ -49,7 +49,8 @@ _REFUSED = {
 }
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
-_AUDIT_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+# The machines whose calls have known numbers: column above, and the kernel's name of the machine.
+AUDIT_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _NEW_NAMESPACES = (
     kernel.CLONE_NEWNS
     | kernel.CLONE_NEWCGROUP
@@ -73,21 +74,16 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def supported() -> bool:
-    """Whether the numbers of this machine's calls are known."""
-    return os.uname().machine in _AUDIT_ARCH
-
-
 def refuse_calls() -> None:
-    """For this process and all that it starts. It must have given up gaining privileges."""
-    column, arch = _AUDIT_ARCH[os.uname().machine]
+    """Install the filter for this process and all that it starts. It must have given up gaining privileges."""
+    column, arch = AUDIT_ARCH[os.uname().machine]
     code = b"".join(_instructions(column, arch))
     program = _Program(length=len(code) // 8, instructions=code)
     kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))
 
 
 def _instructions(column: int, arch: int) -> Iterator[bytes]:
-    """Classic BPF: (code, steps if true, steps if false, operand)."""
+    """Yield the filter in classic BPF: (code, steps if true, steps if false, operand)."""
     yield _step(_LOAD, _ARCH_AT)
     yield from _answer_if(_EQUAL, arch, _KILL, negated=True)
     yield _step(_LOAD, _NUMBER_AT)

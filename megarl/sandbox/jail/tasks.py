@@ -46,7 +46,7 @@ def serve_tasks(
 
 
 def _pipes(task: dict[str, Any], bounds: Bounds) -> tuple[list[Stream], list[int]]:
-    """Our ends (output, errors, answer), and the child's (input first)."""
+    """Make the pipes of a task: our ends (output, errors, answer), and the child's (input first)."""
     text = task.pop("text", "").encode("utf-8", "surrogatepass")
     given = os.memfd_create("input")
     with open(given, "wb", closefd=False) as file:

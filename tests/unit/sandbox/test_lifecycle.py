@@ -17,7 +17,7 @@ from megarl.doctor.machine import check_sandbox
 from megarl.errors import ConfigError
 from megarl.sandbox import Ending, Isolation, Limits, RunWithInput, Sandbox, SandboxOptions, process
 from megarl.sandbox.jail import kernel, namespaces
-from megarl.sandbox.remedies import REMEDIES
+from megarl.sandbox.process import REMEDIES
 from tests.helpers.sandboxes import BRIEF
 
 ROOT = str(Path(__file__).parents[3])
