@@ -2,6 +2,9 @@
 
 An algorithm is a composition of named choices (advantage estimator × policy loss × KL × aggregation); each
 choice is a registry of functions. Nothing here knows of processes, devices, layouts or packing.
+
+Examples in docstrings are run by `tests/unit/algos/test_examples.py`. They make tensors of float64 with `tensor`, and
+inputs with the other short names of `tests/helpers/examples.py`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ __all__ = ["ComposedAlgorithm", "MismatchSums", "SftAlgorithm", "build_algorithm
 if not TYPE_CHECKING:  # a checker would take any name for known
 
     def __getattr__(name: str) -> Any:
-        """Imported when first asked for: `megarl.registry` serves processes that do without torch."""
+        """Import an exported name on first use: `megarl.registry` serves processes that do without torch."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.algos import build, composed, mismatch, sft

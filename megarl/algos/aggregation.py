@@ -24,7 +24,7 @@ class RowCounts:
 
 
 def count_rows(rows: Sequence[Row]) -> RowCounts:
-    """Counts of the rows that have loss tokens.
+    """Count the rows and tokens of rows that have loss tokens.
 
     >>> count_rows([row([1, 0, 1]), row([0])])
     RowCounts(num_rows=1, num_tokens=2)
@@ -35,7 +35,9 @@ def count_rows(rows: Sequence[Row]) -> RowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float.
+    """How losses per token become one number.
+
+    local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float.
 
     The denominator of an empty mini-batch may be 0; see `global_denominator`. uses_horizon: whether it reads the
     horizon.
@@ -47,7 +49,7 @@ class Aggregation:
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Σ over loss tokens.
+    """Sum over loss tokens.
 
     >>> token_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
     3.0
@@ -56,7 +58,7 @@ def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Σ over rows of the row's mean over its loss tokens.
+    """Sum over rows of the row's mean over its loss tokens.
 
     >>> row_mean_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
     1.5
@@ -94,7 +96,7 @@ AGGREGATIONS.register("dr_grpo")(
 
 
 def global_denominator(aggregation: Aggregation, counts: RowCounts, *, horizon_tokens: int) -> float:
-    """What local sums are divided by; at least 1, so that an empty mini-batch is 0/1 and not 0/0.
+    """Return what local sums are divided by: at least 1, so that an empty mini-batch is 0/1 and not 0/0.
 
     >>> counts = RowCounts(num_rows=2, num_tokens=7)
     >>> global_denominator(AGGREGATIONS.get("dr_grpo"), counts, horizon_tokens=10)

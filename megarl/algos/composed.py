@@ -93,7 +93,7 @@ class ComposedAlgorithm:
     # --- advantages, on the host
 
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
-        """Reward shaping → KL penalty → estimator → `ADVANTAGE_SHAPERS`.
+        """Compute advantages: reward shaping → KL penalty → estimator → `ADVANTAGE_SHAPERS`.
 
         Metrics: of every stage; critic/advantages/{mean,max,min} over loss tokens, as the loss gets them, with their
         population deviation `std`; critic/group_reward_std, the mean over rows of their group's deviation; this step's
@@ -132,7 +132,9 @@ class ComposedAlgorithm:
     # --- the loss, per micro-batch
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """`loss`, the aggregation's, and numbers of tokens: all loss tokens, by who wrote them, and imitated ones."""
+        """Count `loss`, the aggregation's denominator, and numbers of tokens: all loss tokens, by who wrote them, and
+        imitated ones.
+        """
         counts = count_mixed(trained_rows(rows, self.cfg.off_policy), self.cfg.off_policy)
         aggregation = AGGREGATIONS.get(self.cfg.aggregation)
         return {
@@ -144,8 +146,11 @@ class ComposedAlgorithm:
         }
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
-        """Without `old_logprobs` in `rows` they are the current ones: right if, and only if, exactly one
-        optimizer step uses the batch. Then every ratio is 1 and the gradient is the policy gradient."""
+        """Sum the loss terms of a micro-batch.
+
+        Without `old_logprobs` in `rows` they are the current ones: right if, and only if, exactly one
+        optimizer step uses the batch. Then every ratio is 1 and the gradient is the policy gradient.
+        """
         cfg = self.cfg
         if out.logprobs.shape != rows.loss_mask.shape:
             raise ValueError(f"logprobs: got shape {tuple(out.logprobs.shape)}, expected {tuple(rows.loss_mask.shape)}")
@@ -190,7 +195,10 @@ class ComposedAlgorithm:
         return LossSums(objective=objective, metrics=metrics)
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
-        """`metrics` are the step's, of the update and of `advantages`; the KL among them is `KL_METRICS`."""
+        """Update the coefficients of KL and entropy.
+
+        `metrics` are the step's, of the update and of `advantages`; the KL among them is `KL_METRICS`.
+        """
         cfg = self.cfg
         follows_kl, follows_entropy = cfg.kl.where != "none", cfg.entropy.controller != "fixed"
         for name, is_read in ((KL_METRICS.get(cfg.kl.where), follows_kl), (ENTROPY_METRIC, follows_entropy)):

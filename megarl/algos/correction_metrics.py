@@ -9,7 +9,7 @@ from megarl.algos.policy_losses import MAX_LOG_RATIO
 def correction_metrics(
     *, log_ratio: Tensor, sampled: Tensor, weights: Tensor, accepted: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """is/*, over the n sampled tokens (rows: those that have some); everything is 0 if there are none.
+    """Compute is/*, over the n sampled tokens (rows: those that have some); everything is 0 if there are none.
 
     `log_ratio` is ln ρ [B, T] in float64 and 0 outside `sampled`, `weights` are those before gate and veto.
 

@@ -36,7 +36,7 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What the updates need of it, [B, T] each, and what to log.
+    """What the updates need of a correction, [B, T] each, and what to log.
 
     weights: factors of the policy loss, in the dtype of the log-probs; 1 on demonstration tokens, 0 outside the loss
     mask. accepted: bool, loss tokens that no gate and no veto rejected. old_logprobs: what the policy loss's ratio is
@@ -51,7 +51,9 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRatios:
-    """ln ρ [B, T] in float64, clamped to ±20, 0 where `sampled` (bool) is not set; sums are over sampled tokens."""
+    """Log-ratios ln ρ [B, T] in float64, clamped to ±20, 0 where `sampled` (bool) is not set; sums are over sampled
+    tokens.
+    """
 
     token: Tensor
     sampled: Tensor
@@ -74,7 +76,7 @@ Gate: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
 
 
 def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """1.
+    """Weigh every token by 1.
 
     >>> one(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
     [[1.0, 1.0]]
@@ -83,7 +85,7 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """ρ, at most `token_cap` if there is one.
+    """Weigh tokens by ρ, at most `token_cap` if there is one.
 
     >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
     [[1.5, 0.5]]
@@ -93,7 +95,7 @@ def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """clip(ρ, low, high).
+    """Weigh tokens by clip(ρ, low, high).
 
     >>> clipped_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(low=0.75, high=1.5)).tolist()
     [[1.5, 0.75]]
@@ -102,7 +104,7 @@ def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """min(ρ, high).
+    """Weigh tokens by min(ρ, high).
 
     >>> truncated_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(high=1.5)).tolist()
     [[1.5, 0.5]]
@@ -111,7 +113,7 @@ def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """min(Π ρ, high), one number per row.
+    """Weigh all tokens of a row by min(Π ρ, high).
 
     >>> truncated_row_product(ratios([[2.0, 0.5], [2.0, 2.0]]), CorrectionConfig(high=1.5)).tolist()
     [[1.0, 1.0], [1.5, 1.5]]
@@ -121,7 +123,7 @@ def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """(Π ρ)^(1/n), one number per row.
+    """Weigh all n tokens of a row by (Π ρ)^(1/n).
 
     >>> row_geometric_mean(ratios([[4.0, 1.0]]), CorrectionConfig()).tolist()
     [[2.0, 2.0]]
@@ -130,7 +132,7 @@ def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def every_token(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """All.
+    """Accept every token.
 
     >>> every_token(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
     [[True, True]]
@@ -144,7 +146,7 @@ def _within(log_ratio: Tensor, cfg: CorrectionConfig) -> Tensor:
 
 
 def token_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ ρ ≤ high.
+    """Accept tokens with low ≤ ρ ≤ high.
 
     >>> token_within(ratios([[2.0, 4.0]]), CorrectionConfig(high=3.0)).tolist()
     [[True, False]]
@@ -153,7 +155,7 @@ def token_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ geometric mean of the row's ρ ≤ high: whole rows.
+    """Accept whole rows with low ≤ geometric mean of the row's ρ ≤ high.
 
     >>> row_within(ratios([[4.0, 1.0], [4.0, 4.0]]), CorrectionConfig(high=3.0)).tolist()
     [[True, True], [False, False]]
@@ -162,7 +164,7 @@ def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ g_t ≤ high, g_t the geometric mean of ρ_1 … ρ_t. Later tokens may be accepted again.
+    """Accept tokens with low ≤ g_t ≤ high, g_t the geometric mean of ρ_1 … ρ_t. Later tokens may be accepted again.
 
     >>> prefix_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[False, True]]
@@ -171,7 +173,7 @@ def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """low ≤ g_{t−1} ≤ high; the first token passes. Known before y_t is drawn.
+    """Accept tokens with low ≤ g_{t−1} ≤ high; the first one passes. It is known before y_t is drawn.
 
     >>> earlier_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[True, False]]
@@ -180,7 +182,7 @@ def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Mean of −ln ρ, an estimate of KL(engine ‖ trainer) per token, at most `max_kl_nats`: whole rows.
+    """Accept whole rows whose mean of −ln ρ, an estimate of KL(engine ‖ trainer), is at most `max_kl_nats`.
 
     >>> row_kl_within(ratios([[0.5, 0.5], [1.0, 0.5]]), CorrectionConfig(max_kl_nats=0.5)).tolist()
     [[False, False], [True, True]]
@@ -190,8 +192,9 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
-    """A preset. `options`: the fields of `CorrectionConfig` that it reads. `rollout_ratio`: the policy loss's own ratio
-    is to the engine."""
+    """A preset of weight and gate. `options`: the fields of `CorrectionConfig` that it reads. `rollout_ratio`: the
+    policy loss's own ratio is to the engine.
+    """
 
     weight: Weight
     gate: Gate = every_token
@@ -233,7 +236,7 @@ CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_wit
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
-    """The configured correction. Row-wise, but for `normalise`; statistics in float64.
+    """Compute the configured correction. It is row-wise, but for `normalise`; statistics in float64.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -284,7 +287,7 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
 
 
 def check_correction(cfg: AlgoConfig) -> None:
-    """ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit.
+    """Raise ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit.
 
     >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=2.0)))
     Traceback (most recent call last):

@@ -25,7 +25,7 @@ ENTROPY_CONTROLLERS: Registry[EntropyController] = Registry("entropy controller"
 
 
 def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """The state for the next step by the configured controller, with a coefficient of at most `max_coef`.
+    """Compute the state for the next step by the configured controller, with a coefficient of at most `max_coef`.
 
     The first state is `EntropyState(coef=algo.entropy_coef)`. NonFiniteError for a bad entropy.
 
@@ -42,7 +42,7 @@ def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig
 
 @ENTROPY_CONTROLLERS.register("fixed")
 def fixed(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """The coefficient never changes.
+    """Keep the coefficient: it never changes.
 
     >>> fixed(EntropyState(coef=0.5), 2.0, AlgoConfig()).coef
     0.5
@@ -83,7 +83,7 @@ def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> E
 
 
 def check_entropy(cfg: AlgoConfig) -> None:
-    """ConfigError for an unknown controller, or a coefficient that it cannot move.
+    """Raise ConfigError for an unknown controller, or a coefficient that it cannot move.
 
     >>> check_entropy(AlgoConfig(entropy=EntropyConfig(controller="proportional")))
     Traceback (most recent call last):

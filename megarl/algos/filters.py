@@ -82,7 +82,7 @@ def group_metrics(
 
 
 def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
-    """ConfigError for bounds that keep nothing, groups too small to judge, and refills of nothing.
+    """Raise ConfigError for bounds that keep nothing, groups too small to judge, and refills of nothing.
 
     >>> check_filter(FilterConfig(mean_score=(1.0, 0.0)), num_samples=8)
     Traceback (most recent call last):

@@ -48,7 +48,7 @@ _LENGTH_EPS = 1e-9
 
 @PREFIX_STRATEGIES.register("none")
 def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """No demonstration.
+    """Give no demonstration.
 
     >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
     Window(low=0.0, high=0.0)
@@ -58,7 +58,7 @@ def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("random")
 def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[min_ratio, max_ratio].
+    """Draw from U[min_ratio, max_ratio].
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> random(Slot(step=1, index=0, count=2), cfg)
@@ -69,7 +69,7 @@ def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear")
 def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
+    """Fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear(Slot(step=6, index=1, count=2), cfg)
@@ -81,7 +81,7 @@ def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_max")
 def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[0, (10 − j)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
+    """Draw from U[0, (10 − j)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear_max(Slot(step=1, index=0, count=2), cfg)
@@ -92,7 +92,7 @@ def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("reverse_linear")
 def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[0, (j + 1)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
+    """Draw from U[0, (j + 1)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> reverse_linear(Slot(step=6, index=1, count=2), cfg)
@@ -103,7 +103,7 @@ def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("fixed")
 def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Equally spaced from min_ratio to max_ratio over the prefixed samples; max_ratio for a single one.
+    """Space ratios equally from min_ratio to max_ratio over the prefixed samples; max_ratio for a single one.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> fixed(Slot(step=1, index=0, count=2), cfg), fixed(Slot(step=6, index=1, count=2), cfg)
@@ -116,7 +116,7 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_variance")
 def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """U[v − variance, v + variance] around v of `linear`.
+    """Draw from U[v − variance, v + variance] around v of `linear`.
 
     >>> cfg = DemonstrationConfig(max_ratio=1.0, decay_steps=10, variance=0.25)
     >>> linear_variance(Slot(step=6, index=1, count=2), cfg)
@@ -127,13 +127,13 @@ def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 
 def _tenth(step: int, cfg: DemonstrationConfig) -> int:
-    """The tenth of decay_steps that s = step − 1 lies in; a boundary belongs to the earlier one."""
+    """Return the tenth of decay_steps that s = step − 1 lies in; a boundary belongs to the earlier one."""
     elapsed = (step - 1) * _NUM_WINDOWS
     return min(max(-(-elapsed // cfg.decay_steps) - 1, 0), _NUM_WINDOWS - 1)
 
 
 def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
-    """How many samples of a prompt, the first ones, get a prefix. ConfigError if there are not so many.
+    """Return how many samples of a prompt, the first ones, get a prefix; ConfigError if there are fewer.
 
     >>> num_prefixed(DemonstrationConfig(num_prefixed=-1), 8)
     8
@@ -149,7 +149,7 @@ def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
 def prefix_ratios(
     cfg: DemonstrationConfig, *, uid: str, step: int, num_samples: int, run_seed: int
 ) -> tuple[float, ...]:
-    """The share of its demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
+    """Return the share of its demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
     A draw depends on (run_seed, step, uid, sample index), with `shared` not on the last.
 
@@ -168,7 +168,7 @@ def prefix_ratios(
 
 
 def prefix_length(num_tokens: int, ratio: float) -> int:
-    """⌊num_tokens · ratio⌋, of a demonstration's tokens with its end token.
+    """Return ⌊num_tokens · ratio⌋, of a demonstration's tokens with its end token.
 
     >>> prefix_length(100, 0.29)
     29

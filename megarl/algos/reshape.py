@@ -17,7 +17,7 @@ from megarl.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshape:
-    """f(x) = linear·s(x)^exponent + log·ln x, where s(x) = x, or x / (x + half) if `half` is given.
+    """A function f(x) = linear·s(x)^exponent + log·ln x, where s(x) = x, or x / (x + half) if `half` is given.
 
     x / (x + half) has the derivative half·x / (x + half)² in ln x, which is largest at x = half: tokens of about
     that probability learn most.
@@ -29,11 +29,13 @@ class Reshape:
     half: float | None = None
 
     def of_probability(self, logprobs: Tensor) -> Tensor:
-        """f(P) with P = exp(logprobs)."""
+        """Compute f(P) with P = exp(logprobs)."""
         return self._value(self._log_s(logprobs), logprobs)
 
     def of_ratio(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        """f(R) with R = exp(logprobs − old_logprobs); with `half`, s(P) / s(P_old) stands for R. ln R is cut at ±20."""
+        """Compute f(R) with R = exp(logprobs − old_logprobs); with `half`, s(P) / s(P_old) stands for R. ln R is cut at
+        ±20.
+        """
         log_ratio = self._log_s(logprobs) - self._log_s(old_logprobs)
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return self._value(log_ratio, log_ratio)
@@ -74,7 +76,7 @@ _NUMBERED = re.compile(rf"{_P_DIV_P}_(\d*\.?\d+)")
 
 
 def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """f on demonstration tokens; ConfigError for an unknown name.
+    """Return f on demonstration tokens; ConfigError for an unknown name.
 
     >>> square = demonstration_reshape(OffPolicyConfig(reshape="pow", reshape_exponent=2.0))
     >>> square.of_probability(tensor([0.5]).log()).tolist()
@@ -86,7 +88,7 @@ def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
 
 
 def ratio_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """f on the ratios of all other tokens; ConfigError for an unknown name.
+    """Return f on the ratios of all other tokens; ConfigError for an unknown name.
 
     >>> root = ratio_reshape(OffPolicyConfig(on_policy_reshape="square_root"))
     >>> root.of_ratio(tensor([4.0]).log(), tensor([1.0]).log()).tolist()

@@ -22,14 +22,14 @@ _MASK_SALT = "reward mask"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedRewards:
-    """rewards: [B]."""
+    """Shaped rewards [B], and what to log about them."""
 
     rewards: Tensor
     metrics: Mapping[str, float]
 
 
 def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens: int) -> ShapedRewards:
-    """The scorer's rewards with the overlong penalty, then what `truncated` says, then within `clip`.
+    """Shape the scorer's rewards with the overlong penalty, then what `truncated` says, then within `clip`.
 
     Metrics: critic/rule_score/*, the rewards before; reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
 
@@ -74,7 +74,7 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int,
 def reward_advantages(
     batch: ScoredBatch, reward: RewardConfig, advantage: AdvantageConfig, *, keep: Tensor | None = None
 ) -> Estimate:
-    """From shaped rewards and the KL penalty to advantages: source, mask, estimator, flip, in this order.
+    """Turn shaped rewards and the KL penalty into advantages: source, mask, estimator, flip, in this order.
 
     With `source=critic` the value of a row's last loss token is its reward, there is no KL penalty, and the
     estimator is `critic_value`. Rows that `keep` [B] hides (None: `keep_rows` decides) lose reward and KL penalty.
@@ -110,7 +110,7 @@ def reward_advantages(
 
 
 def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
-    """The batch with the value of each row's last loss token for its reward, and without a KL penalty.
+    """Return the batch with the value of each row's last loss token for its reward, and without a KL penalty.
 
     >>> critic_rewards(step("a", [1.0], values=[[0.5, 0.25]])).rewards.tolist()
     [0.25]
@@ -120,7 +120,7 @@ def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
 
 
 def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
-    """The batch with neither reward nor KL penalty on rows outside `keep`, [B] bool.
+    """Return the batch with neither reward nor KL penalty on rows outside `keep`, [B] bool.
 
     >>> hide_rewards(step("aa", [1.0, 1.0]), tensor([True, False])).rewards.tolist()
     [1.0, 0.0]
@@ -132,7 +132,7 @@ def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
 
 
 def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tensor:
-    """[B] bool: rows that keep their reward.
+    """Mark, in bool [B], the rows that keep their reward.
 
     A row's number in [0, 1) is a hash of the seed, its uid and its place within its group. `bernoulli` hides rows
     with a number below `ratio`, `fixed` the ⌊rows × ratio⌋ rows of the smallest ones. So a resumed run repeats its

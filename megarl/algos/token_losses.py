@@ -35,7 +35,7 @@ class TokenLosses:
 
 
 def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: AlgoConfig) -> TokenLosses:
-    """The configured loss of each token, times its correction weight if rows carry any.
+    """Compute the configured loss of each token, times its correction weight if rows carry any.
 
     >>> advantages = tensor([[0.5, 2.0]])
     >>> token_losses(rows([[1, 1]]), outputs([[-1.0, -1.0]]), advantages, AlgoConfig()).loss.tolist()
@@ -88,7 +88,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
 
 
 def trained_rows(rows: Sequence[Row], cfg: OffPolicyConfig) -> Sequence[Row]:
-    """The rows with the loss masks that the loss will use, so that tokens it leaves out are not counted.
+    """Return the rows with the loss masks that the loss will use, so that tokens it leaves out are not counted.
 
     >>> kept, = trained_rows([row([1, 1], old_logprobs=[-0.01, -1.0])], OffPolicyConfig(drop_above=0.9))
     >>> kept.loss_mask.tolist()

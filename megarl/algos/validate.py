@@ -21,7 +21,7 @@ GSPO_LARGE_CLIP = 0.01
 
 
 def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """ConfigError for an unknown name, a conflict, or a setting that nothing would read.
+    """Raise ConfigError for an unknown name, a conflict, or a setting that nothing would read.
 
     >>> check_algo_config(AlgoConfig(aggregation="mean"), max_response_tokens=8)
     Traceback (most recent call last):
@@ -63,7 +63,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 
 def _check_all_is_read(cfg: AlgoConfig) -> None:
-    """Of the settings of the composition itself; those of its parts are checked with the parts."""
+    """Refuse unread settings of the composition itself; those of its parts are checked with the parts."""
     loss, kl, controller = cfg.policy_loss, cfg.kl, cfg.entropy.controller
     refuse_unused(
         "algo.policy_loss",

@@ -45,7 +45,7 @@ _RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_luffy(cfg: AlgoConfig) -> None:
-    """ConfigError for an unknown name or a conflict; warns of settings that hardly act.
+    """Raise ConfigError for an unknown name or a conflict; warn of settings that hardly act.
 
     >>> demonstrations = DemonstrationConfig(strategy="random", min_ratio=0.9, max_ratio=0.1)
     >>> check_luffy(AlgoConfig(demonstrations=demonstrations))

@@ -11,7 +11,7 @@ _MASK = "algo.reward.mask"
 
 
 def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing.
+    """Raise ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing.
 
     >>> check_rewards(AlgoConfig(reward=RewardConfig(clip=(1.0, 0.0))), max_response_tokens=8)
     Traceback (most recent call last):
@@ -60,7 +60,7 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 
 def _estimator(cfg: AlgoConfig) -> Estimator:
-    """The estimator that runs: the critic's values as rewards have their own."""
+    """Return the estimator that runs: the critic's values as rewards have their own."""
     named = ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
     return ADVANTAGE_ESTIMATORS.get("critic_value") if cfg.reward.source == "critic" else named
 
@@ -114,7 +114,7 @@ def _check_mask(cfg: AlgoConfig) -> None:
 
 
 def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps: int) -> list[str]:
-    """What is allowed and most likely not what was meant; one sentence each.
+    """Describe what is allowed and most likely not meant; one sentence each.
 
     >>> reward_warnings(AlgoConfig(), critic_frozen=True, critic_warmup_steps=2)
     ['a frozen critic needs no warm-up: its 2 steps only delay the policy']

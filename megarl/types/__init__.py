@@ -83,7 +83,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker would take any name for known
 
     def __getattr__(name: str) -> Any:
-        """What needs torch is imported when it is first asked for: processes that only judge text do without it."""
+        """Import what needs torch when it is first asked for: processes that only judge text do without it."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.types import batches, objectives, rows

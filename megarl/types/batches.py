@@ -100,7 +100,7 @@ def scored_batch(
 
 
 def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """The scores of rows that all have the same ones."""
+    """Pad the scores of rows that all have the same ones."""
     names = rows[0].scores.keys() if rows else frozenset()
     for row in rows:
         if row.scores.keys() != names:

@@ -112,7 +112,7 @@ class StoreResult:
     checksums: Mapping[str, int]
 
     def merged(self, other: "StoreResult") -> "StoreResult":
-        """What two ranks wrote together."""
+        """Add up what two ranks wrote."""
         names = self.num_elements.keys() | other.num_elements.keys()
         return StoreResult(
             num_elements={n: self.num_elements.get(n, 0) + other.num_elements.get(n, 0) for n in names},

@@ -34,11 +34,11 @@ class LossSums:
     metrics: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def total(self, denominators: Denominators) -> torch.Tensor:
-        """This micro-batch's share of the objective, with graph."""
+        """Compute this micro-batch's share of the objective, with graph."""
         return functools.reduce(torch.add, (value / denominators[name] for name, value in self.objective.items()))
 
     def shares(self, denominators: Denominators) -> dict[str, float]:
-        """This micro-batch's share of every metric."""
+        """Compute this micro-batch's share of every metric."""
         return {
             metric: float(value) / denominators[name]
             for name, sums in self.metrics.items()
@@ -65,7 +65,7 @@ class AlgoState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "AlgoState":
-        """The state of which `dataclasses.asdict` made `state`."""
+        """Restore the state of which `dataclasses.asdict` made `state`."""
         return cls(kl_coef=state["kl_coef"], entropy=EntropyState(**state["entropy"]))
 
 

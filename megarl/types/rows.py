@@ -69,11 +69,11 @@ class Row:
         return int(self.loss_mask.sum())
 
     def with_scores(self, **scores: FloatArray) -> "Row":
-        """The row with these scores besides, or in place of, its own."""
+        """Return the row with these scores besides, or in place of, its own."""
         return replace(self, scores={**self.scores, **scores})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
-        """The row with those of its scores that are named, and with its experts only if asked for."""
+        """Return the row with those of its scores that are named, and with its experts only if asked for."""
         return replace(
             self,
             scores={name: score for name, score in self.scores.items() if name in names},
@@ -86,7 +86,8 @@ Rows: TypeAlias = Sequence[Row] | Mapping[int, Row]
 
 
 def row_from_sample(sample: Sample) -> Row:
-    """Everything after the prompt segment is response; `loss_mask` says which of it the policy chose.
+    """Make the row of a sample: everything after the prompt segment is response; `loss_mask` says which of it the
+    policy chose.
 
     >>> from megarl.types import FinishReason, prompt_segment
     >>> prompt = prompt_segment([5, 6])
@@ -106,7 +107,7 @@ def row_from_sample(sample: Sample) -> Row:
 
 
 def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: float) -> Row:
-    """A whole sequence that a scalar head scores at its last token; it has the one place of that score.
+    """Make a row of a whole sequence that a scalar head scores at its last token; it has the one place of that score.
 
     What a head says of a token it says from the token before. So one more token follows, which no score depends on.
 

@@ -84,7 +84,7 @@ class Segment:
 
 
 def prompt_segment(token_ids: Sequence[int]) -> Segment:
-    """The segment that every sample starts with: no loss, no policy weights.
+    """Make the segment that every sample starts with: no loss, no policy weights.
 
     >>> prompt_segment([5, 6]).weight_versions.tolist()
     [-1, -1]
@@ -130,7 +130,7 @@ class Sample:
 
     @property
     def loss_mask(self) -> BoolArray:
-        """[R] over the response."""
+        """Loss mask [R] over the response."""
         return np.concatenate([np.empty(0, np.bool_), *(s.loss_mask for s in self.segments[1:])])
 
     @property
@@ -140,7 +140,7 @@ class Sample:
 
     @property
     def rollout_logprobs(self) -> FloatArray:
-        """[R] over the response; 0 on tokens that the engine did not sample."""
+        """The engine's log-probs [R] over the response; 0 on tokens that the engine did not sample."""
         parts = [
             np.zeros(len(s.token_ids), np.float32) if s.rollout_logprobs is None else s.rollout_logprobs
             for s in self.segments[1:]
@@ -149,7 +149,7 @@ class Sample:
 
 
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
-    """ValueError unless recorded experts are those of all tokens.
+    """Raise ValueError unless recorded experts are those of all tokens.
 
     >>> require_experts_of_tokens(np.zeros((2, 1, 1), np.int16), 3, "sample a/0")
     Traceback (most recent call last):

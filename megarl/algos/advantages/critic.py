@@ -15,7 +15,7 @@ _EXPLAINED_EPS = 1e-5
 
 
 def masked_values(batch: ScoredBatch) -> Tensor:
-    """[B, T] float64 values, 0 outside the loss mask.
+    """Return the critic's values, float64 [B, T], 0 outside the loss mask.
 
     >>> masked_values(step("a", [1.0], [[1, 0]], values=[[0.5, 9.0]])).tolist()
     [[0.5, 0.0]]
@@ -24,7 +24,7 @@ def masked_values(batch: ScoredBatch) -> Tensor:
 
 
 def last_values(batch: ScoredBatch) -> Tensor:
-    """[B] the value of each row's last loss token, 0 for a row without any.
+    """Return the value of each row's last loss token, 0 for a row without any.
 
     >>> last_values(step("a", [1.0], [[1, 1, 0]], values=[[0.5, 0.25, 9.0]])).tolist()
     [0.25]
@@ -61,7 +61,7 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """[B, T] sums y_t = x_t + discount·y_{t+1}, y = 0 after the last column.
+    """Return the discounted sums y_t = x_t + discount·y_{t+1}, y = 0 after the last column.
 
     >>> discounted_sums(tensor([[1.0, 1.0, 1.0]]), 0.5).tolist()
     [[1.75, 1.5, 1.0]]
@@ -73,7 +73,7 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """The critic as its own reward: A_t = V_last − V_t, so 0 on the last token, and returns V_last.
+    """Use the critic as its own reward: A_t = V_last − V_t, so 0 on the last token, and returns V_last.
 
     It is GAE with γ = λ = 1 and the reward V_last. Rewards of the batch are not read.
 
@@ -89,7 +89,8 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """(A − mean)·rsqrt(var + 1e-8) over the loss tokens of the batch, with the unbiased variance; see `whiten`.
+    """Whiten advantages to (A − mean)·rsqrt(var + 1e-8) over the loss tokens of the batch, with the unbiased variance;
+    see `whiten`.
 
     >>> whitened(tensor([[1.0], [3.0]]), step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
     [[-0.71], [0.71]]
@@ -103,7 +104,7 @@ def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Te
 
 
 def value_metrics(values: Tensor, returns: Tensor, loss_mask: Tensor) -> dict[str, float]:
-    """critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5).
+    """Compute critic/{values,returns}/{mean,max,min} and critic/vf_explained_var = 1 − Var(R − V) / (Var(R) + 1e-5).
 
     >>> metrics = value_metrics(tensor([[1.0, 2.0]]), tensor([[1.0, 3.0]]), torch.tensor([[True, True]]))
     >>> round(metrics["critic/vf_explained_var"], 2)

@@ -17,7 +17,9 @@ from megarl.types import Score, ScoredBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """advantages: [B, T], 0 outside the loss mask. returns: [B, T] targets of a critic, if the estimator has any."""
+    """What an estimator says of a batch.
+
+    advantages: [B, T], 0 outside the loss mask. returns: [B, T] targets of a critic, if the estimator has any."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -26,7 +28,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """Rows [B] of which advantages (never returns) change sign, before or after the estimator normalises them."""
+    """The rows [B] of which advantages (never returns) change sign, before or after the estimator normalises them."""
 
     rows: Tensor
     stage: Literal["before_whiten", "after_whiten"]
@@ -41,7 +43,8 @@ Normaliser: TypeAlias = Callable[[Tensor, ScoredBatch, AdvantageConfig], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """A float64 estimate, and what then brings its advantages to scale over the batch; neither leaves the mask.
+    """An advantage estimator: a float64 estimate, and what then brings its advantages to scale over the batch; neither
+    leaves the mask.
 
     options: the fields of `AdvantageConfig` that they read. needs_values: whether they read a critic's values.
     min_group: samples of a prompt without which it has nothing to compare.
@@ -54,7 +57,7 @@ class Estimator:
     min_group: int = 1
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-        """The estimate in the dtype of the rewards."""
+        """Compute the estimate in the dtype of the rewards."""
         estimate = self.raw(batch, cfg)
         advantages = estimate.advantages
         if flip is not None and flip.stage == "before_whiten":
@@ -72,7 +75,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key=
 
 
 def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-    """The configured estimate; DataError names the row of an input that is not finite.
+    """Compute the configured estimate; DataError names the row of an input that is not finite.
 
     >>> cfg = AdvantageConfig(estimator="dr_grpo")
     >>> compute_advantages(step("aa", [1.0, 0.0]), cfg).advantages.tolist()

@@ -41,7 +41,7 @@ def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator
 
 
 def centred(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """[B] rewards minus their group's mean.
+    """Return rewards [B] minus their group's mean.
 
     >>> centred(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
     [0.5, -0.5]
@@ -106,7 +106,7 @@ def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("group_norm")
 def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """A = (r − mean_group) / (std_group + 1e-9): GRPO's advantage as OpenRLHF computes it.
+    """GRPO's advantage as OpenRLHF computes it: A = (r − mean_group) / (std_group + 1e-9).
 
     >>> group_norm(step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
     [0.71, -0.71]
@@ -117,7 +117,7 @@ def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """[B] rewards minus the mean of the others in their group: n/(n − 1)·(r − mean).
+    """Return rewards [B] minus the mean of the others in their group: n/(n − 1)·(r − mean).
 
     >>> leave_one_out(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
     [1.0, -1.0]

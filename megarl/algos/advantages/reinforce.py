@@ -27,13 +27,13 @@ _ZERO = 1e-12
 
 
 def _returns(batch: ScoredBatch, rewards: Tensor) -> Estimate:
-    """The estimate A_t = Σ_{s≥t} of token rewards with rewards [B] in place of the batch's."""
+    """Estimate A_t = Σ_{s≥t} of token rewards with rewards [B] in place of the batch's."""
     returns = returns_to_go(token_rewards(replace(batch, rewards=rewards)))
     return Estimate(advantages=torch.where(batch.loss_mask, returns, 0.0))
 
 
 def _equal_rewards(batch: ScoredBatch) -> Tensor:
-    """[B] bool: rows of groups of several whose rewards, without the KL penalty, are equal."""
+    """Mark, in bool [B], rows of groups of several whose rewards, without the KL penalty, are equal."""
     stats = group_stats(batch.rewards, batch.uids)
     return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
 
@@ -49,7 +49,8 @@ def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """(A − μ)·rsqrt(max(σ², 1e-8)), with μ and the population variance σ² over the loss tokens of the batch.
+    """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with μ and the population variance σ² over the loss tokens of
+    the batch.
 
     Long rows weigh more in μ, which is therefore not 0 where length goes with reward, and shifts even groups of
     equal rewards. Without `center` μ is 0, and σ² the mean square. With `exclude_equal_groups` tokens of such
@@ -87,7 +88,7 @@ def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Each group's loss tokens with A ≠ 0 to sum 0 and mean square 1: A > 0 becomes α·A, A < 0 becomes β·A.
+    """Scale each group's loss tokens with A ≠ 0 to sum 0 and mean square 1: A > 0 becomes α·A, A < 0 becomes β·A.
 
     S± and Q± are the sums of A and A² of each sign, N the number of tokens, α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻)) and
     β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, 1e-8 in the denominator, α and β within [1e-8, 10]; a group

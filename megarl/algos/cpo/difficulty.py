@@ -22,7 +22,7 @@ _HARD_STD = math.sqrt(0.5)
 
 @DIFFICULTIES.register("three_way")
 def three_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """1: all samples are correct; −1: none is; 0: some are.
+    """Level 1 if all samples are correct, −1 if none is, else 0.
 
     >>> three_way("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0])).tolist()
     [0, 0, 1]
@@ -33,7 +33,7 @@ def three_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("five_way")
 def five_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """c of n correct: 0 → −2, up to n/4 → −1, up to 5n/8 → 0, more → 1, n → 2.
+    """Level by c of n correct samples: 0 → −2, up to n/4 → −1, up to 5n/8 → 0, more → 1, n → 2.
 
     >>> correct = torch.tensor([True, False, False, False])
     >>> five_way("aaaa", correct, tensor([1.0, 0.0, 0.0, 0.0])).tolist()
@@ -47,7 +47,7 @@ def five_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("variance")
 def variance(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """By the unbiased variance of rewards: below 0.1 → 1, above 0.5 → −1, else 0.
+    """Level by the unbiased variance of rewards: below 0.1 → 1, above 0.5 → −1, else 0.
 
     As CPO was described. It calls a group without a correct sample easy; see `variance_signed`.
 
@@ -60,7 +60,8 @@ def variance(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("variance_signed")
 def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """As `variance`, but a group of low variance is 1 if most of its samples are correct and −1 if most are not.
+    """Level as in `variance`, but a group of low variance is 1 if most of its samples are correct and −1 if most are
+    not.
 
     >>> correct = torch.tensor([False, False, True, True])
     >>> variance_signed("aabb", correct, tensor([0.0, 0.0, 1.0, 1.0])).tolist()
@@ -72,7 +73,7 @@ def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Te
 
 
 def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg: CpoConfig) -> Tensor:
-    """[B] int64 in {−1, 0, 1} as the methods read it; of five levels only the outermost are not 0.
+    """Return levels [B] in {−1, 0, 1} as the methods read it; of five levels only the outermost are not 0.
 
     >>> group_difficulty("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0]), CpoConfig()).tolist()
     [0, 0, 1]
@@ -82,7 +83,8 @@ def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg:
 
 
 def difficulty_metrics(uids: Sequence[str], correct: Tensor) -> Mapping[str, float]:
-    """Shares of prompts, not of rows, whose samples are all wrong, mixed and all correct. Nothing without rows.
+    """Compute the shares of prompts, not of rows, whose samples are all wrong, mixed and all correct. Nothing without
+    rows.
 
     >>> difficulty_metrics("aab", torch.tensor([True, False, True]))["cpo/difficulty_mixed_frac"]
     0.5

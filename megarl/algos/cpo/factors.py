@@ -18,7 +18,7 @@ _RANGE_EPS = 1e-8
 
 
 def mi(x: Terms) -> Tensor:
-    """The mutual information, by the configured estimator.
+    """Mutual information of token and hint, by the configured estimator.
 
     >>> mi(terms([[1.0, -2.0]])).tolist()
     [[1.0, -2.0]]
@@ -27,7 +27,7 @@ def mi(x: Terms) -> Tensor:
 
 
 def capped_mi(x: Terms) -> Tensor:
-    """min(MI, 10).
+    """Mutual information, at most 10: min(MI, 10).
 
     >>> capped_mi(terms([[12.0, -2.0]], mi_estimator="p_weighted")).round(decimals=2).tolist()
     [[10.0, -0.01]]
@@ -36,7 +36,7 @@ def capped_mi(x: Terms) -> Tensor:
 
 
 def capped_delta(x: Terms) -> Tensor:
-    """clip(d, ±10).
+    """Log-ratio within ±10: clip(d, ±10).
 
     >>> capped_delta(terms([[12.0, -2.0]])).tolist()
     [[10.0, -2.0]]
@@ -45,7 +45,7 @@ def capped_delta(x: Terms) -> Tensor:
 
 
 def clamped_ratio(x: Terms) -> Tensor:
-    """clip(exp(d), 1/λ, λ).
+    """Likelihood ratio within bounds: clip(exp(d), 1/λ, λ).
 
     >>> clamped_ratio(terms([[0.0, 5.0]], ratio_clamp=2.0)).round(decimals=2).tolist()
     [[1.0, 2.0]]
@@ -73,7 +73,7 @@ def entropy_gap(x: Terms) -> Tensor:
 
 
 def uncertainty(x: Terms) -> Tensor:
-    """u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 where nothing may change.
+    """Uncertainty u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 where nothing may change.
 
     >>> uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[0.0, 1.0]]
@@ -84,7 +84,7 @@ def uncertainty(x: Terms) -> Tensor:
 
 
 def certainty(x: Terms) -> Tensor:
-    """1 − u.
+    """Certainty 1 − u, of `uncertainty`.
 
     >>> certainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[1.0, 0.0]]
@@ -93,7 +93,7 @@ def certainty(x: Terms) -> Tensor:
 
 
 def one_plus_uncertainty(x: Terms) -> Tensor:
-    """1 + u.
+    """Factor 1 + u, with u of `uncertainty`.
 
     >>> one_plus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[1.0, 2.0]]
@@ -102,7 +102,7 @@ def one_plus_uncertainty(x: Terms) -> Tensor:
 
 
 def two_minus_uncertainty(x: Terms) -> Tensor:
-    """2 − u.
+    """Factor 2 − u, with u of `uncertainty`.
 
     >>> two_minus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[2.0, 1.0]]
@@ -111,7 +111,7 @@ def two_minus_uncertainty(x: Terms) -> Tensor:
 
 
 def vocab_certainty(x: Terms) -> Tensor:
-    """1 − entropy / ln(vocab_size).
+    """Certainty by the vocabulary: 1 − entropy / ln(vocab_size).
 
     >>> vocab_certainty(terms([[0.0, 0.0]], entropy=[[0.0, math.log(10) / 2]])).round(decimals=2).tolist()
     [[1.0, 0.5]]
@@ -138,7 +138,7 @@ def row_capped_delta(x: Terms) -> Tensor:
 
 
 def row_mi_sum(x: Terms) -> Tensor:
-    """Σ MI over the row, which grows with its length.
+    """Sum of MI over the row, which grows with its length.
 
     >>> row_mi_sum(terms([[1.0, -2.0]])).tolist()
     [[-1.0]]

@@ -17,7 +17,9 @@ Weight: TypeAlias = Literal["pos_alpha", "neg_alpha", "mi_alpha", "kl_alpha"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """Adds sign · algo.cpo.{weight} · Π factors where all scopes hold, at most `max_share` · |A| (None: no bound)."""
+    """A term adds sign · algo.cpo.{weight} · Π factors where all scopes hold, at most `max_share` · |A| (None: no
+    bound).
+    """
 
     scopes: tuple[Scope, ...] = ()
     weight: Weight
@@ -28,7 +30,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Multiplies by a number, or by a factor of the hint, where all scopes hold."""
+    """A gain multiplies by a number, or by a factor of the hint, where all scopes hold."""
 
     scopes: tuple[Scope, ...] = ()
     value: float | Factor
@@ -36,7 +38,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """A' = A·Π gains + Σ terms. An empty formula leaves advantages as they are.
+    """A formula A' = A·Π gains + Σ terms. An empty formula leaves advantages as they are.
 
     accuracy_clamp: the result may not turn against the verifier: max(A', 0) on correct rows, min(A', 0) on others.
     """
@@ -64,7 +66,7 @@ class Formula:
 
 
 def apply_formula(formula: Formula, x: Terms) -> Tensor:
-    """A' [B, T]; advantages outside `x.active` are not changed.
+    """Compute A' [B, T] of a formula; advantages outside `x.active` are not changed.
 
     >>> apply_formula(Formula(gains=(Gain(value=0.5),)), terms([[0.0]], advantages=[[2.0]])).tolist()
     [[1.0]]

@@ -14,7 +14,9 @@ MAX_DELTA = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiEstimator:
-    """of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ → least and greatest d that `of` is given."""
+    """An estimator and the range of d that it is given.
+
+    of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ → least and greatest d that `of` is given."""
 
     of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     bounds: Callable[[float], tuple[float, float]] = lambda ratio_clamp: (-MAX_DELTA, MAX_DELTA)
@@ -25,7 +27,7 @@ MI_ESTIMATORS: Registry[MiEstimator] = Registry("mutual-information estimator", 
 
 
 def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """exp(hint_logprobs)·d, as CPO was described: not a mutual information, as it weighs rare tokens down.
+    """Estimate exp(hint_logprobs)·d, as CPO was described: not a mutual information, as it weighs rare tokens down.
 
     >>> p_weighted(tensor([2.0]), tensor([0.0]), None).tolist()
     [2.0]
@@ -34,7 +36,7 @@ def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> 
 
 
 def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """d, the pointwise mutual information of token and hint.
+    """Estimate d, the pointwise mutual information of token and hint.
 
     >>> pmi(tensor([2.0]), tensor([0.0]), None).tolist()
     [2.0]
@@ -43,7 +45,7 @@ def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
 
 
 def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """exp(d)·d: on tokens of the old policy unbiased for KL(with hint ‖ without), as far as d is not bounded.
+    """Estimate exp(d)·d: on tokens of the old policy unbiased for KL(with hint ‖ without), as far as d is not bounded.
 
     >>> kl_is(tensor([1.0]), tensor([0.0]), None).round(decimals=3).tolist()
     [2.718]
@@ -52,7 +54,7 @@ def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tenso
 
 
 def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """KL(with hint ‖ without) over the whole vocabulary, from its own scoring pass.
+    """Take KL(with hint ‖ without) over the whole vocabulary, from its own scoring pass.
 
     >>> full_kl(tensor([2.0]), tensor([0.0]), tensor([0.25])).tolist()
     [0.25]

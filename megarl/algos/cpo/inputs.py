@@ -83,7 +83,7 @@ class CpoInputs:
         return self.loss_mask if self.excluded is None else self.loss_mask & ~self.excluded
 
     def need(self, name: PerToken) -> Tensor:
-        """A part that the method uses; ValueError if it was not given."""
+        """Return a part that the method uses; ValueError if it was not given."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise ValueError(f"cpo inputs: got no {name}, which the method uses; see required_scores()")
@@ -97,7 +97,7 @@ def inputs_from_batch(
     *,
     vocab_size: int,
 ) -> CpoInputs:
-    """Inputs of a whole step from whatever scores it has.
+    """Make inputs of a whole step from whatever scores it has.
 
     >>> batch, advantages = step("ab", [1.0, 0.0]), tensor([[1.0], [0.0]])
     >>> inputs_from_batch(batch, advantages, CpoConfig(), vocab_size=10).difficulty.tolist()
@@ -121,7 +121,7 @@ def inputs_from_batch(
 
 
 def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
-    """[B, T] scores with which rows must travel for `inputs_from_rows`, for shaping by the current entropy.
+    """Return the scores [B, T] with which rows must travel for `inputs_from_rows`, for shaping by the current entropy.
 
     >>> scores = loss_scores(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
     >>> sorted(scores), scores[DIFFICULTY].tolist()
@@ -144,7 +144,7 @@ def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
 
 
 def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> CpoInputs:
-    """Inputs of a micro-batch whose rows carry `advantages` and `loss_scores`; `entropy` is the current policy's.
+    """Make inputs of a micro-batch whose rows carry `advantages` and `loss_scores`; `entropy` is the current policy's.
 
     >>> row = {DIFFICULTY: [[1.0, 1.0]], CORRECT: [[1.0, 1.0]], OLD: [[-1.0, -1.0]], "hint_logprobs": [[0.0, 0.0]]}
     >>> batch = rows([[1, 1]], advantages=[[0.5, 0.5]], **row)
@@ -168,5 +168,5 @@ def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> Cpo
 
 
 def _per_row(values: Tensor) -> Tensor:
-    """[B] from a number repeated on all tokens of a row; rows are padded on the right."""
+    """Return [B] from a number repeated on all tokens of a row; rows are padded on the right."""
     return values[:, 0] if values.shape[1] else values.new_zeros(len(values))

@@ -39,7 +39,7 @@ CPO_METHODS: Registry[Method] = Registry("CPO method", key="algo.cpo.method")
 
 
 def formula_set(cfg: CpoConfig) -> FormulaSet:
-    """The configured formula set, or the method's own.
+    """Return the configured formula set, or the method's own.
 
     >>> formula_set(CpoConfig(method="mi3"))
     'ref'
@@ -48,7 +48,7 @@ def formula_set(cfg: CpoConfig) -> FormulaSet:
 
 
 def formula(cfg: CpoConfig) -> Formula:
-    """The configured formula; ConfigError for an unknown method or one without a formula of that set.
+    """Return the configured formula; ConfigError for an unknown method or one without a formula of that set.
 
     >>> formula(CpoConfig(method="none"))
     Formula(gains=(), terms=(), accuracy_clamp=False)
@@ -64,7 +64,7 @@ def formula(cfg: CpoConfig) -> Formula:
 
 
 def neg_scope(cfg: CpoConfig) -> str:
-    """Who is negative: as configured, or as in the formula set.
+    """Return the scope of negative rows: as configured, or as in the formula set.
 
     >>> neg_scope(CpoConfig(method="mi3"))
     'all_wrong_group'

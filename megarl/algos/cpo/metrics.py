@@ -12,7 +12,7 @@ from megarl.config.algo import CpoConfig
 
 
 def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
-    """[B, T] by metric name, whose means over loss tokens are logged: change, its size, whether the sign turned, A'.
+    """Return [B, T] by metric whose means over loss tokens are logged: change, its size, flipped signs, A'.
 
     >>> shift_diagnostics(tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]]))["cpo/adv_flip_frac"].tolist()
     [[1.0, 0.0]]
@@ -27,8 +27,8 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Mean, deviation, range and share of positive values of MI over loss tokens; share of tokens whose likelihood
-    ratio is clamped. Nothing for a method without a hint or without tokens.
+    """Compute mean, deviation, range and share of positive values of MI over loss tokens; share of tokens whose
+    likelihood ratio is clamped. Nothing for a method without a hint or without tokens.
 
     >>> cfg = CpoConfig(method="mi", mi_estimator="pmi")
     >>> hint_metrics(terms([[1.0, -2.0]]).inputs, cfg)["cpo/mi_mean"]
@@ -51,7 +51,7 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """`hint_metrics`, and over loss tokens the means of `shift_diagnostics`.
+    """Compute `hint_metrics`, and over loss tokens the means of `shift_diagnostics`.
 
     >>> x = terms([[1.0, -2.0]]).inputs
     >>> before, after = tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]])

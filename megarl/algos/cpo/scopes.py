@@ -23,7 +23,7 @@ def correct(x: Terms) -> Tensor:
 
 
 def wrong(x: Terms) -> Tensor:
-    """Rows that it does not.
+    """Rows that the verifier rejects.
 
     >>> wrong(terms([[0.0, 0.0]], correct=True)).tolist()
     [[False]]
@@ -41,7 +41,7 @@ def negative(x: Terms) -> Tensor:
 
 
 def easy(x: Terms) -> Tensor:
-    """Difficulty 1.
+    """Rows of difficulty 1.
 
     >>> easy(terms([[0.0, 0.0]], difficulty=1)).tolist()
     [[True]]
@@ -50,7 +50,7 @@ def easy(x: Terms) -> Tensor:
 
 
 def medium(x: Terms) -> Tensor:
-    """Difficulty 0.
+    """Rows of difficulty 0.
 
     >>> medium(terms([[0.0, 0.0]], difficulty=1)).tolist()
     [[False]]
@@ -59,7 +59,7 @@ def medium(x: Terms) -> Tensor:
 
 
 def not_medium(x: Terms) -> Tensor:
-    """Difficulty 1 or −1.
+    """Rows of difficulty 1 or −1.
 
     >>> not_medium(terms([[0.0, 0.0]], difficulty=1)).tolist()
     [[True]]
@@ -68,7 +68,7 @@ def not_medium(x: Terms) -> Tensor:
 
 
 def hard(x: Terms) -> Tensor:
-    """Difficulty −1.
+    """Rows of difficulty −1.
 
     >>> hard(terms([[0.0, 0.0]], difficulty=-1)).tolist()
     [[True]]
@@ -77,7 +77,7 @@ def hard(x: Terms) -> Tensor:
 
 
 def not_hard(x: Terms) -> Tensor:
-    """Difficulty 0 or 1.
+    """Rows of difficulty 0 or 1.
 
     >>> not_hard(terms([[0.0, 0.0]], difficulty=-1)).tolist()
     [[False]]
@@ -86,7 +86,7 @@ def not_hard(x: Terms) -> Tensor:
 
 
 def mi_up(x: Terms) -> Tensor:
-    """MI ≥ 0.
+    """Tokens with MI ≥ 0.
 
     >>> mi_up(terms([[1.0, -1.0]])).tolist()
     [[True, False]]
@@ -95,7 +95,7 @@ def mi_up(x: Terms) -> Tensor:
 
 
 def mi_down(x: Terms) -> Tensor:
-    """MI < 0.
+    """Tokens with MI < 0.
 
     >>> mi_down(terms([[1.0, -1.0]])).tolist()
     [[False, True]]
@@ -104,7 +104,7 @@ def mi_down(x: Terms) -> Tensor:
 
 
 def confirmed(x: Terms) -> Tensor:
-    """exp(d) ≥ λ, and the token is likely with the hint.
+    """Tokens with exp(d) ≥ λ that are likely with the hint.
 
     >>> confirmed(terms([[2.0, 0.0]], ratio_clamp=2.0)).tolist()
     [[True, False]]
@@ -113,7 +113,7 @@ def confirmed(x: Terms) -> Tensor:
 
 
 def rejected(x: Terms) -> Tensor:
-    """exp(d) ≤ 1/λ, and the token was likely without the hint.
+    """Tokens with exp(d) ≤ 1/λ that were likely without the hint.
 
     >>> rejected(terms([[-2.0, 0.0]], old=-1.0, ratio_clamp=2.0)).tolist()
     [[True, False]]

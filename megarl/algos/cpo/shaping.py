@@ -13,7 +13,8 @@ from megarl.types import Score
 
 
 def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
-    """[B, T] advantages by the configured method, 0 outside the loss mask; see docs/algorithms.md for the formulas.
+    """Shape advantages [B, T] by the configured method, 0 outside the loss mask; see docs/algorithms.md for the
+    formulas.
 
     Rows do not touch each other. NonFiniteError for NaN or infinity on a token that is read.
 
@@ -27,7 +28,7 @@ def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
 
 
 def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
-    """What the configured formula reads.
+    """Make what the configured formula reads.
 
     >>> terms_of(terms([[1.0, -1.0]]).inputs, CpoConfig(method="mi")).delta.tolist()
     [[1.0, -1.0]]
@@ -37,7 +38,7 @@ def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
 
 
 def required_scores(cfg: CpoConfig) -> frozenset[Score]:
-    """The scores that the method reads. All log-probs must come from one engine: old ones from the trainer too.
+    """Return the scores that the method reads. All log-probs must come from one engine: old ones from the trainer too.
 
     >>> ", ".join(sorted(required_scores(CpoConfig(method="mi", formula_set="doc"))))
     'hint_logprobs, old_logprobs'

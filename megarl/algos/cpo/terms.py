@@ -21,7 +21,8 @@ NEG_SCOPES.register("negative_sample")(lambda x: ~x.correct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """[B, T], 0 outside `active`: d (`delta`), log-probs without and with the hint, mutual information, entropy.
+    """What formulas read, [B, T], 0 outside `active`: d (`delta`), log-probs without and with the hint, mutual
+    information, entropy.
 
     d is hint_logprobs − old_logprobs, with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
     negative: [B] bool, the rows that count as negative.
@@ -40,7 +41,7 @@ class Terms:
 
 
 def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool, uses_entropy: bool) -> Terms:
-    """The terms of a formula; those that it does not use are 0, and need not be given.
+    """Make the terms of a formula; those that it does not use are 0, and need not be given.
 
     NonFiniteError for NaN or infinity on a token that is read.
 
@@ -79,7 +80,7 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
 
 
 def _clean(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with zeros outside `mask`."""
+    """Return `values` with zeros outside `mask`."""
     kept = torch.where(mask, values, 0.0)
     bad_rows = (~kept.isfinite().all(dim=-1)).nonzero().flatten().tolist()
     if bad_rows:

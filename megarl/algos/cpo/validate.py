@@ -12,7 +12,7 @@ from megarl.registry import refuse_unused
 
 
 def check_cpo(cfg: CpoConfig) -> None:
-    """ConfigError for an unknown name, a conflict, or a setting that the formula does not read.
+    """Raise ConfigError for an unknown name, a conflict, or a setting that the formula does not read.
 
     >>> check_cpo(CpoConfig(method="mi", shuffled_baseline=True, mi_estimator="full_kl"))
     Traceback (most recent call last):
