@@ -40,27 +40,31 @@ class RankCheckpoints:
     """
 
     def __init__(self, roles: Sequence[LoadedRole], *, rank: int) -> None:
-        self._roles = [role.spec.role for role in roles]
-        self._trained = {role.spec.role.value: role for role in roles if role.optimizer is not None}
-        self._rank = rank
+        self._rng_files = {role.spec.role: f"rng_{role.spec.role}_{rank:05d}.pt" for role in roles}
+        self._trained = {role.spec.role.value: (role, role.optimizer) for role in roles if role.optimizer is not None}
         # A persistent writer would need a CUDA device.
         self._writes = AsyncCallsQueue(persistent=False)
 
     def start_save(self, directory: Path) -> None:
         """Start writing into an empty directory; what is there is complete once `finish_save` says so."""
-        for role_name in self._roles:
-            states = {
-                "host": torch.get_rng_state(),
-                "device": platform().generator().get_state(),
-                "tracker": get_cuda_rng_tracker().get_states(),
-            }
-            torch.save(states, directory / _rng_file(role_name, self._rank))
-        for name, role in self._trained.items():
-            _give_moments(_optimizer(role))
+        states = {
+            "host": torch.get_rng_state(),
+            "device": platform().generator().get_state(),
+            "tracker": get_cuda_rng_tracker().get_states(),
+        }
+        for file in self._rng_files.values():
+            torch.save(states, directory / file)
+        for name, (role, optimizer) in self._trained.items():
+            # An optimizer that has not stepped gets the zeros it would start from: Megatron cannot save it without.
+            for adam in (each.optimizer for each in optimizer.chained_optimizers):
+                for group in adam.param_groups:
+                    group.setdefault("step", 0)
+                    for parameter in (p for p in group["params"] if not adam.state[p]):
+                        adam.state[parameter] = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             (directory / name).mkdir(exist_ok=True)
             with _failures_raised(f"writing {directory / name}"):
                 request = dist_checkpointing.save(
-                    _sharded_state(role, is_loading=False),
+                    _sharded_state(role, optimizer, is_loading=False),
                     str(directory / name),
                     sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
                     async_sharded_save=True,
@@ -69,34 +73,36 @@ class RankCheckpoints:
             self._writes.schedule_async_request(request)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether nothing is being written any more; an error of a writing process is raised here."""
+        """Say whether nothing is being written any more; an error of a writing process is raised here."""
         with _failures_raised("writing a checkpoint"):
             self._writes.maybe_finalize_async_calls(blocking=wait)
         return self._writes.get_num_unfinalized_calls() == 0
 
     def load(self, directory: Path, *, same_layout: Collection[Role]) -> None:
         """Restore weights and optimizer states, and the RNG states of the first role laid out as when it was saved."""
-        for name, role in self._trained.items():
+        for name, (role, optimizer) in self._trained.items():
             with _failures_raised(f"reading {directory / name}"):
                 state = dist_checkpointing.load(
-                    _sharded_state(role, is_loading=True), str(directory / name), strict=StrictHandling.RAISE_ALL
+                    _sharded_state(role, optimizer, is_loading=True),
+                    str(directory / name),
+                    strict=StrictHandling.RAISE_ALL,
                 )
             for i, chunk in enumerate(role.chunks):
-                chunk.load_state_dict(state[_chunk_key(i)])
+                chunk.load_state_dict(state[f"model{i}"])
             # The main parameters are leaves that require gradients.
             with torch.no_grad():
-                _optimizer(role).load_state_dict(state["optimizer"])
-        for role_name in (name for name in self._roles if name in same_layout):
-            states = torch.load(directory / _rng_file(role_name, self._rank), weights_only=True)
+                optimizer.load_state_dict(state["optimizer"])
+        file = next((file for role, file in self._rng_files.items() if role in same_layout), None)
+        if file is not None:
+            states = torch.load(directory / file, weights_only=True)
             platform().generator().set_state(states["device"])
             torch.set_rng_state(states["host"])
             get_cuda_rng_tracker().set_states(states["tracker"])
-            break
 
 
 @contextlib.contextmanager
 def _failures_raised(doing: str) -> Iterator[None]:
-    """What ranks report of a failed read or write is no `Exception` in torch, and would end the process."""
+    """Raise a WorkerError for what ranks report; torch's own error is no `Exception`, and would end the process."""
     try:
         yield
     except CheckpointException as error:
@@ -111,35 +117,11 @@ def end_writer() -> None:
         filesystem_async._results_queue = None
 
 
-def _sharded_state(role: LoadedRole, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(role: LoadedRole, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
     # A copy: Megatron adds the process group that it finds.
     metadata = dict(_METADATA)
     chunks: Mapping[str, Any] = {
-        _chunk_key(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(role.chunks)
+        f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(role.chunks)
     }
-    optimizer = _optimizer(role).sharded_state_dict(dict(chunks), is_loading=is_loading, metadata=metadata)
-    return {**chunks, "optimizer": optimizer}
-
-
-def _give_moments(optimizer: MegatronOptimizer) -> None:
-    """An optimizer that has not stepped gets the zeros it would start from: Megatron cannot save it without."""
-    for each in optimizer.chained_optimizers:
-        adam = each.optimizer
-        for group in adam.param_groups:
-            group.setdefault("step", 0)
-            for parameter in group["params"]:
-                if not adam.state[parameter]:
-                    adam.state[parameter] = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-
-
-def _optimizer(role: LoadedRole) -> MegatronOptimizer:
-    assert role.optimizer is not None
-    return role.optimizer
-
-
-def _chunk_key(index: int) -> str:
-    return f"model{index}"
-
-
-def _rng_file(role: Role, rank: int) -> str:
-    return f"rng_{role}_{rank:05d}.pt"
+    state = optimizer.sharded_state_dict(dict(chunks), is_loading=is_loading, metadata=metadata)
+    return {**chunks, "optimizer": state}

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
-
-from megarl.parallel import cpu_dispatch
 
 CPU = torch.device("cpu")
 _installed = False
@@ -39,30 +38,21 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Event:
+class _Immediate:
+    """A stream or an event of a device that does everything at once."""
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None:
+        """Return: nothing is under way."""
 
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    record = synchronize = wait_stream = wait_event = wait
 
     def query(self) -> bool:
         return True
 
-
-class _Stream:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, *_: Any) -> None: ...
-
-    def wait_event(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, *_: Any) -> _Event:
-        return _Event()
+    def record_event(self, *_: Any) -> "_Immediate":
+        return self
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
@@ -109,19 +99,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    _replace_cuda_functions()
-    import megatron.core.jit as mcore_jit
-
-    # Before any other megatron module: they decorate functions at import.
-    mcore_jit.disable_jit_fuser()
-    _replace_rng_tracker()
-    _replace_adam()
-    cpu_dispatch.install()
-    _enter_mode()
-
-
-def _replace_cuda_functions() -> None:
-    stream = _Stream()
+    stream = _Immediate()
     replacements: dict[str, Any] = {
         "current_device": lambda: CPU,
         "synchronize": lambda *_, **__: None,
@@ -131,11 +109,37 @@ def _replace_cuda_functions() -> None:
         "manual_seed": torch.manual_seed,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _Immediate,
+        "Event": _Immediate,
     }
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
+
+    import megatron.core.jit as mcore_jit
+
+    # Before any other megatron module: they decorate functions at import.
+    mcore_jit.disable_jit_fuser()
+    _replace_rng_tracker()
+    import megatron.core.optimizer as mcore_optimizer
+    import megatron.core.optimizer.distrib_optimizer as mcore_distributed
+
+    mcore_optimizer.Adam = CpuFusedAdam
+    mcore_optimizer.USING_PYTORCH_OPTIMIZER = False
+    mcore_distributed.Adam = CpuFusedAdam
+    # With these two the distributed optimizer's checkpoints load; it must take Adam for a fused one.
+    mcore_distributed.HAVE_APEX_OR_TE = True
+    mcore_distributed.USING_APEX_OPTIMIZER = True
+    _replace_dispatch()
+
+    _CudaMeansCpu().__enter__()
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_with_mode(*args: Any, **kwargs: Any) -> Any:
+        # Autograd's entry points pop function modes; custom backwards and recompute need ours.
+        with _CudaMeansCpu():
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_with_mode
 
 
 def _replace_rng_tracker() -> None:
@@ -164,25 +168,37 @@ def _replace_rng_tracker() -> None:
     mcore_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def _replace_adam() -> None:
-    import megatron.core.optimizer as mcore_optimizer
-    import megatron.core.optimizer.distrib_optimizer as mcore_distributed
+def _replace_dispatch() -> None:
+    """Bring tokens to experts and back where Megatron counts on CUDA tensors and on NCCL."""
+    import megatron.core.tensor_parallel.mappings as mappings
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    mcore_optimizer.Adam = CpuFusedAdam
-    mcore_optimizer.USING_PYTORCH_OPTIMIZER = False
-    mcore_distributed.Adam = CpuFusedAdam
-    # With these two the distributed optimizer's checkpoints load; it must take Adam for a fused one.
-    mcore_distributed.HAVE_APEX_OR_TE = True
-    mcore_distributed.USING_APEX_OPTIMIZER = True
+    gather_even, reduce_scatter_even = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Megatron turns only tensors of a CUDA device into arrays, but counts on arrays.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-def _enter_mode() -> None:
-    _CudaMeansCpu().__enter__()
-    run_backward = torch.autograd._engine_run_backward
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        """[Σ sizes, ...]: every rank's rows, end to end. Gloo gathers equal shares only, but sends unequal ones."""
+        if output_split_sizes is None or group.size() == 1:
+            return gather_even(input_, group, output_split_sizes, use_global_buffer)
+        gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        copies = input_.repeat(group.size(), *(1,) * (input_.dim() - 1))
+        own = [len(input_)] * group.size()
+        dist.all_to_all_single(gathered, copies, list(output_split_sizes), own, group=group)
+        return gathered
 
-    def run_backward_with_mode(*args: Any, **kwargs: Any) -> Any:
-        # Autograd's entry points pop function modes; custom backwards and recompute need ours.
-        with _CudaMeansCpu():
-            return run_backward(*args, **kwargs)
+    def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        """[sizes[rank], ...]: the sum over ranks of what each of them has for this one."""
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter_even(input_, group, input_split_sizes, use_global_buffer)
+        mine = input_split_sizes[group.rank()]
+        received = input_.new_empty(group.size() * mine, *input_.shape[1:])
+        own = [mine] * group.size()
+        dist.all_to_all_single(received, input_.contiguous(), own, list(input_split_sizes), group=group)
+        return received.view(group.size(), mine, *input_.shape[1:]).sum(0)
 
-    torch.autograd._engine_run_backward = run_backward_with_mode
+    dispatcher.maybe_move_tensor_to_cpu = on_host
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter

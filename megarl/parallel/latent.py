@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,7 +24,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The product, and no bias to add later."""
+        """Return the product, and no bias to add later."""
         return F.linear(x, self.weight), None
 
 
@@ -37,7 +36,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 def latent_options(spec: ModelSpec) -> dict[str, Any]:
-    """Fields of Megatron's configuration of latent attention; none for a model without."""
+    """Return the fields of Megatron's configuration about latent attention; none for a model without it."""
     latent, rope = spec.dims.latent, spec.rope_scaling
     if latent is None:
         return {}
@@ -62,10 +61,3 @@ def latent_options(spec: ModelSpec) -> dict[str, Any]:
             "mscale_all_dim": rope.mscale_all_dim,
         }
     return options
-
-
-def scale_rotary_embedding(model: GPTModel, spec: ModelSpec) -> None:
-    """Give a model the frequencies that it was trained with; latent attention has its own, from its options."""
-    if spec.dims.latent is None:
-        assert not isinstance(spec.rope_scaling, YarnRope)
-        model.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(model.rotary_pos_emb.inv_freq)

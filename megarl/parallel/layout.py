@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 
 from megarl.config.schema import LayoutConfig
 from megarl.device.platform import platform
-from megarl.weights.slices import ShardPosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +22,10 @@ class Layout:
     dp_group: dist.ProcessGroup
     # Ranks that hold the same parameter shards: data and context parallel.
     replica_group: dist.ProcessGroup
-    # The same of experts, which a stage splits over its ranks in its own way.
+    # Those of experts, which a stage splits over its ranks in its own way.
     ep_group: dist.ProcessGroup
     etp_group: dist.ProcessGroup
     expert_replica_group: dist.ProcessGroup
-
-    @property
-    def tp_rank(self) -> int:
-        return self.tp_group.rank()
 
     @property
     def is_last_stage(self) -> bool:
@@ -40,39 +35,10 @@ class Layout:
     def dp_rank(self) -> int:
         return self.dp_group.rank()
 
-    def is_first_chunk(self, vp_stage: int | None) -> bool:
-        """Whether a model chunk of this rank holds the embedding."""
-        return self.pp_group.rank() == 0 and vp_stage in (None, 0)
-
-    def is_last_chunk(self, vp_stage: int | None) -> bool:
-        """Whether a model chunk of this rank holds the output head."""
-        return self.is_last_stage and vp_stage in (None, self.config.virtual_pp - 1)
-
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its data-parallel replica."""
-        return self.tp_rank == 0 and self.cp_group.rank() == 0 and self.is_last_stage
-
-    @property
-    def shard_position(self) -> ShardPosition:
-        return ShardPosition(
-            tp_rank=self.tp_rank,
-            tp_size=self.config.tp,
-            replica=self.replica_group.rank(),
-            num_replicas=self.replica_group.size(),
-        )
-
-    @property
-    def expert_position(self) -> ShardPosition:
-        """The place of this rank's experts; `tp_*` are those of expert tensor parallelism."""
-        return ShardPosition(
-            tp_rank=self.etp_group.rank(),
-            tp_size=self.config.etp,
-            replica=self.expert_replica_group.rank(),
-            num_replicas=self.expert_replica_group.size(),
-            ep_rank=self.ep_group.rank(),
-            ep_size=self.config.ep,
-        )
+        """Whether this rank speaks for its data-parallel replica: it has complete results."""
+        return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 
 
 def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, timeout_s: float) -> Layout:

@@ -25,22 +25,24 @@ from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest, PolicyHead
 from megarl.parallel.head.statistics import vocab_shard
-from megarl.parallel.latent import latent_options, scale_rotary_embedding
+from megarl.parallel.latent import latent_options
 from megarl.parallel.layout import Layout
 from megarl.parallel.modules import block_spec
-from megarl.parallel.moe.setup import expert_options, rate_groups
+from megarl.parallel.moe.router import moe_layers
+from megarl.parallel.moe.setup import expert_options
 from megarl.parallel.packing import Pack
 from megarl.types.messages import Head
 from megarl.weights.families import ModelSpec
+from megarl.weights.rope import YarnRope
 from megarl.weights.rules import Activation
 from megarl.weights.safetensors_map import dtype_of, map_model, model_files
-from megarl.weights.slices import Slice, load_slices, shard_slices
+from megarl.weights.slices import ShardPosition, Slice, load_slices, shard_slices
 from megarl.weights.tables import VALUE_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """[N] float32 values of the kept labels."""
+    """What a scalar head says of the kept labels: [N] float32 values."""
 
     values: torch.Tensor
 
@@ -60,22 +62,29 @@ class PackedModel(GPTModel):
         vocab_multiple: int,
         vp_stage: int | None,
     ) -> None:
-        padded_vocab = _round_up(spec.dims.vocab, vocab_multiple * layout.config.tp)
+        multiple = vocab_multiple * layout.config.tp
+        padded_vocab = -(-spec.dims.vocab // multiple) * multiple
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config, vp_stage),
             vocab_size=padded_vocab,
             max_sequence_length=spec.max_positions,
-            pre_process=layout.is_first_chunk(vp_stage),
-            post_process=layout.is_last_chunk(vp_stage),
+            pre_process=layout.pp_group.rank() == 0 and vp_stage in (None, 0),
+            post_process=layout.is_last_stage and vp_stage in (None, layout.config.virtual_pp - 1),
             # A scalar head leaves nothing to share.
             share_embeddings_and_output_weights=spec.dims.tied and isinstance(self, PolicyModel),
             position_embedding_type="rope",
             rotary_base=spec.rope_theta,
             vp_stage=vp_stage,
         )
-        scale_rotary_embedding(self, spec)
-        rate_groups(self, spec.dims)
+        if spec.dims.latent is None:
+            # The frequencies that it was trained with; latent attention takes its own from its options.
+            assert not isinstance(spec.rope_scaling, YarnRope)
+            self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
+        if (experts := spec.dims.experts) is not None and experts.routing is not None:
+            # By how many of its best experts a group of experts is rated; Megatron has no option for it.
+            for layer in moe_layers([self]):
+                layer.router.group_rating = experts.routing.group_rating
         if spec.family.scales_embedding and self.pre_process:
             self.embedding.register_forward_hook(_times_root_hidden)
         self.spec, self.layout, self.replays_routing = spec, layout, False
@@ -85,7 +94,7 @@ class PackedModel(GPTModel):
         return hidden_states
 
     def hidden_states(self, pack: Pack) -> torch.Tensor:
-        """[T, 1, H] of the last layer ([T/tp, 1, H] under sequence parallelism)."""
+        """Run all layers of this stage: [T, 1, H] of the last one ([T/tp, 1, H] under sequence parallelism)."""
         return super().forward(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
@@ -94,7 +103,7 @@ class PackedModel(GPTModel):
         )
 
     def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
-        """[N] values of this rank's labels → complete rows [B, R], the same on every context-parallel rank.
+        """Complete [N] values of this rank's labels to rows [B, R], the same on every context-parallel rank.
 
         The gradient of a value is that of its place in the rows: each rank differentiates its own labels. Values may
         have further dimensions.
@@ -102,16 +111,6 @@ class PackedModel(GPTModel):
         rows = pack.scatter(values)
         group = self.layout.cp_group
         return reduce_from_tensor_model_parallel_region(rows, group=group) if group.size() > 1 else rows
-
-    def named_shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This chunk's parameters, and biases of routers, under names with global layer numbers."""
-        layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(self.decoder.layers)}
-        biases = (named for named in self.named_buffers() if named[0].endswith(".router.expert_bias"))
-        for name, parameter in itertools.chain(self.named_parameters(), biases):
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = layers[parts[2]]
-            yield ".".join(parts), parameter.data
 
 
 class PolicyModel(PackedModel):
@@ -125,7 +124,7 @@ class PolicyModel(PackedModel):
     def forward(
         self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
     ) -> TokenLogprobs | TokenPairs | torch.Tensor:
-        """Log-probs on the last pipeline stage, hidden states for the next on the others."""
+        """Compute log-probs on the last pipeline stage, hidden states for the next on the others."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
             return hidden
@@ -169,7 +168,7 @@ class ValueModel(PackedModel):
     def forward(
         self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
     ) -> TokenValues | torch.Tensor:
-        """Values on the last pipeline stage, hidden states for the next stage on the others."""
+        """Compute values on the last pipeline stage, hidden states for the next stage on the others."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
             return hidden
@@ -185,10 +184,34 @@ HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: Value
 
 
 def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
-    """This rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
+    """Yield this rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
     spec, layout = chunks[0].spec, chunks[0].layout
-    shards = itertools.chain.from_iterable(c.named_shards() for c in chunks)
-    return shard_slices(shards, spec, layout.shard_position, layout.expert_position)
+    # Parameters, and biases of routers, under names with global layer numbers.
+    shards = []
+    for chunk in chunks:
+        layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
+        biases = (named for named in chunk.named_buffers() if named[0].endswith(".router.expert_bias"))
+        for name, parameter in itertools.chain(chunk.named_parameters(), biases):
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = layers[parts[2]]
+            shards.append((".".join(parts), parameter.data))
+    position = ShardPosition(
+        tp_rank=layout.tp_group.rank(),
+        tp_size=layout.config.tp,
+        replica=layout.replica_group.rank(),
+        num_replicas=layout.replica_group.size(),
+    )
+    # The place of this rank's experts: `tp_*` are those of expert tensor parallelism.
+    expert_position = ShardPosition(
+        tp_rank=layout.etp_group.rank(),
+        tp_size=layout.config.etp,
+        replica=layout.expert_replica_group.rank(),
+        num_replicas=layout.expert_replica_group.size(),
+        ep_rank=layout.ep_group.rank(),
+        ep_size=layout.config.ep,
+    )
+    return shard_slices(shards, spec, position, expert_position)
 
 
 def build_model(
@@ -203,21 +226,16 @@ def build_model(
     ]
     for chunk in chunks:
         chunk.to(platform().device())
-        _zero_vocabulary_padding(chunk)
+        # Vocabulary padding has no source; it must not hold random weights.
+        for name, parameter in chunk.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                parameter.data.zero_()
     load_slices(model_slices(chunks), map_model(model_files(spec.path)), optional=(VALUE_HEAD,))
     return chunks
 
 
-@torch.no_grad()
-def _zero_vocabulary_padding(chunk: PackedModel) -> None:
-    """Vocabulary padding has no source; it must not hold random weights."""
-    for name, parameter in chunk.named_parameters():
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            parameter.zero_()
-
-
 def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout) -> TransformerConfig:
-    """Megatron's configuration of a model under a layout."""
+    """Make Megatron's configuration of a model under a layout."""
     dims, family, parallel = spec.dims, spec.family, layout.config
     return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
         num_layers=dims.num_layers,
@@ -275,9 +293,5 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def _times_root_hidden(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
-    """[T, 1, H] of an embedding times √H, rounded to the model's type as Gemma has it."""
+    """Multiply an embedding [T, 1, H] by √H, rounded to the model's type as Gemma has it."""
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,7 +1,6 @@
 """Layers that Megatron's local spec lacks: a sequence-parallel-aware RMSNorm and packed causal attention."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -83,7 +82,10 @@ class PackedAttention(torch.nn.Module):
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
         cp = self.cp_group.size()
         if cp > 1:
-            key, value = (self._gather(x, lengths) for x in (key, value))
+            # All ranks' keys and values in the order of the pack; their gradients are summed over ranks.
+            order = np.concatenate([zigzag_indices(lengths, cp, rank) for rank in range(cp)])
+            places = torch.from_numpy(np.argsort(order)).to(key.device)
+            key, value = (gather_from_sequence_parallel_region(x, group=self.cp_group)[places] for x in (key, value))
         outputs, start = [], 0
         for length, run in itertools.groupby(lengths):
             count = len(list(run))
@@ -94,12 +96,17 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:
-        """Attention of `count` equally long sequences: [count, heads, local length, d]."""
+        """Compute the attention of `count` equally long sequences: [count, heads, local length, d]."""
         q, k, v = (
             x.view(count, x.shape[0] // count, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
         )
         whole = q.shape[2] == k.shape[2]
-        mask = None if whole else self._zigzag_mask(k.shape[2], query.device)
+        mask = None
+        if not whole:
+            # [local, length]: which keys this rank's queries of one sequence may see.
+            length, cp = k.shape[2], self.cp_group.size()
+            own = torch.from_numpy(zigzag_indices([length], cp, self.cp_group.rank())).to(query.device)
+            mask = own[:, None] >= torch.arange(length, device=query.device)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -110,21 +117,9 @@ class PackedAttention(torch.nn.Module):
             enable_gqa=q.shape[1] != k.shape[1],
         )
 
-    def _zigzag_mask(self, length: int, device: torch.device) -> torch.Tensor:
-        """[local, length] bool: which keys this rank's queries of one sequence may see."""
-        own = torch.from_numpy(zigzag_indices([length], self.cp_group.size(), self.cp_group.rank())).to(device)
-        return own[:, None] >= torch.arange(length, device=device)
-
-    def _gather(self, local: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """All ranks' keys or values in the order of the pack; its gradient is summed over ranks."""
-        cp = self.cp_group.size()
-        parts = gather_from_sequence_parallel_region(local, group=self.cp_group)
-        order = np.concatenate([zigzag_indices(lengths, cp, rank) for rank in range(cp)])
-        return parts[torch.from_numpy(np.argsort(order)).to(local.device)]
-
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The decoder block's layers for this pipeline stage (and model chunk): those of the device's backend."""
+    """Return the layers of this pipeline stage (and model chunk) that suit the device."""
     if not BACKENDS[platform().name].uses_transformer_engine:
         return local_block_spec(config, vp_stage)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -133,7 +128,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norm, attention and router, for the layers of this pipeline stage."""
+    """Return Megatron's local layers with our norm, attention and router, for this pipeline stage."""
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers

@@ -8,7 +8,6 @@ bringing it back allocates and fills it, and every view of it is valid as before
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,12 +18,14 @@ from megarl.types.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
+    """A storage of the device, and its bytes on the host."""
+
     storage: torch.UntypedStorage
     content: torch.Tensor
 
 
 class Offloader:
-    """Keeps what of a role is on the host."""
+    """Moves the parts of a role, and remembers which of them are on the host."""
 
     def __init__(self, role: LoadedRole) -> None:
         self._role = role
@@ -34,12 +35,18 @@ class Offloader:
         """Move parts to the host; those that are there stay. Returns the bytes that the device got back."""
         released = 0
         for part in set(parts) - self._copies.keys():
-            storages = list(self._storages(part))
-            before = _num_bytes(storages)
-            self._copies[part] = [_HostCopy(storage, _to_host(storage)) for storage in storages]
-            for storage in storages:
-                storage.resize_(0)
-            released += before - _num_bytes(storages)
+            # A storage that several parts view belongs to the first of them.
+            earlier = list(Part)[: list(Part).index(part)]
+            taken = {t.untyped_storage()._cdata for other in earlier for t in _tensors(self._role, other)}
+            storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in _tensors(self._role, part)}
+            copies = self._copies[part] = []
+            for key, storage in storages.items():
+                if key not in taken:
+                    num_bytes = storage.nbytes()
+                    content = platform().host_buffer(num_bytes).copy_(_bytes_of(storage))
+                    copies.append(_HostCopy(storage, content))
+                    storage.resize_(0)
+                    released += num_bytes - storage.nbytes()
         platform().release_cached_memory()
         return released
 
@@ -55,19 +62,9 @@ class Offloader:
         missing = [part for part in parts if part in self._copies]
         assert not missing, f"the {self._role.spec.role}'s {', '.join(missing)} are offloaded; onload them first"
 
-    def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
-        """The storages of a part, each once. One that several parts view belongs to the first of them."""
-        earlier = itertools.takewhile(lambda other: other is not part, Part)
-        taken = {t.untyped_storage()._cdata for other in earlier for t in _tensors(self._role, other)}
-        for tensor in _tensors(self._role, part):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in taken:
-                taken.add(storage._cdata)
-                yield storage
-
 
 def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
-    """Tensors that hold a part's memory; several may be views of one storage."""
+    """Yield the tensors that hold a part's memory; several may be views of one storage."""
     if part is Part.PARAMS:
         for chunk in role.chunks:
             yield from chunk.parameters()
@@ -75,28 +72,15 @@ def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
         for ddp in role.ddp:
             yield from (buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
     elif role.optimizer is not None:
-        for optimizer in _torch_optimizers(role.optimizer):
+        # Megatron's may be a chain of torch's, and empty on a rank without parameters.
+        chain = (each.optimizer for each in getattr(role.optimizer, "chained_optimizers", [role.optimizer]))
+        for optimizer in (each for each in chain if each is not None):
             # Under float32 these are views of the parameters; under bfloat16 they are main parameters.
             yield from (param for group in optimizer.param_groups for param in group["params"])
             states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
             yield from (value for value in states if isinstance(value, torch.Tensor))
 
 
-def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers inside Megatron's, which may be a chain of them and empty on a rank without parameters."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if each.optimizer is not None:
-            yield each.optimizer
-
-
-def _num_bytes(storages: Iterable[torch.UntypedStorage]) -> int:
-    return sum(storage.nbytes() for storage in storages)
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[n] uint8, a view of a whole storage."""
+    """Return [n] uint8, a view of a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    return platform().host_buffer(storage.nbytes()).copy_(_bytes_of(storage))

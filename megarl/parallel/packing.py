@@ -81,13 +81,13 @@ class Pack:
         )
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """[N, ...] values of kept labels → [B, R, ...], 0 elsewhere; differentiable."""
+        """Put [N, ...] values of kept labels in their places of [B, R, ...], with 0 elsewhere; differentiable."""
         out = torch.zeros(*self.batch_shape, *values.shape[1:], dtype=values.dtype, device=values.device)
         return out.index_put((self.row_index, self.column_index), values)
 
 
 def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray[np.int64]:
-    """Positions of a pack that one context-parallel rank holds: chunks r and 2·cp − 1 − r of every sequence."""
+    """List the positions of a pack on a context-parallel rank: chunks r and 2·cp − 1 − r of every sequence."""
     parts, offset = [], 0
     for length in lengths:
         chunk = length // (2 * cp)
@@ -107,7 +107,8 @@ def pack_rows(
     With `replay_routing` tokens go to the experts that their rows recorded, if these recorded any.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
-    lengths = [_round_up(rows[i].num_tokens, alignment.sequence_multiple) for i in order]
+    multiple = alignment.sequence_multiple
+    lengths = [-(-rows[i].num_tokens // multiple) * multiple for i in order]
     filler = -sum(lengths) % alignment.total_multiple if rows else alignment.total_multiple
     if filler:
         lengths.append(filler)
@@ -158,7 +159,7 @@ def pack_rows(
 def _routed_experts(
     rows: Sequence[Row], order: Sequence[int], offsets: Sequence[int]
 ) -> npt.NDArray[np.integer] | None:
-    """[tokens, layers, k] of a whole pack, -1 where no expert was recorded; None if none was at all."""
+    """Return the recorded experts of a whole pack, [tokens, layers, k], -1 where there is none; None if none was."""
     recorded = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
     if recorded is None:
         return None
@@ -168,7 +169,3 @@ def _routed_experts(
         if own is not None:
             experts[offset : offset + len(own)] = own
     return experts
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -18,8 +18,7 @@ from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.model import PackedModel, TokenValues
-from megarl.parallel.moe.mini_batch import MiniBatchLoad
-from megarl.parallel.optimizer import set_learning_rate
+from megarl.parallel.moe.router import MiniBatchLoad
 from megarl.parallel.packing import Pack, PackAlignment, pack_rows
 from megarl.parallel.roles import LoadedRole
 from megarl.types import (
@@ -49,7 +48,12 @@ def _run_schedule(
 ) -> None:
     """Feed packs to a rank's model chunks in Megatron's schedule; on the last stage `on_output` ends each forward."""
     model = _unwrap(chunks[0])
-    alignment, device = _alignment(model), platform().device()
+    layout, device = model.layout, platform().device()
+    alignment = PackAlignment(
+        tp=layout.config.tp if layout.config.sequence_parallel else 1,
+        cp=layout.config.cp,
+        cp_rank=layout.cp_group.rank(),
+    )
 
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
@@ -80,15 +84,6 @@ def _unwrap(chunk: torch.nn.Module) -> PackedModel:
     policy = chunk if isinstance(chunk, PackedModel) else chunk.module
     assert isinstance(policy, PackedModel)
     return policy
-
-
-def _alignment(policy: PackedModel) -> PackAlignment:
-    layout = policy.layout
-    return PackAlignment(
-        tp=layout.config.tp if layout.config.sequence_parallel else 1,
-        cp=layout.config.cp,
-        cp_rank=layout.cp_group.rank(),
-    )
 
 
 def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[int, FloatArray]:
@@ -122,7 +117,7 @@ def score_rows(
     role: Role,
     step: int,
 ) -> RowScores:
-    """What the model says of the rows named by `micro_batches`, without a graph."""
+    """Score the rows named by `micro_batches`, without a graph."""
     scores: dict[str, dict[int, FloatArray]] = {}
 
     def collect(model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs) -> None:
@@ -143,7 +138,7 @@ def accumulate_gradients(
     *,
     dp_group: dist.ProcessGroup,
 ) -> UpdateResult:
-    """Forward and backward of one optimizer mini-batch; gradients end up reduced in Megatron's buffers."""
+    """Run forward and backward of one optimizer mini-batch; gradients end up reduced in Megatron's buffers."""
     assert loaded.optimizer is not None, f"the {request.role} is frozen"
     for chunk in loaded.ddp:
         chunk.zero_grad_buffer()
@@ -170,7 +165,8 @@ def accumulate_gradients(
         # Megatron wants (loss, tokens, logs); the loss is final, so the token count is not used.
         return loss, torch.ones((), dtype=torch.int, device=device), {}
 
-    load = MiniBatchLoad(loaded, rows, micro_batches, dp_group)
+    experts, coef = loaded.model_spec.dims.experts, loaded.spec.settings.moe.aux_loss_coef
+    load = MiniBatchLoad(loaded.chunks, experts, rows, micro_batches, aux_loss_coef=coef, dp_group=dp_group)
 
     def gradients_of(pack: Pack, indices: Sequence[int]) -> LossGradients:
         # Made when a head asks for it: those of other stages and regimes do not.
@@ -185,14 +181,18 @@ def accumulate_gradients(
     )
     in_chunk = gradients_of if objective.token_local else None
     _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
-    return UpdateResult(metrics={**_reduce_sums(sums, dp_group, device), **load.metrics()}, before=before)
+    metrics = _reduce_sums(sums, dp_group, device)
+    # A critic's experts are reported under its name.
+    prefix = "" if request.role is Role.ACTOR else f"{request.role}/"
+    metrics |= {f"{prefix}{name}": value for name, value in load.metrics().items()}
+    return UpdateResult(metrics=metrics, before=before)
 
 
 @torch.enable_grad()
 def _loss_gradients(
     request: UpdateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of a token-local loss at the labels of this rank's pack, from its own [N] values alone: the labels
+    """Differentiate a token-local loss at the labels of this rank's pack, from its own [N] values alone: the labels
     of other context-parallel ranks do not matter to them."""
     differentiated = [values.detach().requires_grad_() for values in (logprobs, entropy)]
     out = PolicyOutputs(logprobs=pack.scatter(differentiated[0]), entropy=pack.scatter(differentiated[1]))
@@ -206,7 +206,8 @@ def _loss_gradients(
 def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:
     """Clip, step at `request.lr`, and return the gradient norm before clipping."""
     assert loaded.optimizer is not None
-    set_learning_rate(loaded.optimizer, request.lr)
+    for group in loaded.optimizer.param_groups:
+        group["lr"] = request.lr * group.get("lr_mult", 1.0)
     _, grad_norm, _ = loaded.optimizer.step()
     norm = float(grad_norm)
     if not math.isfinite(norm):
@@ -222,12 +223,12 @@ _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOu
 
 
 def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
-    """A head's outputs by field, the one that a pass is about first."""
+    """Name a head's outputs; the first is the one that a pass is about."""
     return {field.name: getattr(out, field.name) for field in fields(out)}
 
 
 def _explain(batch: RowBatch, role: Role) -> str:
-    """Which score of which row spoils a loss."""
+    """Say which score of which row spoils a loss."""
     for name, values in batch.scores.items():
         bad = ~torch.isfinite(values).all(1)
         if bad.any():
@@ -236,9 +237,9 @@ def _explain(batch: RowBatch, role: Role) -> str:
     return f"{cause}: lower {_TRAINED_AS.get(role, role)}.optimizer.lr"
 
 
-def _reduce_sums(sums: Mapping[str, float], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
+def _reduce_sums(sums: dict[str, float], group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
     names = sorted(sums)
-    values = torch.tensor([sums[n] for n in names], dtype=torch.float64, device=device)
+    values = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
     if group.size() > 1:
         dist.all_reduce(values, group=group)
     return dict(zip(names, np.asarray(values.cpu()).tolist(), strict=True))

@@ -1,15 +1,23 @@
-"""The models a rank hosts: actor, reference, critic, each with what training it needs."""
+"""The models a rank hosts: actor, reference, critic, and around trained ones Megatron's DDP and (distributed) AdamW."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
+from megarl.config.schema import OptimizerConfig
 from megarl.parallel.head.policy import HeadRequest
 from megarl.parallel.layout import Layout
 from megarl.parallel.model import PackedModel, build_model
 from megarl.parallel.moe.setup import prepare_experts
-from megarl.parallel.optimizer import build_optimizer, wrap_ddp
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 
@@ -25,7 +33,7 @@ class LoadedRole:
     optimizer: MegatronOptimizer | None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """The Hugging Face tensors of this model."""
+        """Return names and shapes of the Hugging Face tensors of this model."""
         return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR)
 
     def head_request(
@@ -36,7 +44,7 @@ class LoadedRole:
         token_local: bool = False,
         paired: bool = False,
     ) -> HeadRequest:
-        """How this role's head is to score."""
+        """Make the request that tells this role's head how to score."""
         return HeadRequest(
             temperature=temperature,
             settings=self.spec.settings.head,
@@ -61,3 +69,41 @@ def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
     ddp = wrap_ddp(chunks, spec.settings.optimizer)
     optimizer = build_optimizer(ddp, spec.settings.optimizer)
     return LoadedRole(spec=spec, model_spec=model_spec, chunks=chunks, ddp=ddp, optimizer=optimizer)
+
+
+def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[DistributedDataParallel]:
+    """Wrap a rank's model chunks for data parallelism: gradients are summed, not averaged, in float32."""
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed)
+    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+
+    def finalize(models: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+        # The loss is already divided by global denominators: no second division by tokens.
+        finalize_model_grads(models, None, **kwargs)
+
+    chunks[0].config.finalize_model_grads_func = finalize
+    return wrapped
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
+    """Build AdamW over wrapped chunks; norms and biases are not decayed, bfloat16 parameters have float32 main ones."""
+    dtype = chunks[0].module.config.params_dtype
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr * config.min_lr_frac,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad_norm,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            use_distributed_optimizer=config.distributed,
+        ),
+        list(chunks),
+    )
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its own scheduler, which we do not use.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer

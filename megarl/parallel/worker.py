@@ -47,7 +47,8 @@ class PolicyWorker:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return f"tcp://{_host_address()}:{port}"
+        # Other hosts reach this one at MEGARL_HOST_ADDRESS; where it is not set, there is only one host.
+        return f"tcp://{os.environ.get('MEGARL_HOST_ADDRESS', '127.0.0.1')}:{port}"
 
     def join(self, layout: LayoutConfig, init_method: str, timeout_s: float) -> int:
         """Join the layout's process groups; returns this process's id."""
@@ -65,7 +66,10 @@ class PolicyWorker:
         from megarl.parallel.offload import Offloader
         from megarl.parallel.roles import load_role
 
-        self._forget_models()
+        # An earlier run's models are freed before new ones are built.
+        for name in ("roles", "offloaders", "checkpoints"):
+            self.__dict__.pop(name, None)
+        gc.collect()
         torch.manual_seed(request.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(request.seed)
         # cuBLAS reads it when it is first used. torch warns of operations that have no deterministic algorithm.
@@ -74,12 +78,6 @@ class PolicyWorker:
         self.roles = {spec.role: load_role(spec, self.layout) for spec in request.roles}
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
-
-    def _forget_models(self) -> None:
-        """Free an earlier run's models before building new ones."""
-        for name in ("roles", "offloaders", "checkpoints"):
-            self.__dict__.pop(name, None)
-        gc.collect()
 
     def score(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: ScoreRequest) -> RowScores | None:
         """Score this replica's rows; only the rank that reports for the replica returns them."""
@@ -230,8 +228,3 @@ def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
         num_elements=count_elements(model_slices(loaded.chunks)),
         checksums=slice_checksums(model_slices(loaded.chunks), loaded.expected_tensors()) if with_checksums else {},
     )
-
-
-def _host_address() -> str:
-    """The address other hosts reach this one at; loopback where there is only one host."""
-    return os.environ.get("MEGARL_HOST_ADDRESS", "127.0.0.1")

@@ -1,14 +1,14 @@
 """Scoring passes and optimizer steps of a role, and the update stage of a step."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.cluster import residency
 from megarl.config.batches import actor_learns, mini_batch_prompts
-from megarl.config.schema import Config
+from megarl.config.schema import Config, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.parallel.schedule import learning_rate
 from megarl.record.metrics import Timers
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
 from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
@@ -190,3 +190,18 @@ class UpdateStage:
             if role is Role.ACTOR:
                 before = result.before
         return metrics, before
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Compute the rate of optimizer step `step` (0-based) of `total_steps`.
+
+    Linear warm-up to `lr` over `warmup_steps`; then constant; over the last `decay_frac` of the run the schedule
+    falls, linearly or along a half cosine, to `lr · min_lr_frac`.
+    """
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    if config.schedule == "constant":
+        return config.lr * warmup
+    decay_steps = max(1.0, config.decay_frac * total_steps)
+    remaining = min(1.0, (total_steps - step) / decay_steps)
+    shape = remaining if config.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * remaining))
+    return config.lr * warmup * (config.min_lr_frac + (1.0 - config.min_lr_frac) * shape)

@@ -4,10 +4,11 @@ A layer tells its router which pack it is about to see, also when it runs again 
 micro-batches may be in flight.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -16,9 +17,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megarl.parallel.moe.balance import balance_loss, row_loads
-from megarl.parallel.moe.choice import ExpertChoice
+from megarl.device.platform import platform
+from megarl.parallel.moe.routing import ExpertChoice, balance_loss, load_metrics, row_loads
 from megarl.parallel.packing import Pack, PackSeqParams
+from megarl.types import Rows
+from megarl.weights.dims import Experts
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron asks for it everywhere, and defines it only where Transformer Engine is.
@@ -29,7 +32,7 @@ class PackRouter(TopKRouter):
     """A router over packs that counts the load of its experts.
 
     pack: what the next forward is over. `begin` starts an optimizer mini-batch; after its passes `loads` [E] and
-    `balance` hold this rank's sums over it (`moe/balance.py`).
+    `balance` hold this rank's sums over it (`moe/routing.py`).
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -39,7 +42,7 @@ class PackRouter(TopKRouter):
         self.begin(aux_loss_scale=0.0)
 
     def begin(self, *, aux_loss_scale: float) -> None:
-        """Forget the last mini-batch; of the next, Σ_r n_r · aux(r) counts this much in the loss."""
+        """Forget the last mini-batch; in the loss of the next one Σ_r n_r · aux(r) has this weight."""
         self._aux_loss_scale = aux_loss_scale
         self.loads: torch.Tensor | float = 0.0
         self.balance: torch.Tensor | float = 0.0
@@ -47,7 +50,7 @@ class PackRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of a token's experts (0 for the others), and which these are: both [T, E]."""
+        """Return the weights of each token's experts (0 for the others), and which these are: both [T, E]."""
         assert self.pack is not None, "a router needs the pack that its input belongs to"
         forced = self.pack.routed_experts
         # Layers count from 1.
@@ -59,14 +62,20 @@ class PackRouter(TopKRouter):
         return weights, routing_map
 
     def _count(self, logits: torch.Tensor, weights: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-        """Add to the sums of the mini-batch; the weights with the balance loss in their graph.
+        """Add to the sums of the mini-batch, and return the weights with the balance loss in their graph.
 
-        Only where gradients are wanted: of a layer that is computed again in backward that is once as well.
+        It is called only where gradients are wanted: once also for a layer that is computed again in backward.
         """
         assert self.pack is not None
         rows = self._own_tokens(self.pack.token_rows)
         loads = row_loads(routing_map, rows, self.pack.batch_shape[0], self.tp_cp_group)
-        balance = balance_loss(self._probabilities(logits), loads, rows, self.topk)
+        # [T, E] over all experts, adding up to 1.
+        if self.score_function == "softmax":
+            probabilities = logits.softmax(-1, dtype=torch.float32)
+        else:
+            scores = logits.float().sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        balance = balance_loss(probabilities, loads, rows, self.topk)
         self.loads = self.loads + routing_map[rows >= 0].sum(0).double()
         self.balance = self.balance + balance.detach().double()
         if self._aux_loss_scale == 0:
@@ -74,15 +83,8 @@ class PackRouter(TopKRouter):
         scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(weights, self._aux_loss_scale * balance)
         return scaled
 
-    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """[T, E] over all experts, adding up to 1."""
-        if self.score_function == "softmax":
-            return logits.softmax(-1, dtype=torch.float32)
-        scores = logits.float().sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
-
     def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values for all tokens of a pack, those of the tokens that this rank has under sequence parallelism."""
+        """Pick, from values for all tokens of a pack, those of the tokens that this rank has."""
         if not self.config.sequence_parallel:
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -101,7 +103,7 @@ class RoutedLayer(TransformerLayer):
 
 
 def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
-    """Give those of the layers that have experts our router."""
+    """Give our router to those layers that have experts."""
     for layer in layers:
         if layer.submodules.mlp.module is MoELayer:
             layer.module = RoutedLayer
@@ -109,6 +111,50 @@ def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
-    """The layers with experts of a rank's model chunks."""
+    """Yield the layers with experts of a rank's model chunks."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, MoELayer))
+
+
+class MiniBatchLoad:
+    """The load of experts over an optimizer mini-batch, on all ranks.
+
+    Routers count from the construction until `metrics`; of a model without experts both do nothing.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[torch.nn.Module],
+        experts: Experts | None,
+        rows: Rows,
+        micro_batches: Sequence[Sequence[int]],
+        *,
+        aux_loss_coef: float,
+        dp_group: dist.ProcessGroup,
+    ) -> None:
+        self._experts = experts
+        if experts is None:
+            return
+        self._layers = list(moe_layers(chunks))
+        count = torch.tensor(sum(rows[i].num_tokens for batch in micro_batches for i in batch))
+        count = count.to(platform().device())
+        if dp_group.size() > 1:
+            dist.all_reduce(count, group=dp_group)
+        self._num_tokens = max(int(count), 1)
+        for layer in self._layers:
+            layer.router.begin(aux_loss_scale=aux_loss_coef / self._num_tokens)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Compute the metrics of the mini-batch, the same on every rank."""
+        if self._experts is None:
+            return {}
+        place = {layer: i for i, layer in enumerate(self._experts.layers)}
+        device = platform().device()
+        # A column of every expert, and one of the balance. Each rank adds its layers and its tokens.
+        sums = torch.zeros(len(place), self._experts.num + 1, dtype=torch.float64, device=device)
+        for layer in self._layers:
+            row = sums[place[layer.layer_number - 1]]
+            row[:-1] += layer.router.loads
+            row[-1] += layer.router.balance
+        dist.all_reduce(sums)
+        return load_metrics(sums[:, :-1].cpu(), sums[:, -1].cpu(), self._num_tokens)

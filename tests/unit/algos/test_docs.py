@@ -220,7 +220,7 @@ LOGGED_IN = (
     "cluster/engines.py",
     "train/collect.py",
     "data/hints.py",
-    "parallel/moe/balance.py",
+    "parallel/moe/routing.py",
     "sync/seam.py",
     "train/loop.py",
     "train/update.py",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.parallel.moe.choice import ExpertChoice
+from megarl.parallel.moe.routing import ExpertChoice
 
 # Three groups of two. Rated by the best, groups come 0, 2, 1; by both together 2, 1, 0.
 SCORES = torch.tensor([[0.50, 0.01, 0.24, 0.30, 0.40, 0.35]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megarl.parallel.moe.balance import balance_loss, load_metrics, row_loads
+from megarl.parallel.moe.routing import balance_loss, load_metrics, row_loads
 
 NUM_EXPERTS, PER_TOKEN = 6, 2
 

@@ -1,4 +1,4 @@
-"""How evenly a layer's experts are used: the auxiliary loss, and the load that metrics report.
+"""Routing in plain tensors: which experts see a token, how evenly they are used, and the loss that makes it even.
 
 Of a layer with E experts, k of which see a token, and a row of n tokens (prompt and response),
 
@@ -16,12 +16,48 @@ transformers' `load_balancing_loss_func` takes one f and one P of all layers and
 depends on its neighbours, results do not depend on micro-batches, packing or parallelism.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
+_TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """The choice of experts, in place of Megatron's top-k routing; scores stay the router's.
+
+    Where experts lie in groups, a group is rated by the sum of its `group_rating` best scores: 1 in DeepSeek-V2
+    (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437), while Megatron takes k / (groups of a token).
+
+    forced: indices [T, k], where a token with -1 chooses freely; None: all do.
+    """
+
+    group_rating: int
+    forced: torch.Tensor | None
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores [T, k] of the experts of every token, and their indices; Megatron's routing calls it."""
+        rated = scores
+        if num_groups is not None and group_topk is not None:
+            ratings = scores.unflatten(1, (num_groups, -1)).topk(self.group_rating, dim=-1).values.sum(-1)
+            best = ratings.topk(group_topk, dim=-1).indices
+            # [T, E]: whether an expert is in one of a token's best groups.
+            eligible = torch.zeros_like(ratings, dtype=torch.bool).scatter_(1, best, value=True)
+            eligible = eligible.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+            rated = scores.masked_fill(~eligible, -torch.inf)
+        _, indices = choose(rated, topk)
+        if self.forced is not None:
+            indices = torch.where(self.forced < 0, indices, self.forced)
+        return scores.gather(1, indices), indices
+
 
 def row_loads(routing_map: torch.Tensor, rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """How often each expert sees a token of each row, [num_rows, E] float32, summed over the ranks of a group.
+    """Count how often each expert sees a token of each row: [num_rows, E] float32, summed over the ranks of a group.
 
     Args:
         routing_map: [T, E] bool, the experts of this rank's tokens.
@@ -38,7 +74,7 @@ def row_loads(routing_map: torch.Tensor, rows: torch.Tensor, num_rows: int, grou
 def balance_loss(
     probabilities: torch.Tensor, loads: torch.Tensor, rows: torch.Tensor, experts_per_token: int
 ) -> torch.Tensor:
-    """Σ_r n_r · aux(r), this rank's part of it: the sum over its tokens of E · Σ_e f_e·p_{t,e}.
+    """Compute this rank's part of Σ_r n_r · aux(r): the sum over its tokens of E · Σ_e f_e·p_{t,e}.
 
     Args:
         probabilities: [T, E] of the router over all experts, with a graph.
@@ -52,7 +88,7 @@ def balance_loss(
 
 
 def load_metrics(loads: torch.Tensor, balance: torch.Tensor, num_tokens: int) -> dict[str, float]:
-    """Metrics of a mini-batch, means over layers with experts unless named otherwise.
+    """Compute the metrics of a mini-batch: means over layers with experts unless named otherwise.
 
     Args:
         loads: [layers, E] how often each expert saw a token.
