@@ -12,7 +12,7 @@ from megarl.types import Prompt, Reward, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class FinishedSample:
     """A finished sample as judges read it; `response` is without special tokens."""
 
     prompt: Prompt
@@ -68,7 +68,7 @@ class Judged:
 class JudgeSession(Protocol):
     """The work of a judge on one batch."""
 
-    def add(self, item: Item) -> None:
+    def add(self, item: FinishedSample) -> None:
         """Take a finished sample, without waiting for its reward."""
 
     def finish(self) -> Judged:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.rewards.hybrid import Summand, mix
-from megarl.rewards.judge import Item, Judge, Judged, JudgeSession, Tally, mean_of
+from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, mean_of
 from megarl.types import DROPPED, Prompt, Reward, Sample
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class BatchJudging:
     manager: RewardManager
     sessions: Mapping[str, JudgeSession]
     asked: Mapping[str, list[int]]
-    items: list[Item] = field(default_factory=list)
+    items: list[FinishedSample] = field(default_factory=list)
     prompt_texts: dict[str, str] = field(default_factory=dict)
 
     def add(self, prompt: Prompt, sample: Sample) -> None:
@@ -73,7 +73,9 @@ class BatchJudging:
         if prompt.uid not in self.prompt_texts:
             self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
         response = self.manager.decode(sample.response_token_ids.tolist())
-        item = Item(prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response)
+        item = FinishedSample(
+            prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response
+        )
         for name in self.manager.asked(prompt.data_source):
             self.asked[name].append(len(self.items))
             self.sessions[name].add(item)

@@ -15,7 +15,7 @@ import httpx
 
 from megarl.config.rewards import RemoteConfig
 from megarl.errors import DataError, RunError
-from megarl.rewards.judge import Item, Judged, Tally, mean_of
+from megarl.rewards.judge import FinishedSample, Judged, Tally, mean_of
 from megarl.rewards.wire import BadReplyError, ServiceReply, decode_reply, encode_request
 from megarl.types import DROPPED, Reward
 
@@ -63,7 +63,7 @@ class RemoteJudge:
         self._thread.join(_CLOSE_S)
         self._loop.close()
 
-    def ask(self, rows: Sequence[Item], first: int, failed: Counter[str]) -> Future[_Answer]:
+    def ask(self, rows: Sequence[FinishedSample], first: int, failed: Counter[str]) -> Future[_Answer]:
         """Send rows, to service number `first` before the others; `failed` counts failures by URL.
 
         DataError if JSON cannot hold them.
@@ -120,16 +120,16 @@ class RemoteSession:
 
     judge: RemoteJudge
     _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)
-    _waiting: list[Item] = field(default_factory=list)
+    _waiting: list[FinishedSample] = field(default_factory=list)
     _failed: Counter[str] = field(default_factory=Counter)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: FinishedSample) -> None:
         self._waiting.append(item)
         if len(self._waiting) == self.judge.cfg.rows_per_request:
             self._send(self._waiting)
             self._waiting = []
 
-    def _send(self, rows: list[Item]) -> None:
+    def _send(self, rows: list[FinishedSample]) -> None:
         self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))
 
     def finish(self) -> Judged:

@@ -10,7 +10,7 @@ from megarl.config.rewards import RewardsConfig
 from megarl.errors import DataError
 from megarl.rewards.code.scorer import CODE, CodeOptions, Credit
 from megarl.rewards.custom import judge_by_file
-from megarl.rewards.judge import Item, Judged, Tally, mean_of
+from megarl.rewards.judge import FinishedSample, Judged, Tally, mean_of
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.rewards.sources import SOURCES, SourceSpec, judge_by_source, source_spec
 from megarl.rewards.verifier import JobOutcome, JobResult, VerifierJob, VerifierOptions, VerifierPool
@@ -146,10 +146,10 @@ class RuleSession:
     """The jobs for one batch, one for each sample."""
 
     judge: RuleJudge
-    _items: list[Item] = field(default_factory=list)
+    _items: list[FinishedSample] = field(default_factory=list)
     _pending: list[Future[JobResult]] = field(default_factory=list)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: FinishedSample) -> None:
         question = Question(
             data_source=item.prompt.data_source,
             prompt=item.prompt_text,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.rewards.judge import Item
+from megarl.rewards.judge import FinishedSample
 from megarl.types import Reward
 
 
@@ -36,7 +36,7 @@ class ServiceReply:
         )
 
 
-def encode_request(items: Sequence[Item]) -> dict[str, list[Any]]:
+def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
     """Make the body of a request to judge samples."""
     return {
         "query": [item.prompt_text + item.response for item in items],

@@ -10,7 +10,7 @@ from megarl.cluster import residency
 from megarl.cluster.residency import Phase
 from megarl.data.chat import encode_chats, response_decoder, turn_ending
 from megarl.errors import DataError
-from megarl.rewards.judge import Item, Judged
+from megarl.rewards.judge import FinishedSample, Judged
 from megarl.train.update import RoleScorer
 from megarl.types import IntArray, Message, Prompt, Reward, RolloutBatch, Sample, row_read_at_end
 from megarl.types.messages import Role
@@ -104,9 +104,9 @@ class ModelJudging:
     """Waits for the whole batch. A score above 0 counts as correct where no rule says what is."""
 
     model: ModelRewards
-    _items: list[Item] = field(default_factory=list)
+    _items: list[FinishedSample] = field(default_factory=list)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: FinishedSample) -> None:
         self._items.append(item)
 
     def finish(self) -> Judged:

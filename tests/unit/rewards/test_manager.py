@@ -10,7 +10,7 @@ import pytest
 from megarl.data.chat import response_decoder
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.rewards.hybrid import Summand
-from megarl.rewards.judge import Item, Judged, Tally, mean_of, tally_metrics
+from megarl.rewards.judge import FinishedSample, Judged, Tally, mean_of, tally_metrics
 from megarl.rewards.manager import RULE, RewardManager
 from megarl.types import (
     DROPPED,
@@ -32,14 +32,14 @@ class Table:
     """Judges by the response's text; `heard` are the items in the order of `add`."""
 
     rewards: Mapping[str, Reward]
-    heard: list[Item] = field(default_factory=list)
+    heard: list[FinishedSample] = field(default_factory=list)
     closed: bool = False
 
     def begin(self) -> "Table":
         self.heard = []
         return self
 
-    def add(self, item: Item) -> None:
+    def add(self, item: FinishedSample) -> None:
         self.heard.append(item)
 
     def finish(self) -> Judged:

@@ -10,7 +10,7 @@ from megarl.cluster.residency import Phase
 from megarl.data.chat import encode_chats, turn_ending
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
-from megarl.rewards.judge import Item
+from megarl.rewards.judge import FinishedSample
 from megarl.train.model_judge import ConversationEncoder, ModelJudge, ModelRewards
 from megarl.types import FinishReason, FloatArray, Message, Prompt, RolloutBatch, Row, Sample, prompt_segment
 from tests.helpers.segments import policy_segment
@@ -125,7 +125,7 @@ def test_as_a_judge_it_waits_for_the_whole_batch() -> None:
     judging = ModelJudge(rewards(LastTokens(), entered)).begin()
     answered = batch("8", "9")
     for sample in answered.samples:
-        judging.add(Item(prompt=prompt(), sample=sample, prompt_text="", response=""))
+        judging.add(FinishedSample(prompt=prompt(), sample=sample, prompt_text="", response=""))
         assert entered == []
     judged = judging.finish()
     assert [reward.score for reward in judged.rewards] == [TOKENIZER(text)["input_ids"][0] for text in "89"]
