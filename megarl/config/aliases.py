@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.config.aliases_algo import CPO, LUFFY, OPENRLHF_ALGO, PPO_CRITIC, VERL_ALGO
-from megarl.config.aliases_rewards import OPENRLHF_REWARDS, VERL_REWARDS
-from megarl.config.aliases_roles import OPENRLHF_ROLES, VERL_ROLES
+from megarl.config.aliases_roles import OPENRLHF_REWARDS, OPENRLHF_ROLES, VERL_REWARDS, VERL_ROLES
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """`key`: our key, or keys; empty where there is nothing to set, and `note` says why. `note`: what differs."""
+    """An option of another framework, and the keys that it corresponds to here.
+
+    `key` has one key or several, or is empty if there is nothing to set; `note` says what differs, or why it is empty.
+    """
 
     framework: str
     key: str
@@ -18,7 +20,7 @@ class Alias:
 
     @property
     def advice(self) -> str:
-        """What a message says after the unknown key."""
+        """The text that follows the unknown key in a message."""
         name = " and ".join(repr(key) for key in self.key.split())
         here = f"{self.framework}'s name for {name}" if name else f"of {self.framework}"
         return f"{here}{f' ({self.note})' if self.note else ''}"
@@ -217,7 +219,7 @@ ALIASES: Mapping[str, Alias] = {
 
 
 def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
-    """The name given and its alias, for an unknown dotted key and what lies under it.
+    """Return the other framework's name and its alias for an unknown dotted key, or for a key below it.
 
     A mapping is searched down to its leaves. The first sections of a name may be missing if all names that end so
     mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is left out.
@@ -232,7 +234,7 @@ def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
 
 
 def unknown_options(arguments: list[str]) -> str:
-    """What to say of command-line options that do not exist, such as `--micro_train_batch_size 4`."""
+    """Return the message for command-line options that do not exist, such as `--micro_train_batch_size 4`."""
     names = [argument.lstrip("-").partition("=")[0] for argument in arguments if argument.startswith("-")]
     hints = [f"--{name} is {found[1].advice}" for name in names if (found := find_alias(name.replace("-", "_")))]
     advice = f"; {'; '.join(hints)}" if hints else ""

@@ -1,4 +1,4 @@
-"""How many rows and optimizer steps a step has, and in which steps the actor learns."""
+"""Counts the rows and optimizer steps of a training step, and the steps in which the actor learns."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """Of one step. Batch sizes of the configuration count prompts, these count rows: one per sample."""
+    """The counts of one training step, in rows: one per sample. (Batch sizes of the configuration count prompts.)"""
 
     rows_per_step: int
     rows_per_optimizer_step: int
@@ -15,12 +15,12 @@ class BatchCounts:
 
 
 def mini_batch_prompts(config: Config) -> int:
-    """Prompts of an optimizer step."""
+    """Return the number of prompts of an optimizer step."""
     return config.trainer.mini_batch_prompts or config.trainer.prompts_per_step
 
 
 def batch_counts(config: Config) -> BatchCounts:
-    """Counts of a step that is full: a filter may leave fewer rows."""
+    """Return the counts of a full step; a filter may leave fewer rows."""
     trainer, samples, mini = config.trainer, config.rollout.num_samples, mini_batch_prompts(config)
     return BatchCounts(
         rows_per_step=trainer.prompts_per_step * samples,
@@ -30,11 +30,11 @@ def batch_counts(config: Config) -> BatchCounts:
 
 
 def actor_learns(step: int, *, critic_warmup_steps: int) -> bool:
-    """Whether the actor is updated in a step, counted from 1: from step `critic_warmup_steps` on."""
+    """Return whether the actor is updated in a step, counted from 1: from step `critic_warmup_steps` on."""
     return step >= critic_warmup_steps
 
 
 def num_actor_steps(config: Config, *, has_critic: bool) -> int:
-    """Steps of the run in which the actor is updated."""
+    """Return the number of steps of the run in which the actor is updated."""
     waiting = max(config.critic.warmup_steps - 1, 0) if has_critic else 0
     return config.trainer.total_steps - waiting

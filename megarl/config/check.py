@@ -1,8 +1,9 @@
-"""What a configuration must satisfy beyond its types: ranges, relations of keys, the model's dimensions.
+"""Checks what a configuration must satisfy beyond its types: ranges, relations of keys, the model's dimensions.
 
 Each rule is a function that raises ConfigError, and a member of one of the lists below.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -20,7 +21,6 @@ from megarl.config.check_batches import (
     max_row_terms,
     max_row_tokens,
 )
-from megarl.config.check_cluster import check_cluster
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import (
@@ -41,37 +41,37 @@ Rule: TypeAlias = Callable[[Config], None]
 
 
 def check_config(config: Config) -> None:
-    """Rules of every kind of run. Raises ConfigError with the remedy."""
+    """Apply the rules of every kind of run. Raises ConfigError with the remedy."""
     _apply(COMMON_RULES, config)
 
 
 def check_train(config: Config) -> None:
-    """`check_config`, and what RL training needs."""
+    """Apply the rules of `check_config` and those of RL training. Raises ConfigError."""
     _apply((*COMMON_RULES, *TRAIN_RULES), config)
 
 
 def check_sft(config: Config) -> None:
-    """`check_config`, and what a supervised warm start needs."""
+    """Apply the rules of `check_config` and those of a supervised warm start. Raises ConfigError."""
     _apply((*COMMON_RULES, *SFT_RULES), config)
 
 
 def check_train_reward(config: Config) -> None:
-    """`check_config`, and what training a reward model needs."""
+    """Apply the rules of `check_config` and those of reward-model training. Raises ConfigError."""
     _apply((*COMMON_RULES, *TRAIN_REWARD_RULES), config)
 
 
 def check_eval(config: Config) -> None:
-    """What an evaluation needs; rows pass through engines only."""
+    """Apply the rules of an evaluation, which uses engines but does not train. Raises ConfigError."""
     _apply(EVAL_RULES, config)
 
 
 def check_serve_reward(config: Config) -> None:
-    """What a reward service needs; it has no model and no data."""
+    """Apply the rules of a reward service, which has no model and no data. Raises ConfigError."""
     _apply(SERVE_RULES, config)
 
 
 def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor") -> None:
-    """Rules that need the config.json of a role's model, given as a mapping."""
+    """Apply the rules that need the config.json of a role's model, given as a mapping. Raises ConfigError."""
     layout = role_settings(config)[role].layout
     check_tp(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")
@@ -106,6 +106,17 @@ def _require_ipc(config: Config) -> None:
         raise ConfigError(
             f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {here.name}; set "
             f"sync.cuda_ipc=false"
+        )
+
+
+def _require_joined_cluster(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.address is not None and not re.fullmatch(r"[^:\s]+:[0-9]+", cluster.address):
+        raise ConfigError(f"cluster.address: got {cluster.address!r}, expected HOST:PORT of a running Ray cluster")
+    if cluster.hosts and cluster.address is None:
+        raise ConfigError(
+            "cluster.hosts: is set, but without cluster.address Ray is started on this host alone; set "
+            "cluster.address=HOST:PORT, or remove it"
         )
 
 
@@ -149,7 +160,7 @@ def _require_scores_for_keep_best(config: Config) -> None:
         )
 
 
-def _require_untruncated_sampling(config: Config) -> None:
+def _require_sound_rollout(config: Config) -> None:
     rollout = config.rollout
     if rollout.top_p != 1:
         raise ConfigError(
@@ -159,9 +170,6 @@ def _require_untruncated_sampling(config: Config) -> None:
         raise ConfigError(
             f"rollout.top_k: got {rollout.top_k}; truncated sampling breaks importance ratios; set rollout.top_k=-1"
         )
-
-
-def _require_replay_dir(config: Config) -> None:
     if config.rollout.source == "replay" and not config.rollout.replay_dir:
         raise ConfigError(
             "rollout.replay_dir: is not set, but rollout.source=replay; "
@@ -188,14 +196,11 @@ def _require_sft_data(config: Config) -> None:
 # --- reward model training
 
 
-def _require_pairs(config: Config) -> None:
+def _require_pairs_alone(config: Config) -> None:
     if not config.train_reward.train:
         raise ConfigError(
             "train_reward.train: is empty; list parquet or JSONL files, as in train_reward.train=[a.jsonl]"
         )
-
-
-def _require_the_actors_settings(config: Config) -> None:
     if config.reward_model != RewardModelConfig():
         raise ConfigError(
             "reward_model: is for runs that are judged by a reward model; train-reward trains model.path with the "
@@ -211,19 +216,18 @@ COMMON_RULES: tuple[Rule, ...] = (
     check_row_fits_micro_batch,
     check_row_fits_engine,
     check_trainer_nodes,
-    check_cluster,
+    _require_joined_cluster,
 )
 TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
     _require_profile_within_run,
     _require_scores_for_keep_best,
-    _require_untruncated_sampling,
+    _require_sound_rollout,
     check_rewards,
     check_group_scores,
     check_role_layouts,
     check_whole_mini_batches,
     check_dp_divides_rows,
-    _require_replay_dir,
     _require_reward_model,
     check_replayed_routing,
     check_train_outlasts_warmup,
@@ -238,8 +242,7 @@ SFT_RULES: tuple[Rule, ...] = (
     check_sft_outlasts_warmup,
 )
 TRAIN_REWARD_RULES: tuple[Rule, ...] = (
-    _require_pairs,
-    _require_the_actors_settings,
+    _require_pairs_alone,
     check_pair_fits_micro_batch,
     check_dp_divides_pairs,
     check_train_reward_outlasts_warmup,
@@ -254,7 +257,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_transport,
     check_bridge_options,
     _require_ipc,
-    check_cluster,
+    _require_joined_cluster,
 )
 # What `megarl serve-reward` reads of a configuration.
 SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)

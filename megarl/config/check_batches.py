@@ -7,12 +7,12 @@ from megarl.errors import ConfigError
 
 
 def max_row_tokens(config: Config) -> int:
-    """Tokens of the longest row."""
+    """Return the number of tokens of the longest possible row."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def max_row_terms(config: Config) -> str:
-    """How messages put it."""
+    """Return the settings whose sum is the longest row, as messages show them."""
     return (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"rollout.max_response_tokens={config.rollout.max_response_tokens}"

@@ -8,7 +8,7 @@ from megarl.errors import ConfigError
 
 
 def check_layout(layout: LayoutConfig, where: str) -> None:
-    """Rules that need nothing but the layout; `where` is its key, such as `actor.layout`."""
+    """Apply the rules that need nothing but the layout; `where` is its key, such as `actor.layout`."""
     if layout.sequence_parallel and layout.tp == 1:
         raise ConfigError(
             f"{where}.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
@@ -30,11 +30,6 @@ def check_layout(layout: LayoutConfig, where: str) -> None:
             f"{where}.virtual_pp: got {layout.virtual_pp} at pp=2 without overlapped communication, which Megatron "
             f"computes silently wrong; set {where}.overlap_p2p=true"
         )
-    _check_expert_groups(layout, where)
-
-
-def _check_expert_groups(layout: LayoutConfig, where: str) -> None:
-    """Experts are split over the ranks of a pipeline stage."""
     if layout.stage_size % (layout.ep * layout.etp):
         raise ConfigError(
             f"{where}.ep: ep {layout.ep} × etp {layout.etp} = {layout.ep * layout.etp}, expected a divisor of the "
@@ -64,7 +59,7 @@ def check_role_layouts(config: Config) -> None:
 
 
 def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> int:
-    """A size that the config.json of a role's model must have."""
+    """Return a size that the config.json of a role's model must have. Raises ConfigError if it has none."""
     value = hf_config.get(name)
     if type(value) is not int or value < 1:
         key = "model.path" if role == "actor" else f"{role}.model_path"
@@ -73,7 +68,7 @@ def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> in
 
 
 def divisors(number: int) -> str:
-    """As messages list them."""
+    """List the divisors of a number, as messages show them."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 

@@ -90,17 +90,17 @@ def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
     tp = config.rollout.engine.tp
     sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
     kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))
-    valid = [n for n in range(1, sizes["num_attention_heads"] + 1) if _divides(n, sizes, kv_heads)]
+    valid = [
+        n
+        for n in range(1, sizes["num_attention_heads"] + 1)
+        if all(size % n == 0 for size in sizes.values()) and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
     if tp not in valid:
         named = ", ".join(f"{name}={size}" for name, size in (sizes | {"num_key_value_heads": kv_heads}).items())
         raise ConfigError(
             f"rollout.engine.tp: got {tp}, which does not divide the model ({named}); "
             f"valid values: {', '.join(map(str, valid))}"
         )
-
-
-def _divides(tp: int, sizes: Mapping[str, int], kv_heads: int) -> bool:
-    return all(size % tp == 0 for size in sizes.values()) and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 def _require_full_nodes(nodes: NodesConfig, where: str, count: int, what: str) -> None:
