@@ -4,8 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megarl.config.check_rewards import judges
-from megarl.config.roles import critic_settings, reference_settings, reward_model_settings
-from megarl.config.schema import Config, LayoutConfig, ModelConfig
+from megarl.config.schema import Config, LayoutConfig, ModelConfig, role_settings
 from megarl.config.setting import affected
 from megarl.errors import ConfigError
 from megarl.rollout.engine import engine_spec
@@ -21,23 +20,24 @@ def actor_role(config: Config) -> RoleSpec:
 def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
     """The actor; a frozen reference and a critic if the algorithm reads their scores; a reward model if it judges."""
     required, roles = algorithm.requires(), [actor_role(config)]
+    settings = role_settings(config)
     if Score.REF_LOGPROBS in required:
         model = _model(config, config.reference.model_path)
-        roles.append(RoleSpec(role=Role.REFERENCE, model=model, settings=reference_settings(config), trainable=False))
+        roles.append(RoleSpec(role=Role.REFERENCE, model=model, settings=settings[Role.REFERENCE], trainable=False))
     if Score.VALUES in required:
         roles.append(
             RoleSpec(
                 role=Role.CRITIC,
                 model=_model(config, config.critic.model_path),
-                settings=critic_settings(config),
+                settings=settings[Role.CRITIC],
                 head=Head.SCALAR,
                 trainable=not config.critic.freeze,
             )
         )
     if judges(config.rewards, "model"):
         model = _model(config, config.reward_model.model_path)
-        settings = reward_model_settings(config)
-        roles.append(RoleSpec(role=Role.REWARD, model=model, settings=settings, head=Head.SCALAR, trainable=False))
+        own = settings[Role.REWARD]
+        roles.append(RoleSpec(role=Role.REWARD, model=model, settings=own, head=Head.SCALAR, trainable=False))
     return tuple(roles)
 
 

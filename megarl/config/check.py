@@ -31,8 +31,7 @@ from megarl.config.check_placement import (
     check_transport,
 )
 from megarl.config.check_rewards import check_group_scores, check_rewards, judges
-from megarl.config.roles import role_settings
-from megarl.config.schema import Config, RewardModelConfig
+from megarl.config.schema import Config, RewardModelConfig, role_settings
 from megarl.config.setting import require_ranges
 from megarl.device.platform import platform
 from megarl.errors import ConfigError

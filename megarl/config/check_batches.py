@@ -1,8 +1,7 @@
 """Rules of what is counted: rows, micro-batches, optimizer steps, against every role's layout and each other."""
 
 from megarl.config.batches import batch_counts, mini_batch_prompts, num_actor_steps
-from megarl.config.roles import role_settings
-from megarl.config.schema import Config, OptimizerConfig
+from megarl.config.schema import Config, OptimizerConfig, role_settings
 from megarl.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """The configuration tree. Every key that a user can set is a field here or in the modules imported here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.config.algo import AlgoConfig
@@ -54,6 +54,7 @@ __all__ = [
     "TrainerConfig",
     "ValidationConfig",
     "WeightedFile",
+    "role_settings",
 ]
 
 
@@ -197,3 +198,20 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def role_settings(config: Config) -> dict[str, ActorConfig]:
+    """Return every role's settings by its name, with what it leaves open filled in from the actor's.
+
+    All roles are there, whether or not a run needs them.
+    """
+    actor, critic = config.actor, config.critic
+    settings = {"actor": actor}
+    for role, own in (("reference", config.reference), ("critic", critic), ("reward_model", config.reward_model)):
+        settings[role] = replace(
+            actor,
+            layout=own.layout or actor.layout,
+            micro_batch_tokens=own.micro_batch_tokens or actor.micro_batch_tokens,
+        )
+    settings["critic"] = replace(settings["critic"], optimizer=critic.optimizer, recompute=critic.recompute)
+    return settings

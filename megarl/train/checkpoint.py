@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from megarl.config import from_dict
-from megarl.config.roles import role_settings
-from megarl.config.schema import CheckpointConfig, Config
+from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
 from megarl.types import AlgoState

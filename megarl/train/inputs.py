@@ -11,8 +11,7 @@ from megarl.cluster.roles import model_key, reward_role, roles_of
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.check import check_model, check_sft, check_train, check_train_reward
 from megarl.config.check_batches import max_row_terms, max_row_tokens
-from megarl.config.roles import reward_model_settings
-from megarl.config.schema import Config
+from megarl.config.schema import Config, role_settings
 from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import require_hints
 from megarl.data.preferences import PreferenceDataset
@@ -214,7 +213,7 @@ def max_reward_tokens(config: Config) -> int:
     """Tokens of the longest conversation that the reward model takes: a micro-batch, less the place of a score."""
     assert config.reward_model.model_path is not None, "the configuration was not checked"
     positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
-    return min(reward_model_settings(config).micro_batch_tokens - 1, positions)
+    return min(role_settings(config)[Role.REWARD].micro_batch_tokens - 1, positions)
 
 
 def open_sft_inputs(config: Config) -> SftInputs:
