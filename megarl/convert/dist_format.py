@@ -61,7 +61,7 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A rectangle of a global tensor, and where what torch.save wrote of it lies."""
+    """A rectangle of a global tensor, and the place of what torch.save wrote of it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -80,13 +80,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Where a chunk's elements lie in its file, row-major without gaps."""
+    """The place of a chunk's elements in its file, row-major without gaps."""
 
     file: str
     offset: int
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that refuses every name that metadata has no need of."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -154,7 +156,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
 
 
 class _Counter(io.RawIOBase):
-    """A stream that only counts."""
+    """A stream that only counts the bytes that are written to it."""
 
     num_bytes = 0
 

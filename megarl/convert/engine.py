@@ -31,7 +31,7 @@ _LINE = re.compile(r"(\d+) (\d{10})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Where a conversion writes, with how many processes, and whether it replaces what is there."""
+    """Settings of a conversion: where it writes, with how many processes, and whether it replaces what is there."""
 
     out: Path
     num_workers: int
@@ -48,7 +48,7 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPiece:
-    """A piece in its place. num_bytes_read: of the source, to write it."""
+    """A piece that is in its place. num_bytes_read counts the bytes of the source that were read for it."""
 
     index: int
     checksum: int
@@ -58,7 +58,7 @@ class FinishedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOutcome:
-    """What a conversion did. num_kept: pieces that an earlier run had written."""
+    """The outcome of a conversion. num_kept counts the pieces that an earlier run had written."""
 
     num_pieces: int
     num_kept: int
@@ -67,7 +67,7 @@ class ConversionOutcome:
 
 
 class Journal:
-    """What of a conversion is done, in OUT.partial/.convert, so that one that was killed continues.
+    """The finished pieces of a conversion, noted in OUT.partial/.convert so that one that was killed continues.
 
     `name_file` names the conversion and appears when all files are preallocated; `done_file` gets a line per finished
     piece with the checksum of its bytes. A continued conversion checks them: what a crash of the machine lost is done

@@ -1,4 +1,4 @@
-"""Checkpoints of either format, opened only if they fit their config.json and the family's table."""
+"""Opening of checkpoints of either format, only if they fit their config.json and the family's table."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.convert.dist_format import METADATA, StoredTensor, read_index
-from megarl.convert.mapping import Parameter, model_parameters
+from megarl.convert.dist_format import METADATA, read_index
+from megarl.convert.mapping import model_parameters
 from megarl.convert.readers import DistReader, SafetensorsReader, TensorReader
 from megarl.errors import ConfigError, DataError
 from megarl.train.checkpoint import STATE_FILE, read_checkpoint
@@ -96,10 +96,16 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
     scalar_head = "value_head.weight" in weights
     # Megatron stacks layers, unless some have experts and others not: then each has keys of its own.
     stacked = not any(key.startswith("decoder.layers.0.") for key in weights)
-    parameters = [
-        _as_stored(parameter, weights)
-        for parameter in model_parameters(spec, scalar_head=scalar_head, vocab_multiple=_NO_PADDING, stacked=stacked)
-    ]
+    parameters = []
+    for parameter in model_parameters(spec, scalar_head=scalar_head, vocab_multiple=_NO_PADDING, stacked=stacked):
+        # The key and the vocabulary padding are those that the checkpoint has.
+        key = parameter.key if parameter.key in weights else parameter.other_key
+        rows = parameter.shape[0]
+        if key in weights:
+            if parameter.partition is Partition.VOCAB and (stored := weights[key].spec.shape):
+                rows = max(rows, stored[len(parameter.stack)])
+            parameter = dataclasses.replace(parameter, key=key, shape=(rows, *parameter.shape[1:]))
+        parameters.append(parameter)
     ends: dict[str, int] = {}
     for chunk in (chunk for tensor in weights.values() for chunk in tensor.chunks):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
@@ -119,17 +125,6 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
         weight_map=read_weight_map(model),
         state=_state([*sorted(path.glob("*.distcp")), path / ".metadata", model / "config.json"]),
     )
-
-
-def _as_stored(parameter: Parameter, stored: Mapping[str, StoredTensor]) -> Parameter:
-    """Return a parameter under the key and with the vocabulary padding that a checkpoint has it with."""
-    key = parameter.key if parameter.key in stored else parameter.other_key
-    if key not in stored:
-        return parameter
-    rows, num_stack = parameter.shape[0], len(parameter.stack)
-    if parameter.partition is Partition.VOCAB and stored[key].spec.shape:
-        rows = max(rows, stored[key].spec.shape[num_stack])
-    return dataclasses.replace(parameter, key=key, shape=(rows, *parameter.shape[1:]))
 
 
 def compare_specs(

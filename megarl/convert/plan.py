@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to preallocate, with what lies at fixed places in it besides pieces."""
+    """A file to preallocate, with the bytes at fixed places in it besides pieces."""
 
     name: str
     num_bytes: int

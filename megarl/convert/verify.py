@@ -30,7 +30,7 @@ class ComparedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What comparing some rows found: differences, NaN or infinity. first: index of the first difference."""
+    """The result of comparing some rows: differences, NaN or infinity. first: index of the first difference."""
 
     tensor: str
     row: int

@@ -21,7 +21,7 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error of a task that is the user's to mend."""
+    """The message of an error in a worker that the user can mend."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""Which tokens of a response spell its final answer, for credit that must not reward copying the answer of a hint."""
+"""The tokens that spell a response's final answer, for credit that must not reward copying the answer of a hint."""
 
 import re
 from bisect import bisect_left, bisect_right

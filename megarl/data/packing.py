@@ -1,4 +1,4 @@
-"""Which row goes to which data-parallel rank and micro-batch. The bins hold indices into `lengths`."""
+"""Distribution of rows over data-parallel ranks and micro-batches. The bins hold indices into `lengths`."""
 
 import heapq
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(slots=True)
 class _Bin:
+    """Rows that go together, and the sum of their lengths."""
+
     total: int = 0
     indices: list[int] = field(default_factory=list)
 
@@ -112,6 +114,7 @@ def _spread(bins: list[_Bin], num_bins: int) -> int:
 
 
 def _require_positive(lengths: Sequence[int]) -> None:
+    """Raise DataError for a row without tokens."""
     for index, length in enumerate(lengths):
         if length < 1:
             raise DataError(f"row {index} has {length} tokens, expected at least one")

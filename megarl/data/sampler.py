@@ -1,4 +1,4 @@
-"""Which rows make up which batch: a function of the seed alone, so that a resumed run draws the same ones.
+"""Samplers of batches of rows, which depend on the seed alone, so that a resumed run draws the same ones.
 
 Several prompt files can be mixed by weight. With weights w_i, and p_i = w_i / Σ w, file i's share of the first n draws
 is kept next to n·p_i: each draw goes to the file that lags furthest behind its share (smooth weighted round-robin).

@@ -66,7 +66,7 @@ class TinyModelConfig:
 
 
 def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> int:
-    """Write a model directory (config, safetensors, tokenizer, generation config); count parameters."""
+    """Write a model directory (config, safetensors, tokenizer, generation config); return the number of parameters."""
     tokenizer = make_byte_tokenizer()
     hf_config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -93,7 +93,7 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> 
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Byte-level BPE without merges: 3 special tokens, 256 bytes, 5 words. ChatML; ends with `<|im_end|>`."""
+    """Make a byte-level BPE tokenizer without merges: 3 special tokens, 256 bytes, 5 words; ChatML template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -62,7 +62,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 class Program(AbstractContextManager["Program"]):
-    """One program, shut in. `run` starts it afresh for each task. Leaving the context leaves nothing of it behind."""
+    """A program that is shut in. `run` starts it afresh for each task; leaving the context removes all of it."""
 
     def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
         self._connection = connection
@@ -114,7 +114,8 @@ class Program(AbstractContextManager["Program"]):
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill(self) -> None:
-        """Only while the connection is open: then the keeper is alive, and its number its own."""
+        """Kill the keeper."""
+        # Only while the connection is open: then the keeper is alive, and its number its own.
         os.kill(self.keeper, signal.SIGKILL)
 
     def _wait_for_end(self) -> None:

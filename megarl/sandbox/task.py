@@ -40,7 +40,7 @@ ProgramTask: TypeAlias = RunWithInput | Call | Evaluate | Execute
 
 
 class Ending(StrEnum):
-    """How a run ended. All but `EXITED` were ended by the sandbox or a signal."""
+    """The way in which a run ended. All but `EXITED` were ended by the sandbox or a signal."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"

@@ -13,11 +13,11 @@ _LARGEST_PLAIN_INT = 2**63
 
 
 class AnswerError(ValueError):
-    """The bytes are no encoded value."""
+    """Raised where bytes are no encoded value."""
 
 
 class Unknown:
-    """Stands for an object of a type that has no encoding; equals nothing."""
+    """A stand-in for an object of a type that has no encoding; equals nothing."""
 
     def __eq__(self, other: object) -> bool:
         return False

@@ -12,7 +12,7 @@ _STACK_MIB = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits of `megarl.sandbox.options.Limits` as they arrive on this side, and whether there are namespaces."""
+    """The limits of `megarl.sandbox.options.Limits` as they arrive on this side, and whether namespaces are used."""
 
     cpu_s: int
     wall_s: float
