@@ -1,1 +1,1 @@
-"""The accelerator, or its absence: what differs between CPU and CUDA."""
+"""The device that a process computes on, CPU or CUDA, and the accelerators of a host."""

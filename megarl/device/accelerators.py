@@ -29,7 +29,7 @@ class Device:
 
 
 def nvidia_devices() -> list[Device]:
-    """What `nvidia-smi` lists; nothing where it is missing or fails."""
+    """List what `nvidia-smi` lists; nothing where it is missing or fails."""
     try:
         answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
@@ -38,13 +38,13 @@ def nvidia_devices() -> list[Device]:
 
 
 def parse_devices(listing: str) -> list[Device]:
-    """Devices from lines of `name, MiB, driver version`."""
+    """Parse devices from lines of `name, MiB, driver version`."""
     rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listing.splitlines() if line.strip()]
     return [Device(name=name, memory_gib=float(mib) / 1024, driver=driver) for name, mib, driver in rows]
 
 
 def peak_tflops(name: str, dtype: str) -> float | None:
-    """The published dense peak of a device for a model's dtype, if it is known here."""
+    """Return the published dense peak of a device for a model's dtype; None if it is not known here."""
     if dtype != "bfloat16":
         return None
     return next((peak for prefix, peak in _BFLOAT16_PEAKS if name.startswith(prefix)), None)
@@ -59,7 +59,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """What the installed torch was built with, without touching a device; nothing where there is no torch."""
+    """Say what the installed torch was built with, without touching a device; None where there is no torch."""
     if importlib.util.find_spec("torch") is None:
         return TorchBuild(cuda_version=None, nccl_version=None)
     import torch

@@ -93,7 +93,7 @@ class Platform:
         """Return when the device has done what this thread asked of it."""
 
     def host_buffer(self, num_bytes: int) -> "torch.Tensor":
-        """[num_bytes] uint8 in host memory that a device copies from and to at full speed."""
+        """Allocate [num_bytes] uint8 in host memory that a device copies from and to at full speed."""
         import torch
 
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins_host_memory)

@@ -1,4 +1,4 @@
-"""Lets Megatron-Core run on a CPU: CUDA entry points answer for the CPU, RNG and Adam get CPU twins.
+"""Let Megatron-Core run on a CPU: CUDA entry points answer for the CPU, RNG and Adam get CPU twins.
 
 Megatron's sources are not edited. `install()` is idempotent per process and must run on the thread that will
 call Megatron: torch function modes are thread-local.
@@ -94,7 +94,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Prepare this process; the second call does nothing."""
+    """Make Megatron usable in this process without CUDA; the second call does nothing."""
     global _installed
     if _installed:
         return
@@ -180,7 +180,7 @@ def _replace_dispatch() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        """[Σ sizes, ...]: every rank's rows, end to end. Gloo gathers equal shares only, but sends unequal ones."""
+        """Gather every rank's rows, end to end: [Σ sizes, ...]. Gloo gathers equal shares only."""
         if output_split_sizes is None or group.size() == 1:
             return gather_even(input_, group, output_split_sizes, use_global_buffer)
         gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
@@ -190,7 +190,7 @@ def _replace_dispatch() -> None:
         return gathered
 
     def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        """[sizes[rank], ...]: the sum over ranks of what each of them has for this one."""
+        """Sum over ranks what each of them has for this one: [sizes[rank], ...]."""
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter_even(input_, group, input_split_sizes, use_global_buffer)
         mine = input_split_sizes[group.rank()]

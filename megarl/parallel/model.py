@@ -118,7 +118,7 @@ class PolicyModel(PackedModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output embedding, vocabulary padding included."""
+        """Return this rank's rows of the output embedding, vocabulary padding included."""
         return self.shared_embedding_or_output_weight() if self.spec.dims.tied else self.output_layer.weight
 
     def forward(
@@ -145,7 +145,7 @@ class ScalarHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] → [N]."""
+        """Compute values [N] from hidden states [N, H]."""
         return (hidden.float() @ self.weight.float().t())[:, 0]
 
 
@@ -161,7 +161,7 @@ class ValueModel(PackedModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As any module's: that of a language model expects the output layer."""
+        """Describe the parameters as for any module: a language model's own method expects the output layer."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 

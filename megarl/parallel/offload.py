@@ -1,4 +1,4 @@
-"""Moves a role's memory between its device and the host: parameters, gradient buffers, optimizer state.
+"""Move a role's memory between its device and the host: parameters, gradient buffers, optimizer state.
 
 Megatron keeps parameters and gradients as views of large buffers, and main parameters as views of those again. So
 storages are moved, not tensors: a storage's bytes are copied to the host and the storage is resized to nothing;

@@ -27,7 +27,10 @@ class PackAlignment:
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence splits into 2·cp chunks, of which a rank takes one early and one late: equal work."""
+        """Return what lengths of sequences are multiples of.
+
+        Under context parallelism a rank takes one early and one late of 2·cp chunks, so that all have equal work.
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property

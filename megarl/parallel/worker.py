@@ -38,7 +38,7 @@ class PolicyWorker:
         self.rank = rank
 
     def prepare(self) -> str:
-        """Import what takes long and offer an address for the process group (rank 0's is used)."""
+        """Import what takes long, and offer an address for the process group (rank 0's is used)."""
         from megarl.parallel.backend import prepare_megatron
 
         prepare_megatron()
@@ -89,7 +89,7 @@ class PolicyWorker:
         return scores if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
-        """One optimizer step on a mini-batch, of which this replica has `micro_batches`."""
+        """Take one optimizer step on a mini-batch, of which this replica has `micro_batches`."""
         from megarl.parallel.passes import accumulate_gradients, optimizer_step
 
         loaded = self._role(request.role, *Part)
@@ -135,7 +135,7 @@ class PolicyWorker:
         return _owned(loaded, with_checksums=with_checksums)
 
     def held_weights(self) -> "dict[str, Box]":
-        """Which box of each of the actor's Hugging Face tensors this rank has, owned or not."""
+        """Return which box of each of the actor's Hugging Face tensors this rank has, owned or not."""
         from megarl.parallel.model import model_slices
         from megarl.sync.wire.ends import holding_of
 
@@ -151,7 +151,7 @@ class PolicyWorker:
         self.bridge = BridgeSender(share, self.bridge_wire)
 
     def largest_weights(self) -> dict[str, float]:
-        """`BridgeSender.largest` of the actor."""
+        """Return `BridgeSender.largest` of the actor's weights."""
         from megarl.parallel.model import model_slices
 
         return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
@@ -172,7 +172,7 @@ class PolicyWorker:
         self.checkpoints.start_save(Path(directory))
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Whether the checkpoint under way is written on all ranks; with `wait`, return when it is."""
+        """Say whether the checkpoint under way is written on all ranks; with `wait`, return when it is."""
         return self.checkpoints.finish_save(wait=wait)
 
     def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:
@@ -205,7 +205,7 @@ class PolicyWorker:
         del self.profiler
 
     def _role(self, role: Role, *needed: Part) -> "LoadedRole":
-        """A role of which these parts are on the device."""
+        """Return a role, and require these parts of it to be on the device."""
         assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
         self.offloaders[role].require(*needed)
         return self.roles[role]
@@ -220,7 +220,7 @@ class PolicyWorker:
 
 
 def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
-    """What of a role's Hugging Face tensors this rank writes."""
+    """Count, and sum up if asked, what this rank writes of a role's Hugging Face tensors."""
     from megarl.parallel.model import model_slices
     from megarl.weights.slices import count_elements, slice_checksums
 

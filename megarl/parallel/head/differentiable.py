@@ -1,4 +1,4 @@
-"""What lies between forward and backward of the head, and what backward must compute again.
+"""Autograd functions of the head, by regime: what each keeps for backward, and what backward computes again.
 
 recompute   nothing but statistics: backward computes the logits again, chunk by chunk        8·N·H·V FLOP
 keep        the raw logits [N, V/tp], which their gradient overwrites                         6·N·H·V FLOP

@@ -1,4 +1,4 @@
-"""Which regime a micro-batch's head works in, and how many rows at a time. Imports no torch: a dry run asks too."""
+"""Choose the regime of a micro-batch's head and its chunk of rows. Imports no torch: a dry run asks too."""
 
 from enum import StrEnum
 
@@ -18,8 +18,11 @@ class Regime(StrEnum):
 
 
 def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_local: bool) -> Regime:
-    """The regime named, or under `auto` the fastest: keep if the logits fit into the budget, else in_chunk if the
-    loss allows it, else recompute. All ranks that share a pack must be told the same."""
+    """Choose the regime named, or under `auto` the fastest.
+
+    That is keep if the logits fit into the budget, else in_chunk if the loss allows it, else recompute. All ranks that
+    share a pack must be told the same.
+    """
     if setting != AUTO:
         return Regime(setting)
     if logits_bytes <= memory_bytes:
@@ -28,10 +31,11 @@ def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_l
 
 
 def automatic_chunk(num_rows: int, *, hidden: int, num_logits: int, itemsize: int) -> int:
-    """Rows of `num_logits` logits each whose logits take half of what the weight shard [num_logits, hidden] takes.
+    """Choose how many rows, of `num_logits` logits each, to work on at a time.
 
-    So the memory is in proportion to the weights', and a chunk's GEMMs are large enough beside the reading of the
-    weight and the writing of its gradient. No more rows than there are; `MAX_CHUNK_BYTES` of logits at most.
+    Their logits take half of what the weight shard [num_logits, hidden] takes. So the memory is in proportion to the
+    weights', and a chunk's GEMMs are large enough beside the reading of the weight and the writing of its gradient. No
+    more rows than there are; `MAX_CHUNK_BYTES` of logits at most.
     """
     fitting = min(hidden // 2, MAX_CHUNK_BYTES // max(1, num_logits * itemsize))
     return max(1, min(num_rows, max(fitting // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE))

@@ -1,4 +1,4 @@
-"""Whether kernels agree with dense float64 log_softmax and its autograd, on small logits of awkward shapes."""
+"""Test whether kernels agree with dense float64 log_softmax and its autograd, on small logits of awkward shapes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ CASES = (
 
 
 def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None if every case agrees, else the first disagreement: its name, the largest difference and what is allowed."""
+    """Return the first disagreement (name, largest difference, what is allowed); None if every case agrees."""
     for case in CASES:
         for comparison in _comparisons(case, kernels, device, dtype):
             if disagreement := comparison.disagreement():
@@ -57,7 +57,7 @@ class _Comparison:
     rtol: float = 0.0
 
     def disagreement(self) -> str:
-        """ "" if it holds; no number is a disagreement."""
+        """Say by how much it does not hold; "" if it holds. A NaN is a disagreement."""
         difference = (self.got.double().cpu() - self.expected).abs().nan_to_num(nan=torch.inf).flatten()
         allowed = (self.atol + self.rtol * self.expected.abs()).flatten()
         worst = int((difference - allowed).argmax())
@@ -121,7 +121,7 @@ def _make_problem(case: Case, dtype: torch.dtype) -> _Problem:
 
 
 def _comparisons(case: Case, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> Iterator[_Comparison]:
-    """What the kernels make of one case, next to what float64 makes of it."""
+    """Compare what the kernels make of one case with what float64 makes of it."""
     problem = _make_problem(case, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     buffer = problem.buffer.to(device, copy=True)

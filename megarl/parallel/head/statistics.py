@@ -1,4 +1,4 @@
-"""Three floats a row and one all-gather: log-probs and entropies without the vocabulary in one place.
+"""Log-probs and entropies from three floats a row and one all-gather, without the vocabulary in one place.
 
 Each rank reduces its shard of a row's logits z to the local lse, the entropy H_i of the local softmax and z of the
 label if it owns it. From all ranks' three: lse = logsumexp_i lse_i, log p = Σ_i z_i − lse, and with the shards' masses

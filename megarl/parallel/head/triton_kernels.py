@@ -50,7 +50,7 @@ def _statistics_kernel(
     out_stride: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row."""
+    """Compute the statistics of a row; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * row_stride
     inverse = tl.load(inverse_temperature + row).to(tl.float32)
@@ -94,7 +94,7 @@ def _gradient_kernel(
     b: "Tensor | None",
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per block of a row."""
+    """Overwrite a block of logits by its gradient; one program per block of a row."""
     blocks_per_row = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = tl.program_id(0) % blocks_per_row * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +124,7 @@ class TritonKernels:
     num_warps: int = 4
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
-        """As in `ChunkKernels`; ValueError for other types or columns that are not next to each other."""
+        """Run a pass of `ChunkKernels`; ValueError for other types, or columns that are not next to each other."""
         _check_layout(logits)
         if len(logits):
             _statistics_kernel[(len(logits),)](
@@ -150,7 +150,7 @@ class TritonKernels:
         a: Tensor,
         b: Tensor | None,
     ) -> None:
-        """As in `ChunkKernels`; ValueError for other types or columns that are not next to each other."""
+        """Run a pass of `ChunkKernels`; ValueError for other types, or columns that are not next to each other."""
         _check_layout(logits)
         if len(logits):
             _gradient_kernel[(len(logits) * triton.cdiv(logits.shape[1], self.block),)](

@@ -1,4 +1,4 @@
-"""Sets up models with experts: Megatron's options, where gradients are reduced, and frozen routers."""
+"""Set up models with experts: Megatron's options, where gradients are reduced, and frozen routers."""
 
 from collections.abc import Sequence
 from typing import Any
