@@ -1,4 +1,4 @@
-"""From YAML files and dotted overrides to a `Config`.
+"""Builds a `Config` from YAML files and dotted overrides.
 
 A run file may name files to build upon, and then holds only what differs:
 
@@ -30,17 +30,17 @@ Tree: TypeAlias = dict[str, Any]
 
 
 def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run file with overrides. Raises ConfigError; `check` judges the values."""
+    """Load a run file with overrides. Raises ConfigError for keys and types; `check` judges the values."""
     return from_dict(Config, compose(run_file, overrides))
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """A configuration with some settings changed, as by `compose`; it has no files that `use` could choose."""
+    """Return a configuration with some settings changed by overrides, as in `compose`, but without `use`."""
     return from_dict(Config, _merge(asdict(config), _parse_overrides(overrides)))
 
 
 def dump(config: Config) -> str:
-    """YAML of every key, which loads back to an equal Config."""
+    """Write every key as YAML, which loads back to an equal Config."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
@@ -79,7 +79,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
 def _collect(
     run_file: Path, use_overrides: Mapping[str, str], above: tuple[Path, ...]
 ) -> tuple[dict[str, Path], list[Tree]]:
-    """The file of each group, and the bodies of the run files, base first. `above`: those that led here."""
+    """Return the file of each group, and the bodies of the run files, base first. `above`: those that led here."""
     if run_file.resolve() in above:
         raise ConfigError(f"{run_file}: builds upon itself; remove the circle of use.run")
     body = read_yaml(run_file)
@@ -124,7 +124,7 @@ def _require_file(path: Path, where: str) -> None:
 
 
 def read_yaml(path: Path) -> Tree:
-    """The mapping of a YAML file, empty for an empty file. ConfigError if it is anything else, or has a key twice."""
+    """Read the mapping of a YAML file, empty for an empty file. ConfigError if it is not a mapping or repeats a key."""
     _require_file(path, "")
     tree = _parse_yaml(path.read_bytes(), str(path))
     if tree is None:
@@ -144,7 +144,7 @@ def _parse_yaml(text: bytes, where: str) -> Any:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of duplicate keys; here they are errors."""
+    """A YAML loader that refuses duplicate keys, of which PyYAML keeps the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

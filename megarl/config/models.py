@@ -46,16 +46,16 @@ class LayoutConfig:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def expert_dp(self) -> int:
-        """Ranks of a stage that hold the same part of the same experts."""
+        """Number of ranks of a stage that hold the same part of the same experts."""
         return self.stage_size // (self.ep * self.etp)
 
     def dp_rank_of(self, rank: int) -> int:
-        """Data-parallel coordinate of a global rank (ranks count tp fastest, then cp, dp, pp)."""
+        """Return the data-parallel coordinate of a global rank (ranks count tp fastest, then cp, dp, pp)."""
         return rank // (self.tp * self.cp) % self.dp
 
 

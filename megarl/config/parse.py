@@ -1,4 +1,4 @@
-"""From a mapping to a frozen dataclass tree, strictly: an unknown key or a wrong type is an error."""
+"""Parses a mapping into a frozen dataclass tree, strictly: an unknown key or a wrong type is an error."""
 
 import math
 import re
@@ -54,7 +54,7 @@ def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[
 
 
 def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) -> str:
-    """What to do about an unknown key."""
+    """Return what to do about an unknown key, as messages say it."""
     if "." in key:
         return "dotted keys belong to overrides on the command line; in a file, nest one mapping in the other"
     found = suggest_keys(key, path, known)
@@ -64,7 +64,7 @@ def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) 
 
 
 class _WrongTypeError(Exception):
-    """A value does not fit a hint; `_convert` makes the message."""
+    """Raised when a value does not fit a type hint; `_convert` makes the message."""
 
 
 def _convert(hint: Any, value: object, path: str) -> object:
@@ -93,7 +93,7 @@ def _parse_section(hint: Any, value: object, path: str) -> object:
 
 
 def _parse_union(hint: Any, value: object, path: str) -> object:
-    """A type or null, a section or null, or a plain type or a section."""
+    """Parse a union: a type or null, a section or null, or a plain type or a section."""
     plain = [arg for arg in get_args(hint) if arg is not NoneType and not is_dataclass(arg)]
     for other in get_args(hint):
         if other is NoneType and value is None:
@@ -117,7 +117,7 @@ def _parse_tuple(hint: Any, value: object, path: str) -> object:
 
 
 def _parse_mapping(hint: Any, value: object, path: str) -> object:
-    """Settings by names of the user's choice."""
+    """Parse a mapping whose names the user chooses."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise _WrongTypeError
     return {name: _convert(get_args(hint)[1], item, _join(path, name)) for name, item in value.items()}
@@ -136,7 +136,7 @@ def _parse_exact(hint: Any, value: object, path: str) -> object:
 
 
 def parse_bool(value: object) -> bool:
-    """True, False, or one of the texts true/yes/1 and false/no/0 in any case; ConfigError for anything else."""
+    """Parse True, False, or one of the texts true/yes/1 and false/no/0 in any case; ConfigError for anything else."""
     if isinstance(value, bool):
         return value
     text = value.lower() if isinstance(value, str) else ""
@@ -183,7 +183,7 @@ _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
 
 
 def describe_type(hint: Any) -> str:
-    """What a field of this type takes, in words."""
+    """Describe the values that a field of this type takes."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
         return " or ".join(_alternative(arg) for arg in args)

@@ -1,4 +1,4 @@
-"""Which key of the configuration somebody may have meant by one that does not exist."""
+"""Suggests the key of the configuration that an unknown key was meant to be."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -15,7 +15,7 @@ _MIN_BEGINNING = 3
 
 
 def suggest_keys(key: str, path: str, known: Sequence[str]) -> list[str]:
-    """Dotted keys: all places of a key of this very name, else the nearest name, the same section preferred.
+    """Return dotted keys: all places of a key of this very name, else the nearest name, the same section preferred.
 
     Args:
         path: the section in which `key` was given; "" is the root.
@@ -35,7 +35,7 @@ def _name(dotted: str) -> str:
 
 
 def _score(key: str, path: str, dotted: str) -> float:
-    """How near a key is to the one given; 0 if it is not worth a mention."""
+    """Return how similar a known key is to the given one; 0 if it is not worth mentioning."""
     section, _, name = dotted.rpartition(".")
     letters, words = _letters(key, name), _words(key, name)
     if section == path:
@@ -46,12 +46,12 @@ def _score(key: str, path: str, dotted: str) -> float:
 
 
 def _letters(a: str, b: str) -> float:
-    """Share of letters in common and in order, 0 to 1, where names have something to say."""
+    """Return the share of letters that two names have in common and in order, 0 to 1, without filler words."""
     return SequenceMatcher(None, "_".join(_telling(a)), "_".join(_telling(b))).ratio()
 
 
 def _words(a: str, b: str) -> float:
-    """Words of `a` that `b` has too, plural or cut short, as a share of all words of both."""
+    """Return the words of `a` that `b` has too, plural or abbreviated, as a share of all words of both."""
     words_a, words_b = _telling(a), _telling(b)
     common = sum(any(_is_same(word, other) for other in words_b) for word in words_a)
     return common / (len(words_a) + len(words_b) - common)

@@ -39,23 +39,23 @@ MAIN_PARAMETER_BYTES = 4
 
 
 def weight_bytes(num_parameters: int, dtype_bytes: int) -> int:
-    """b·P."""
+    """Return the bytes of a rank's weights: b·P."""
     return dtype_bytes * num_parameters
 
 
 def gradient_bytes(num_parameters: int) -> int:
-    """4·P."""
+    """Return the bytes of a rank's gradients: 4·P."""
     return GRADIENT_BYTES * num_parameters
 
 
 def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int) -> int:
-    """AdamW's moments, and main parameters unless the model itself is float32, over D = `num_shards` ranks."""
+    """Return a rank's bytes of AdamW's moments and, unless the model is float32, main parameters, over D shards."""
     per_parameter = ADAM_BYTES + (MAIN_PARAMETER_BYTES if dtype_bytes < MAIN_PARAMETER_BYTES else 0)
     return -(-per_parameter * num_parameters // num_shards)
 
 
 def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int, dtype_bytes: int) -> int:
-    """What one layer keeps for backward of a micro-batch with `num_tokens` tokens on this rank."""
+    """Return the bytes that one layer keeps for backward of a micro-batch with `num_tokens` tokens on this rank."""
     split = layout.tp if layout.sequence_parallel else 1
     experts = dims.experts
     ffn, routed = dims.ffn, 0
@@ -67,7 +67,7 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
 
 
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:
-    """Layer activations a stage holds at once: layers × micro-batches in flight (1F1B, or interleaved 1F1B)."""
+    """Count the layer activations that a stage holds at once: layers × micro-batches in flight (1F1B)."""
     if layout.virtual_pp == 1:
         return min(num_micro_batches, layout.pp - stage) * num_layers
     chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_pp - 1) * layout.pp + 1
@@ -84,7 +84,7 @@ def activation_bytes(
     num_micro_batches: int,
     dtype_bytes: int,
 ) -> int:
-    """What the layers of a stage keep at the peak of an update, micro-batches of `num_tokens` tokens on this rank."""
+    """Return the bytes that a stage's layers keep at an update's peak, with micro-batches of `num_tokens` tokens."""
     num_layers = num_stage_layers(layout, dims.num_layers)[stage]
     layer = layer_activation_bytes(dims, layout, num_tokens=num_tokens, dtype_bytes=dtype_bytes)
     kept = num_kept_layers(layout, stage, num_layers, num_micro_batches)
@@ -104,7 +104,7 @@ def head_bytes(
     dtype_bytes: int,
     backward: bool,
 ) -> int:
-    """The output head of the last stage."""
+    """Return the bytes that the output head of the last stage takes in a pass."""
     rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
     kept = dtype_bytes * num_tokens * rows
     chunk = head.chunk_tokens or automatic_chunk(num_tokens, hidden=dims.hidden, num_logits=rows, itemsize=dtype_bytes)
@@ -116,7 +116,7 @@ def head_bytes(
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers on one of an engine's `tp` devices; no head or latent is split."""
+    """Return a token's bytes of keys and values in all layers on one of `tp` devices; no head or latent is split."""
     if dims.latent is not None:
         return dtype_bytes * dims.num_layers * (dims.latent.kv_latent + dims.latent.rope)
     num_heads = max(1, dims.num_kv_heads // tp)
