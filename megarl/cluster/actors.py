@@ -1,4 +1,4 @@
-"""Ray actors: thin wrappers of the classes that do the work. All say where they run and can keep their host's file."""
+"""Ray actors: thin wrappers of the classes that do the work. All of them say where they run."""
 
 import contextlib
 import os
@@ -17,7 +17,6 @@ from megarl.device.platform import platform
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
-from megarl.sync.wire.file import HostFile
 
 # For processes that were killed to be gone.
 END_TIMEOUT_S = 10.0
@@ -29,7 +28,6 @@ class RunActor:
     concurrency_groups: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self) -> None:
-        self._host_file = HostFile()
         write_stacks_on_signal()
 
     def locate(self) -> Location:
@@ -47,10 +45,6 @@ class RunActor:
     def lost_workers(self) -> list[int]:
         """Which worker processes of this one have ended; the answer itself is a sign of life."""
         return []
-
-    def call_host_file(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the `HostFile` of this host; one process of each host is asked."""
-        return getattr(self._host_file, method)(*args, **kwargs)
 
 
 class RankActor(RunActor):

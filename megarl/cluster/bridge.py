@@ -6,24 +6,24 @@ from typing import Any
 
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
-from megarl.errors import EngineDiedError
+from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Holding, Message, Plan, build_plan
-from megarl.sync.seam import WIRE_BYTES, compare_checksums
 from megarl.sync.wire.casts import SCALED, scale_of
-from megarl.sync.wire.collective import Meeting
-from megarl.sync.wire.meetings import give_up
+from megarl.sync.wire.meetings import Meeting, give_up
 from megarl.sync.wire.wires import Share
 from megarl.weights.boxes import num_elements
 from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
+# The metric of what all workers of all engines received in a sync, without what they share memory with.
+WIRE_BYTES = "sync/wire_bytes"
 # A scale counts as float32.
 _SCALE_BYTES = 4
 
 
 class BridgeSync:
-    """As `WeightSync`, by a plan made once: sources are the actor's ranks, sinks the workers of all engines in turn.
+    """The bridge from the actor's ranks (sources) to the workers of all engines (sinks), by a plan that is made once.
 
     specs: the tensors as they travel; needs: what each worker of an engine needs; shares: of each engine the ranks
     whose devices its workers use; delta_full_every: send differences, and each time after so many syncs everything.
@@ -67,7 +67,13 @@ class BridgeSync:
         )
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]:
-        """See `PolicySync`. A worker receives only what it needs and shares no memory with."""
+        """Make the engines generate with the trainer's current weights, as `version`; returns metrics.
+
+        A worker receives only what it needs and shares no memory with.
+
+        Raises:
+            WeightSyncError: a tensor is missing on either side, or (with `verify`) its checksums differ.
+        """
         self._transfer += 1
         scales = self._scales()
         full = self._since_full is None or self._since_full + 1 == self._full_every
@@ -111,7 +117,11 @@ class BridgeSync:
             names = [name for name, box in self.plan.needs[sink].items() if num_elements(box)]
             parts = [sums.get(sink, {}) for sums in sent]
             sums = {name: sum(part.get(name, 0) for part in parts) % (1 << 64) for name in names}
-            compare_checksums(names, sums, worker.checksums)
+            wrong = [name for name in sorted(names) if sums[name] != worker.checksums.get(name)]
+            if wrong:
+                raise WeightSyncError(
+                    f"{len(wrong)} tensors differ between trainer and engine after a sync: {wrong[:3]}"
+                )
 
     def _sink(self, engine: int, worker: int) -> int:
         """A worker's number in the plan."""
@@ -120,7 +130,7 @@ class BridgeSync:
     def _open(self, plan: Plan, segments: Path, **options: bool) -> None:
         first = self._ranks[0]
         self._address = first.location.address
-        (self._port,) = self._call([first], [("offer_channel", (self._address,))])
+        (self._port,) = self._call([first], [("offer_meeting", (self._address,))])
         size = len(self._ranks) + len(plan.needs)
         hosts = [rank.location.host for rank in self._ranks]
         hosts += [engine.location.host for engine in self._engines for _ in range(self._tp)]

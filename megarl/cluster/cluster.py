@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,13 +13,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from megarl.cluster.actors import RankActor
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.collective import CollectiveSync
 from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids
 from megarl.cluster.engines import EngineGroup
 from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
-from megarl.cluster.replication import weight_transport
 from megarl.cluster.roles import actor_role, by_layout, check_serves
 from megarl.cluster.roster import Roster
 from megarl.cluster.sync_plan import ends_of, engine_ranks
@@ -30,9 +28,7 @@ from megarl.errors import RunStopped
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
 from megarl.sync.plan.needs import engine_needs
-from megarl.sync.seam import PolicySync, WeightSync
 from megarl.sync.wire.casts import wire_specs
-from megarl.sync.wire.file import WeightTransport
 from megarl.types.messages import RoleSpec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import TensorSpec
@@ -100,9 +96,9 @@ class Cluster:
             self.pids |= engine_pids(process.name, pids)
 
     def _engine_ranks(self) -> Sequence[Sequence[int]]:
-        """Only the bridge sends less where ranks and engines sit well."""
+        """For each colocated engine, the ranks that its workers share devices with, so that least has to travel."""
         config = self._config
-        if config.sync.transport != "bridge" or config.placement.mode != "colocated":
+        if config.placement.mode != "colocated":
             return ()
         return engine_ranks(config, ends_of(config, read_model_spec(config.model.path)))
 
@@ -166,29 +162,8 @@ class Cluster:
         self.engines.processes[index], new_pids = self._seats.restart(index, lost, pids)
         self.pids |= engine_pids(lost.name, new_pids)
 
-    def weight_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
-        """What lets the engines generate with the actor's weights; call it when the actor is loaded."""
-        transports: dict[str, Callable[[Mapping[str, TensorSpec]], PolicySync]] = {
-            "file": self._file_sync,
-            "collective": self._collective_sync,
-            "bridge": self._bridge_sync,
-        }
-        return transports[self._config.sync.transport](specs)
-
-    def _file_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
-        path = self.scope.shm_file("weights")
-        return WeightSync(self.workers, self.engines, path, specs, transport=self.weight_transport(path))
-
-    def _collective_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
-        return CollectiveSync(
-            self.workers.groups[0].processes,
-            self.engines.processes,
-            specs,
-            engine_tp=self._config.rollout.engine.tp,
-            timeout_s=self._config.rollout.timeout_s,
-        )
-
-    def _bridge_sync(self, specs: Mapping[str, TensorSpec]) -> PolicySync:
+    def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
+        """Open the bridge by which the engines get the actor's weights; call this when the actor is loaded."""
         config = self._config.sync
         model = read_model_spec(self._config.model.path)
         return BridgeSync(
@@ -202,15 +177,6 @@ class Cluster:
             over_devices=config.host_group == "device",
             cuda_ipc=config.cuda_ipc,
             delta_full_every=config.delta_full_every if config.delta else None,
-        )
-
-    def weight_transport(self, path: Path) -> WeightTransport:
-        """What carries a weight file at `path` from the ranks to the engines."""
-        return weight_transport(
-            [*self.workers.processes, *self.engines.processes],
-            path,
-            timeout_s=self._config.rollout.timeout_s,
-            over_devices=self._config.sync.host_group == "device",
         )
 
     def __enter__(self) -> Self:

@@ -6,7 +6,6 @@ that died, get the policy, and finish what these had begun.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megarl.cluster import residency
@@ -15,7 +14,7 @@ from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.vllm_source import OnCompletion
-from megarl.sync.seam import PolicySync
+from megarl.cluster.bridge import BridgeSync
 from megarl.types import FloatArray
 
 
@@ -86,14 +85,6 @@ class EngineGroup:
 
         wait_streams(submission.calls, take, timeout_s=timeout_s, doing="generating")
 
-    def load_weights(self, files: Sequence[Path], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
-        """Reload every engine from the files on its host; returns the checksums of all their workers."""
-        paths = [str(f) for f in files]
-        options = {"version": version, "with_checksums": with_checksums}
-        calls = [(p, p.actor.call.remote("load_weights", paths, **options)) for p in self.processes]
-        engines = wait_all(calls, timeout_s=self._timeout_s, doing="syncing weights")
-        return [checksums for workers in engines for checksums in workers]
-
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
         """One engine's log-probs of given sequences (temperature 1)."""
         process = self.processes[engine]
@@ -131,7 +122,7 @@ class EngineSupervisor:
         engines: EngineGroup,
         restart_engine: Callable[[int], None],
         ledger: residency.MemoryLedger,
-        open_sync: Callable[[], PolicySync],
+        open_sync: Callable[[], BridgeSync],
         *,
         max_restarts: int,
         deterministic: bool,
@@ -141,12 +132,12 @@ class EngineSupervisor:
         # All processes of a cluster share one roster.
         self._roster = engines.processes[0].roster
         self._deterministic, self._verify = deterministic, verify
-        self._sync: PolicySync | None = None
+        self._sync: BridgeSync | None = None
         self._version, self._num_reported = 0, 0
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
     def push(self, version: int) -> dict[str, float]:
-        """Make all engines generate with the trainer's current weights, as `version`; metrics of `PolicySync.push`."""
+        """Make all engines generate with the trainer's current weights, as `version`; metrics of `BridgeSync.push`."""
         self._version = version
         while True:
             try:

@@ -73,7 +73,7 @@ _VERL = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.recompute", "none, selective or full"),
     "actor_rollout_ref.model.path": ("model.path",),
     "actor_rollout_ref.model.use_remove_padding": ("", "rows are always packed"),
-    "actor_rollout_ref.rollout.checkpoint_engine.backend": ("sync.transport", "file, collective or bridge"),
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": ("sync.host_group", "gloo or device"),
     "actor_rollout_ref.rollout.data_parallel_size": ("rollout.engine.num_engines",),
     "actor_rollout_ref.rollout.dtype": ("model.dtype",),
     "actor_rollout_ref.rollout.enable_prefix_caching": ("rollout.engine.prefix_caching",),
@@ -187,7 +187,7 @@ _OPENRLHF = {
     "vllm_enable_sleep": ("placement.offload",),
     "vllm_gpu_memory_utilization": ("rollout.engine.gpu_memory_utilization",),
     "vllm_num_engines": ("rollout.engine.num_engines",),
-    "vllm_sync_backend": ("sync.transport", "file, collective or bridge"),
+    "vllm_sync_backend": ("sync.host_group", "gloo or device"),
     "vllm_tensor_parallel_size": ("rollout.engine.tp",),
     "wandb_project": ("logging.wandb_project",),
     "wandb_run_name": ("run.name",),
@@ -203,6 +203,8 @@ _VLLM = {
     "rollout.engine.tensor_parallel_size": ("rollout.engine.tp",),
 }
 
+_EARLIER = {"sync.transport": ("", "the bridge is the only one; leave this out")}
+
 ALIASES: Mapping[str, Alias] = {
     name: Alias(framework, *entry)
     for framework, tables in (
@@ -212,6 +214,7 @@ ALIASES: Mapping[str, Alias] = {
         ("LUFFY", (LUFFY,)),
         ("OpenRLHF", (_OPENRLHF, OPENRLHF_ROLES, OPENRLHF_ALGO, OPENRLHF_REWARDS)),
         ("vLLM", (_VLLM,)),
+        ("earlier versions", (_EARLIER,)),
     )
     for table in tables
     for name, entry in table.items()

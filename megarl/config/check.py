@@ -24,11 +24,10 @@ from megarl.config.check_batches import (
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import (
-    check_bridge_options,
     check_engine_tp,
     check_engines,
+    check_sync,
     check_trainer_nodes,
-    check_transport,
 )
 from megarl.config.check_rewards import check_group_scores, check_rewards, judges
 from megarl.config.schema import Config, RewardModelConfig, role_settings
@@ -231,8 +230,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_replayed_routing,
     check_train_outlasts_warmup,
     check_engines,
-    check_transport,
-    check_bridge_options,
+    check_sync,
     _require_ipc,
 )
 SFT_RULES: tuple[Rule, ...] = (
@@ -253,8 +251,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     check_row_fits_engine,
     check_trainer_nodes,
     check_engines,
-    check_transport,
-    check_bridge_options,
+    check_sync,
     _require_ipc,
     _require_joined_cluster,
 )

@@ -45,32 +45,15 @@ def check_engines(config: Config) -> None:
         )
 
 
-def check_transport(config: Config) -> None:
-    """A process group of devices has a member per device, so with one trainer and engines must not share any."""
+def check_sync(config: Config) -> None:
+    """Refuse ways of weight sync that exclude each other, or that the placement or the device does not allow."""
     sync = config.sync
-    if config.placement.mode == "split":
-        return
-    if sync.transport == "collective":
+    # A process group over devices has one member per device, so trainer and engines must not share any.
+    if sync.host_group == "device" and config.placement.mode == "colocated":
         raise ConfigError(
-            "sync.transport: got collective with placement.mode=colocated, but NCCL takes no device twice; set "
-            "sync.transport=file or placement.mode=split"
+            "sync.host_group: got device with placement.mode=colocated, but NCCL takes no device twice; set "
+            "sync.host_group=gloo or placement.mode=split"
         )
-    if sync.transport == "bridge" and sync.host_group == "device":
-        raise ConfigError(
-            "sync.host_group: got device with sync.transport=bridge and placement.mode=colocated, but NCCL takes no "
-            "device twice; set sync.host_group=gloo or placement.mode=split"
-        )
-
-
-def check_bridge_options(config: Config) -> None:
-    """What weights become on their way is the bridge's work, and each choice excludes another."""
-    sync = config.sync
-    for key, value in (("dtype", sync.dtype), ("delta", sync.delta), ("cuda_ipc", sync.cuda_ipc)):
-        if value and sync.transport != "bridge":
-            raise ConfigError(
-                f"sync.{key}: got {str(value).lower()} with sync.transport={sync.transport}, but only the bridge has "
-                f"it; set sync.transport=bridge, or leave sync.{key} out"
-            )
     if sync.dtype == config.model.dtype:
         raise ConfigError(f"sync.dtype: got {sync.dtype}, which model.dtype already is; set sync.dtype=null")
     if sync.delta and sync.host_group == "device":

@@ -71,24 +71,19 @@ class SyncConfig:
     """Transfer of the policy's weights from the trainer to the engines after every update."""
 
     verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
-    # file: a file in the hosts' shared memory. collective (placement.mode=split only): a process group of the
-    # trainer's ranks and the engine workers, by NCCL on CUDA and gloo on CPU. bridge: each worker receives only
-    # the slices that it needs and does not share memory with, through shared memory within a host and by
-    # host_group between hosts.
-    transport: Literal["file", "collective", "bridge"] = setting("file", affects=("workers",))
-    # What connects different hosts: the network (gloo; with the bridge, TCP connections to ports that the
-    # engines' hosts choose), or the devices' own links (NCCL).
+    # What connects different hosts: gloo over the network, or with placement.mode=split the devices' own links
+    # (NCCL). Within a host, weights go through shared memory.
     host_group: Literal["gloo", "device"] = setting("gloo", affects=("workers",))
-    # With the bridge: data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
+    # Data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
     # scale per matrix and is expanded to float32 before vLLM loads it, so engines sample from less precise
     # weights than the trainer's.
     dtype: Literal["bfloat16", "float8_e4m3"] | None = setting(None, affects=("workers",))
-    # With the bridge: send only the elements that changed, without loss. This takes host memory for a copy of the
+    # Send only the elements that changed, without loss. This takes host memory for a copy of the
     # transferred weights on each side, and time to compare and verify.
     delta: bool = setting(False, affects=("workers",))
     # With delta: every this many syncs, send all elements.
     delta_full_every: int = setting(50, AT_LEAST_1, affects=("workers",))
-    # With the bridge on CUDA: ranks and engine workers on the same device exchange weights in device memory
+    # On CUDA: ranks and engine workers on the same device exchange weights in device memory
     # instead of host memory. This takes up to two messages of 128 MiB of device memory per pair.
     cuda_ipc: bool = setting(False, affects=("workers",))
 

@@ -24,7 +24,10 @@ from megarl.config.parse import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
-__all__ = ["compose", "dump", "from_dict", "load_config"]
+__all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
+
+# Settings that earlier versions wrote into runs and checkpoints, and that decide nothing any more.
+_REMOVED = (("sync", "transport"),)
 
 Tree: TypeAlias = dict[str, Any]
 
@@ -37,6 +40,14 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return a configuration with some settings changed by overrides, as in `compose`, but without `use`."""
     return from_dict(Config, _merge(asdict(config), _parse_overrides(overrides)))
+
+
+def saved_config(saved: Mapping[str, Any]) -> Config:
+    """Build the configuration that a run or a checkpoint saved, without the settings that have been removed since."""
+    kept = {section: dict(value) if isinstance(value, Mapping) else value for section, value in saved.items()}
+    for section, key in _REMOVED:
+        kept.get(section, {}).pop(key, None)
+    return from_dict(Config, kept)
 
 
 def dump(config: Config) -> str:

@@ -6,7 +6,7 @@
 import gc
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,8 @@ from megarl.types.messages import (
 
 if TYPE_CHECKING:
     from megarl.parallel.roles import LoadedRole
-    from megarl.sync.wire.collective import Meeting
     from megarl.sync.wire.wires import Share
     from megarl.weights.boxes import Box
-    from megarl.weights.safetensors_map import TensorSpec
 
 
 class PolicyWorker:
@@ -101,7 +99,7 @@ class PolicyWorker:
         return UpdateResult(metrics={**result.metrics, **own}, before=result.before)
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
-        """Write the slices this rank owns into preallocated safetensors files (sync and export alike)."""
+        """Write the slices this rank owns into preallocated safetensors files (export and supervised runs alike)."""
         from megarl.parallel.model import model_slices
         from megarl.weights.safetensors_map import map_model
         from megarl.weights.slices import store_slices
@@ -110,29 +108,13 @@ class PolicyWorker:
         store_slices(model_slices(loaded.chunks), map_model([Path(f) for f in files], writable=True))
         return _owned(loaded, with_checksums=with_checksums)
 
-    def offer_channel(self, address: str) -> int:
+    def offer_meeting(self, address: str) -> int:
         """Open the store at which ranks and engine workers meet; returns its port."""
-        from megarl.sync.wire.collective import open_store
+        from megarl.sync.wire.meetings import open_store
 
-        self.channel_store = open_store(address)
-        port: int = self.channel_store.port
+        self.meeting_store = open_store(address)
+        port: int = self.meeting_store.port
         return port
-
-    def open_channel(self, meeting: "Meeting", specs: Mapping[str, "TensorSpec"]) -> StoreResult:
-        """Join the channel to the engines; returns what of the actor this rank will send."""
-        from megarl.device.platform import platform
-        from megarl.sync.wire.collective import WeightChannel
-
-        self.channel = WeightChannel(meeting, specs, platform().device())
-        return _owned(self._role(Role.ACTOR, Part.PARAMS), with_checksums=False)
-
-    def send_weights(self, *, with_checksums: bool) -> StoreResult:
-        """Send the slices of the actor that this rank owns over the channel."""
-        from megarl.parallel.model import model_slices
-
-        loaded = self._role(Role.ACTOR, Part.PARAMS)
-        self.channel.send(model_slices(loaded.chunks))
-        return _owned(loaded, with_checksums=with_checksums)
 
     def held_weights(self) -> "dict[str, Box]":
         """Return which box of each of the actor's Hugging Face tensors this rank has, owned or not."""

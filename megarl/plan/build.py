@@ -53,8 +53,6 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
             for stage in range(role.layout.pp)
         ]
     devices = plan_devices(config, layouts, shards, engine)
-    by_bridge = config.sync.transport == "bridge"
-    bridge = plan_statistics(bridge_plan(config, actor), depth=DEPTH) if by_bridge else None
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(_role(role, specs[role.role]) for role in roles),
@@ -73,8 +71,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         devices=tuple(devices),
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
-        sync_transport=config.sync.transport,
-        bridge=bridge,
+        bridge=plan_statistics(bridge_plan(config, actor), depth=DEPTH),
         device_bytes=device_bytes,
     )
 

@@ -110,13 +110,6 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
 
 
-_SYNC_WAYS = {
-    "file": "in /dev/shm of every node; each engine reads them",
-    "collective": "to every engine worker",
-    "bridge": "of which engine workers get what they need",
-}
-
-
 def _engine_lines(plan: RunPlan) -> Iterator[str]:
     engine = plan.engine
     where = "on the trainer's devices" if engine.shares_devices else "on devices of their own"
@@ -130,14 +123,16 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
             f"KV cache   {_gib(engine.kv_cache)} GiB per device at {per_token}: {tokens:,} tokens per engine, "
             f"{tokens // plan.steps.max_row_tokens} rows of full length"
         )
-    way = _SYNC_WAYS[plan.sync_transport]
-    yield f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, {way}"
-    if (bridge := plan.bridge) is not None:
-        yield (
-            f"bridge     {bridge.wire_bytes:,} bytes over the wire, {_gib(bridge.max_received_bytes)} GiB to a worker "
-            f"and {_gib(bridge.max_sent_bytes)} GiB from a rank at most, in {bridge.num_messages:,} messages; "
-            f"{bridge.local_bytes:,} bytes stay on their devices"
-        )
+    yield (
+        f"sync       {plan.sync_bytes:,} bytes ({_gib(plan.sync_bytes)} GiB) per sync, of which engine workers get "
+        "what they need"
+    )
+    bridge = plan.bridge
+    yield (
+        f"bridge     {bridge.wire_bytes:,} bytes over the wire, {_gib(bridge.max_received_bytes)} GiB to a worker "
+        f"and {_gib(bridge.max_sent_bytes)} GiB from a rank at most, in {bridge.num_messages:,} messages; "
+        f"{bridge.local_bytes:,} bytes stay on their devices"
+    )
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:

@@ -125,6 +125,5 @@ class RunPlan:
     devices: tuple[DevicePlan, ...]
     engine: EnginePlan
     sync_bytes: int
-    sync_transport: str
-    bridge: PlanStatistics | None
+    bridge: PlanStatistics
     device_bytes: int | None

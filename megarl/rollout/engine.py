@@ -7,7 +7,7 @@ engine is built, never before.
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,8 @@ from megarl.config.schema import Config, EngineConfig
 from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
 from megarl.rollout.stepping import Stepper
-from megarl.sync.wire.collective import Meeting
 from megarl.sync.wire.wires import Share
 from megarl.types import FinishReason, FloatArray, IntArray
-from megarl.weights.safetensors_map import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,26 +130,6 @@ class VllmEngine:
             for o, s in zip(outputs, sequences, strict=True)
         ]
 
-    def load_weights(self, files: Sequence[str], *, version: int, with_checksums: bool) -> list[dict[str, int]]:
-        """Replace the weights by those of safetensors files (Hugging Face names).
-
-        Returns each worker's checksums of what it read, empty unless asked for.
-
-        Raises:
-            WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
-        """
-        return self._take_weights("load_files", version, files=list(files), with_checksums=with_checksums)
-
-    def open_channel(self, meeting: Meeting, specs: Mapping[str, TensorSpec]) -> None:
-        """Let all workers join the channel from the trainer's ranks; `meeting.rank` is the first worker's."""
-        # In plain types: between processes vLLM carries no others.
-        tensors = [[name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for name, spec in specs.items()]
-        self.llm.collective_rpc("open_channel", kwargs={**asdict(meeting), "tensors": tensors})
-
-    def receive_weights(self, *, version: int, with_checksums: bool) -> list[dict[str, int]]:
-        """Replace the weights by what the trainer's ranks send at the same time; otherwise as `load_weights`."""
-        return self._take_weights("load_channel", version, with_checksums=with_checksums)
-
     def open_bridge(self, shares: Sequence[Share]) -> None:
         """Let every worker join the bridge from the trainer's ranks as a sink, with a share each."""
         # As bytes: between processes vLLM carries only plain types.
@@ -165,7 +143,7 @@ class VllmEngine:
         scales: of the tensors that travel with one.
 
         Raises:
-            WeightSyncError: as `load_weights`.
+            WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
         """
         arguments = {"transfer": transfer, "with_checksums": with_checksums, "scales": dict(scales)}
         checksums = self._take_weights("load_bridge", version, **arguments)

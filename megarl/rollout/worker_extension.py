@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megarl.errors import WeightSyncError
-from megarl.sync.wire.collective import Meeting, WeightChannel
 from megarl.sync.wire.ends import BridgeReceiver
 from megarl.sync.wire.routes import RoutedReceiver
 from megarl.sync.wire.wires import Share
-from megarl.weights.safetensors_map import TensorSpec, iter_tensors
-from megarl.weights.slices import checksum
 
 
 class WeightReceiver:
@@ -35,29 +31,6 @@ class WeightReceiver:
     def process_id(self) -> int:
         """This worker's process."""
         return os.getpid()
-
-    def load_files(self, files: Sequence[str], with_checksums: bool) -> tuple[dict[str, int], str]:
-        """`_load` of safetensors files with Hugging Face names."""
-        return self._load(iter_tensors([Path(f) for f in files]), _checksum if with_checksums else None)
-
-    def open_channel(
-        self,
-        address: str,
-        port: int,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        tensors: Sequence[tuple[str, str, Sequence[int]]],
-    ) -> None:
-        """Join the channel from the trainer's ranks. Tensors are (name, type, shape); `rank` is the first worker's."""
-        worker: Any = self
-        specs = {name: TensorSpec(shape=tuple(shape), dtype=getattr(torch, dtype)) for name, dtype, shape in tensors}
-        meeting = Meeting(address=address, port=port, rank=rank + worker.rank, size=size, timeout_s=timeout_s)
-        self.channel = WeightChannel(meeting, specs, worker.device)
-
-    def load_channel(self, with_checksums: bool) -> tuple[dict[str, int], str]:
-        """`_load` of what the ranks send at the same time."""
-        return self._load(self.channel.receive(), _checksum if with_checksums else None)
 
     def open_bridge(self, shares: Sequence[bytes]) -> None:
         """Join the bridge from the trainer's ranks, with this worker's share of those of the engine."""
@@ -141,10 +114,6 @@ class WeightReceiver:
             f"{len(unfilled)} layers of the engine were not filled by the weights sent: {unfilled[:3]}; "
             f"tensors are missing or named differently"
         )
-
-
-def _checksum(name: str, tensor: torch.Tensor) -> int:
-    return checksum(tensor, (), tuple(tensor.shape))
 
 
 def _storage_of(layer: torch.nn.Module) -> set[int]:

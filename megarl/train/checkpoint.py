@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from megarl.config import from_dict
+from megarl.config.load import saved_config
 from megarl.config.schema import CheckpointConfig, Config, role_settings
 from megarl.errors import DataError, RunStopped
 from megarl.host.signals import StopRequest
@@ -55,7 +55,7 @@ class RunState:
     @classmethod
     def from_json(cls, text: str) -> Self:
         raw = json.loads(text)
-        return cls(**raw | {"algo": AlgoState.from_dict(raw["algo"]), "config": from_dict(Config, raw["config"])})
+        return cls(**raw | {"algo": AlgoState.from_dict(raw["algo"]), "config": saved_config(raw["config"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.sync.seam import check_complete
+from megarl.errors import WeightSyncError
 from megarl.types.messages import Head, RoleSpec
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
@@ -66,3 +66,17 @@ def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, sc
 def write_config(file: Path, config: Mapping[str, Any]) -> None:
     """Write a config.json."""
     file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_complete(expected: Mapping[str, int], written: Mapping[str, int]) -> None:
+    """Raise unless the ranks together wrote every element of every tensor exactly once."""
+    wrong = [
+        f"{name} ({written.get(name, 0)}/{expected.get(name, 0)})"
+        for name in sorted(expected.keys() | written.keys())
+        if written.get(name, 0) != expected.get(name, 0)
+    ]
+    if wrong:
+        raise WeightSyncError(
+            f"the trainer's ranks did not write {len(wrong)} tensors completely (elements written/expected): "
+            f"{wrong[:3]}; the family's weight table does not fit the model"
+        )

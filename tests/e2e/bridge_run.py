@@ -6,14 +6,13 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 
 from megarl.cluster import Cluster
-from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roles import actor_role
 from megarl.cluster.sync_plan import ends_of, engine_ranks
@@ -50,12 +49,10 @@ def sequences() -> list[list[int]]:
 
 def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Report:
     """Three rounds of training and syncing, then an export."""
-    config = small_config(Path(model), "actor.optimizer.lr=0.003", "sync.transport=bridge", *settings)
+    config = small_config(Path(model), "actor.optimizer.lr=0.003", *settings)
     with Cluster(config) as cluster:
         policy = open_policy(cluster, config)
-        sync = cluster.weight_sync(policy.specs)
-        assert isinstance(sync, BridgeSync)
-        policy = replace(policy, sync=sync)
+        sync = policy.sync
         engine, trainer = list[list[FloatArray]](), list[list[FloatArray]]()
         measured = [policy.sync.push(0, verify=True)["sync/wire_bytes"]]
         for step in range(1, ROUNDS + 1):
@@ -88,10 +85,10 @@ def run(_: RankContext, model: str, settings: Sequence[str], export: str) -> Rep
 
 def run_killed(_: RankContext, model: str) -> tuple[str, list[str]]:
     """What a sync says whose engine is killed while it receives; and what the run leaves on this machine."""
-    config = small_config(Path(model), "sync.transport=bridge", "rollout.engine.tp=2")
+    config = small_config(Path(model), "rollout.engine.tp=2")
     with Cluster(config) as cluster:
         policy = open_policy(cluster, config)
-        sync = cluster.weight_sync(policy.specs)
+        sync = policy.sync
         sync.push(0, verify=False)
         # One rank does not go on, so that every worker waits for what it would send.
         os.kill(cluster.pids["trainer rank 1"], signal.SIGSTOP)

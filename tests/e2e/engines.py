@@ -3,9 +3,15 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from safetensors.torch import load_file, save_file
+
+from megarl.errors import WeightSyncError
 from megarl.rollout.engine import EngineSpec, GenerationRequest, VllmEngine
 from megarl.types import FloatArray
+from megarl.weights.safetensors_map import iter_tensors
 from tests.helpers.rank_pool import RankContext
 
 
@@ -48,6 +54,16 @@ def view(_: RankContext, spec: EngineSpec, sequences: Sequence[Sequence[int]]) -
         return EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))
 
 
+def _load_files(worker: Any, files: Sequence[str]) -> tuple[dict[str, int], str]:
+    """In a worker: take the weights of safetensors files through vLLM's reload, as those of a sync."""
+    return worker._load(iter_tensors([Path(file) for file in files]), None)  # type: ignore[no-any-return]
+
+
+def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> None:
+    """Replace an engine's weights by those of files; WeightSyncError as for a sync."""
+    engine._take_weights(_load_files, version, files=list(files))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
     """An engine before a reload; what it generates if the prefix cache is kept; and after a proper one."""
@@ -61,8 +77,38 @@ def reload(_: RankContext, spec: EngineSpec, files: Sequence[str], sequences: Se
     """Of an engine on the checkpoint of `spec` that takes the weights of `files`."""
     with running(spec) as engine:
         before = EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))
-        engine.llm.collective_rpc("load_files", kwargs={"files": list(files), "with_checksums": False})
+        engine.llm.collective_rpc(_load_files, kwargs={"files": list(files)})
         stale_cache = _continue(engine, sequences)
-        engine.load_weights(files, version=1, with_checksums=False)
+        load_files(engine, files, version=1)
         after = EngineView(given=engine.prompt_logprobs(sequences), generated=_continue(engine, sequences))
     return Reload(before=before, stale_cache=stale_cache, after=after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """What an engine says of weights that lack a tensor, by the tensor, and its log-probs before and after all that."""
+
+    errors: dict[str, str]
+    before: list[FloatArray]
+    after: list[FloatArray]
+
+
+def refuse(
+    _: RankContext, spec: EngineSpec, file: str, edit: str, directory: str, sequences: Sequence[Sequence[int]]
+) -> Refusals:
+    """Take the weights of `file` without each tensor in turn (or with it renamed), and then as they are."""
+    complete, errors = load_file(file), dict[str, str]()
+    edited_file = f"{directory}/edited.safetensors"
+    with running(spec) as engine:
+        before = engine.prompt_logprobs(sequences)
+        for name in complete:
+            edited = {n: t for n, t in complete.items() if n != name}
+            if edit == "renamed":
+                edited[name.replace(".weight", "_v2.weight")] = complete[name]
+            save_file(edited, edited_file)
+            try:
+                load_files(engine, [edited_file], version=1)
+            except WeightSyncError as error:
+                errors[name] = str(error)
+        load_files(engine, [file], version=2)
+        return Refusals(errors=errors, before=before, after=engine.prompt_logprobs(sequences))

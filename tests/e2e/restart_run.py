@@ -4,11 +4,11 @@ import os
 import signal
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megarl.cluster import Cluster, Process, engines
+from megarl.cluster import Cluster, engines
 from megarl.cluster.engines import Submission, deal_again
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
@@ -17,7 +17,7 @@ from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from megarl.types import Prompt, RolloutBatch, Sample
-from tests.e2e.support import RUN_FILE
+from tests.e2e.support import RUN_FILE, move_apart
 from tests.helpers.rank_pool import RankContext
 from tools.bench.kill_resume import MEASURED
 
@@ -86,24 +86,12 @@ class Kill:
             os.kill(pid, signal.SIGKILL)
 
 
-def _move_apart(cluster: Cluster) -> None:
-    """Let every process be on a host of its own, as far as the driver knows: they share no memory."""
-
-    def moved(process: Process) -> Process:
-        there = replace(process, location=replace(process.location, host=process.name))
-        process.roster.enter(there)
-        return there
-
-    for group in (*cluster.workers.groups, cluster.engines):
-        group.processes[:] = map(moved, group.processes)
-
-
 def run(_: RankContext, settings: Sequence[str], deaths: Sequence[Death], apart: bool) -> list[Seen]:
     """What an undisturbed run leaves behind, and then one for each death."""
     config = load_config(RUN_FILE, [*settings, "run.name=undisturbed"])
     with Cluster(config, roles=open_train_inputs(config).roles) as cluster:
         if apart:
-            _move_apart(cluster)
+            move_apart(cluster)
         return [_train(cluster, settings, death) for death in (None, *deaths)]
 
 

@@ -1,20 +1,20 @@
 """Configurations, policies and rollouts for tests on a live cluster."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.algos.build import algorithm_of
-from megarl.cluster import Cluster
+from megarl.cluster import Cluster, Process
+from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.roles import actor_role
 from megarl.config import load_config
 from megarl.config.schema import Config
 from megarl.rollout.source import SamplingPlan
 from megarl.rollout.vllm_source import VllmSource
-from megarl.sync.seam import PolicySync, WeightSync
 from megarl.train.update import RoleScorer, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row
 from megarl.types.messages import LoadRequest
@@ -91,12 +91,8 @@ class Policy:
     config: Config
     spec: ModelSpec
     specs: dict[str, TensorSpec]
-    sync: PolicySync
+    sync: BridgeSync
     updater: RoleUpdater
-
-    @property
-    def weights_file(self) -> Path:
-        return self.cluster.scope.shm_file("weights")
 
     def rollout(
         self,
@@ -149,20 +145,32 @@ class Policy:
 
 
 def open_policy(cluster: Cluster, config: Config) -> Policy:
-    """Load the configuration's model into the cluster's ranks."""
+    """Load the configuration's model into the cluster's ranks, and open a bridge to its engines."""
     actor = actor_role(config)
     cluster.workers.load(LoadRequest(roles=(actor,), seed=0))
     spec = read_model_spec(config.model.path)
     algorithm = algorithm_of(config)
-    path, specs = cluster.scope.shm_file("weights"), weight_specs(spec, config.model.dtype)
+    specs = weight_specs(spec, config.model.dtype)
     return Policy(
         cluster=cluster,
         config=config,
         spec=spec,
         specs=specs,
-        sync=WeightSync(cluster.workers, cluster.engines, path, specs),
+        sync=cluster.weight_sync(specs),
         updater=RoleUpdater(cluster.workers, actor, algorithm, total_steps=1000),
     )
+
+
+def move_apart(cluster: Cluster) -> None:
+    """Let every process be on a host of its own, as far as the driver knows: they share no memory."""
+
+    def moved(process: Process) -> Process:
+        there = replace(process, location=replace(process.location, host=process.name))
+        process.roster.enter(there)
+        return there
+
+    for group in (*cluster.workers.groups, cluster.engines):
+        group.processes[:] = map(moved, group.processes)
 
 
 def largest_difference(a: Sequence[FloatArray], b: Sequence[FloatArray]) -> float:

@@ -25,7 +25,7 @@ SETTINGS = (
 )
 RESTARTS = "rollout/engine_restarts"
 TWO_ENGINES, TWO_WORKERS = "rollout.engine.num_engines=2", "rollout.engine.tp=2"
-BRIDGE, DELTA = "sync.transport=bridge", "sync.delta=true"
+DELTA = "sync.delta=true"
 # No setting of megarl's: see `restart_run.run`.
 APART = "apart"
 
@@ -39,7 +39,7 @@ APART = "apart"
         pytest.param(
             (TWO_ENGINES,),
             [Death("idle", "engine 0"), Death("syncing", "engine 1"), Death("generating", "engine 1")],
-            id="files",
+            id="two engines",
         ),
         pytest.param(
             (TWO_WORKERS,),
@@ -54,13 +54,13 @@ APART = "apart"
             ("placement.offload=true",), [Death("generating", "engine 0"), Death("idle", "engine 0")], id="offload"
         ),
         pytest.param(
-            (BRIDGE, TWO_WORKERS, DELTA), [Death("syncing", "engine 0"), Death("generating", "engine 0")], id="bridge"
+            (TWO_WORKERS, DELTA), [Death("syncing", "engine 0"), Death("generating", "engine 0")], id="differences"
         ),
-        pytest.param((BRIDGE, TWO_ENGINES, APART), [Death("syncing", "engine 0")], id="bridge between hosts"),
+        pytest.param((TWO_ENGINES, APART), [Death("syncing", "engine 0")], id="between hosts"),
         pytest.param(
-            ("sync.transport=collective", "placement.mode=split", TWO_ENGINES),
+            ("placement.mode=split", TWO_ENGINES),
             [Death("syncing", "engine 0"), Death("generating", "engine 0")],
-            id="collective",
+            id="split",
         ),
     ],
 )

@@ -66,8 +66,7 @@ STEP_2 = STEP_1.replace("    workers.onload actor params\n    workers.score acto
 AFTER_UPDATE = """
     workers.offload actor grads+optimizer
     engines.wake weights
-    workers.store_weights
-    engines.load_weights
+    bridge.push
 """
 CALLS_WITH_OFFLOAD = f"""
     engines.sleep
@@ -75,8 +74,7 @@ CALLS_WITH_OFFLOAD = f"""
     workers.offload actor grads+optimizer
     workers.offload reference params
     engines.wake weights
-    workers.store_weights
-    engines.load_weights
+    bridge.push
     {STEP_1} {AFTER_UPDATE} {STEP_2} {AFTER_UPDATE}
     engines.sleep
     workers.onload actor optimizer
@@ -237,7 +235,7 @@ def test_layouts_of_their_own_for_reference_and_critic_train_to_the_same_result(
 
 @pytest.mark.long
 def test_split_tensor_parallel_engines_on_other_hosts_are_synced_and_end_with_their_parents(files: Files) -> None:
-    """Each rank and each engine knows only a file of its own, as on different hosts."""
+    """No rank and no engine shares memory with another, as on different hosts."""
     settings = ["placement.mode=split", "rollout.engine.num_engines=2", "rollout.engine.tp=2"]
     with started(files, "split", settings, pretend_hosts=True, wait=True) as report:
         seen = report()
@@ -256,16 +254,6 @@ def test_split_tensor_parallel_engines_on_other_hosts_are_synced_and_end_with_th
         while (scope.processes() or scope.leftovers()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert (scope.processes(), scope.leftovers()) == ([], [])
-
-
-@pytest.mark.long
-def test_weights_reach_split_tensor_parallel_engines_by_a_collective(files: Files) -> None:
-    settings = ["placement.mode=split", "rollout.engine.num_engines=2", "rollout.engine.tp=2"]
-    seen = completed(files, "collective", *settings, "sync.transport=collective")
-    assert_synced(seen, num_engines=2)
-    # No file was there for the weights: ranks only write the export.
-    assert seen["calls"].count("workers.store_weights") == 1
-    assert "engines.load_weights" not in seen["calls"]
 
 
 @pytest.mark.long

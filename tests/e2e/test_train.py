@@ -186,6 +186,7 @@ def test_export_is_the_policy_in_transformers_engine_and_trainer(runs: Runs, clu
     assert any(not torch.equal(t, started[n]) for n, t in load_file(export / "model.safetensors").items())
     policy = open_policy(cluster, small_config(export))
     policy.sync.push(0, verify=True)
+    policy.sync.close()
     prompts = random_prompts(range(8, 16))
     samples = policy.rollout(prompts, num_samples=1, temperature=0.0, max_tokens=16).samples
     hf = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()

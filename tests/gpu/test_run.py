@@ -35,9 +35,7 @@ SETTINGS = (
     [
         pytest.param(("placement.offload=true",), id="colocated"),
         pytest.param(("placement.mode=split",), id="split", marks=needs_devices(2)),
-        pytest.param(
-            ("placement.mode=split", "sync.transport=collective"), id="split, by NCCL", marks=needs_devices(2)
-        ),
+        pytest.param(("placement.mode=split", "sync.host_group=device"), id="split, by NCCL", marks=needs_devices(2)),
     ],
 )
 def test_a_run_ends_with_a_report(checkpoint: Callable[..., Path], tmp_path: Path, settings: tuple[str, ...]) -> None:

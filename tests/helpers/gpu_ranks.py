@@ -16,8 +16,8 @@ from megarl.device.platform import platform
 from megarl.parallel.backend import BACKENDS, cuda_backend
 from megarl.rollout.engine import EngineSpec, VllmEngine
 from megarl.sync.plan.build import build_plan
-from megarl.sync.wire.collective import Meeting, WeightChannel, open_store
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
+from megarl.sync.wire.meetings import Meeting, open_store
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.wires import Share
 from megarl.types import FloatArray, Row
@@ -25,6 +25,7 @@ from megarl.types.messages import Part, Role, RoleSpec
 from megarl.weights.boxes import full_box
 from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Slice
+from tests.e2e.engines import load_files
 from tests.helpers.offload_ranks import History, open_trained
 from tests.helpers.rank_pool import RankContext
 
@@ -103,21 +104,6 @@ def offer_store(context: RankContext) -> int:
     return int(_stores[0].port)
 
 
-def exchange(context: RankContext, port: int, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first rank sends `values` to all others over the platform's own group; what this rank got, on the host."""
-    device = platform().device()
-    specs = {name: TensorSpec(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
-    meeting = Meeting(address="127.0.0.1", port=port, rank=context.rank, size=context.world_size, timeout_s=60.0)
-    channel = WeightChannel(meeting, specs, device)
-    if context.rank == 0:
-        whole = {name: tuple(slice(0, size) for size in value.shape) for name, value in values.items()}
-        channel.send(
-            Slice(tensor=name, index=whole[name], view=value.to(device), owned=True) for name, value in values.items()
-        )
-        return {}
-    return {name: tensor.cpu() for name, tensor in channel.receive()}
-
-
 @dataclass(slots=True)
 class Recorder:
     """Stands in for the trainer's side of the ledger and passes the engine's on; notes what is asked, in order."""
@@ -163,7 +149,7 @@ def sleep_and_wake(
         free["load"] = _free_bytes()
         ledger.add(residency.built_parts([role]))
         ledger.enter(residency.SYNC)
-        engine.load_weights(files, version=1, with_checksums=False)
+        load_files(engine, files, version=1)
         free["sync"] = _free_bytes()
         ledger.enter(residency.GENERATE)
         free["generate"] = _free_bytes()

@@ -20,8 +20,6 @@ ENGINES = (
     "placement.mode=split",
     "placement.engines.num_nodes=2",
     "rollout.engine.num_engines=2",
-    # A process group of all ranks and engines: every tensor crosses the network.
-    "sync.transport=collective",
     "sync.verify=true",
     "rollout.record=true",
 )
@@ -62,7 +60,7 @@ def test_two_nodes_compute_what_one_does(two_nodes: SlurmRun) -> None:
 
 def test_a_split_run_on_nodes_of_two_kinds_outlives_an_engine(lab: SlurmLab, inputs: Path) -> None:
     """A heterogeneous job as `megarl slurm submit` writes it: the trainer on one kind, the engine on another."""
-    split = ("placement.mode=split", "sync.transport=bridge", "sync.verify=true", "rollout.engine.num_engines=1")
+    split = ("placement.mode=split", "sync.verify=true", "rollout.engine.num_engines=1")
     single = ("actor.layout.tp=1", "actor.layout.sequence_parallel=false", "actor.layout.dp=1")
     run = SlurmRun(inputs=inputs, name="two-kinds", nodes=1, more=(*RL, *single, *split))
     config, *overrides = [a for a in run.arguments[len(MEGARL) + 1 :] if a != "--resume"]

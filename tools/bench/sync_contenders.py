@@ -26,11 +26,10 @@ import torch.distributed as dist
 
 from megarl.device.platform import gloo_group
 from megarl.sync.plan.build import Message, Plan, build_plan
-from megarl.sync.wire.collective import Meeting
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
+from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from megarl.sync.wire.tcp import TcpReceiver, TcpSender
 from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
 from megarl.weights.boxes import Box, slices_of
 from megarl.weights.slices import Index, Slice
@@ -176,8 +175,6 @@ def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Message]) -> Sh
 def _ends(name: str, wire: str, outgoing: Share, incoming: Share) -> tuple[SendingEnd, ReceivingEnd]:
     if wire == "shared_memory":
         return SharedMemorySender(outgoing), SharedMemoryReceiver(incoming)
-    if wire == "tcp":
-        return TcpSender(outgoing), TcpReceiver(incoming)
     # Keys of its own: two groups cannot meet at the same.
     meeting, timeout = outgoing.meeting, timedelta(seconds=TIMEOUT_S)
     store = dist.PrefixStore(name, dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout))
@@ -265,7 +262,7 @@ CONTENDERS: dict[str, Callable[[Rank], Contender]] = {
     "megarl, shared memory": functools.partial(bridge, "shared_memory"),
     "megarl, shared memory, full shape": functools.partial(bridge, "shared_memory", full_shape=True),
     "megarl, gloo": functools.partial(bridge, "gloo"),
-    "megarl, TCP, full shape": functools.partial(bridge, "tcp", full_shape=True),
+    "megarl, gloo, full shape": functools.partial(bridge, "gloo", full_shape=True),
     "megatron-core": megatron,
     "all-gather": all_gather,
 }

@@ -6,10 +6,8 @@ they are.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Message
@@ -27,8 +25,7 @@ class _Versions:
     def __init__(self, share: Share) -> None:
         self._specs, meeting = share.specs, share.meeting
         self._timeout_s = meeting.timeout_s
-        timeout = timedelta(seconds=meeting.timeout_s)
-        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
+        self._store = meeting.connect()
         self.kept = dict[_Key, torch.Tensor]()
         self.transfer = 0
 

@@ -1,10 +1,12 @@
-"""Waiting at the store of a plan for what another process says there, until the transfer is given up."""
+"""Where the processes of a sync meet: a store on the first trainer rank, and what they say there."""
 
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megarl.device.platform import gloo_group, platform
 from megarl.errors import WeightSyncError
 
 # How often a wait asks whether the transfer was given up.
@@ -12,14 +14,43 @@ POLL_S = 0.5
 _CONNECT_S = 30.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """The address of the store, this process's number among `size` processes, and how long they wait for each other."""
+
+    address: str
+    port: int
+    rank: int
+    size: int
+    timeout_s: float
+
+    def connect(self) -> dist.TCPStore:
+        """Connect to the store."""
+        timeout = timedelta(seconds=self.timeout_s)
+        return dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
+
+    def join(self, *, over_devices: bool) -> dist.ProcessGroup:
+        """Form a process group of all processes, over the devices' links (NCCL) or the network (gloo).
+
+        Every process must call this at the same time.
+        """
+        group = platform().new_group if over_devices else gloo_group
+        return group(self.connect(), self.rank, self.size, timedelta(seconds=self.timeout_s))
+
+
+def open_store(address: str) -> dist.TCPStore:
+    """Open a store on a free port of this host; it lives as long as the returned object."""
+    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+
+
 def give_up(address: str, port: int, transfer: int) -> None:
-    """Let all who wait in a transfer fail: a process of it has died."""
+    """Make every process that waits in a transfer fail, because one of them has died."""
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
-    store.set(_given_up(transfer), "")
+    store.set(f"{transfer}/given up", "")
 
 
 def is_said(store: dist.Store, key: str, transfer: int, timeout_s: float) -> bool:
-    """Whether a key was set within the time.
+    """Wait until a key is set in the store; returns False if that did not happen in time.
 
     Raises:
         WeightSyncError: the transfer was given up.
@@ -30,15 +61,6 @@ def is_said(store: dist.Store, key: str, transfer: int, timeout_s: float) -> boo
             store.wait([key], timedelta(seconds=min(POLL_S, left_s)))
             return True
         except dist.DistStoreError:
-            check_not_given_up(store, transfer)
+            if store.check([f"{transfer}/given up"]):
+                raise WeightSyncError("a process that took part in this sync has died") from None
     return False
-
-
-def check_not_given_up(store: dist.Store, transfer: int) -> None:
-    """Raise WeightSyncError if a transfer was given up."""
-    if store.check([_given_up(transfer)]):
-        raise WeightSyncError("a process that took part in this sync has died") from None
-
-
-def _given_up(transfer: int) -> str:
-    return f"{transfer}/given up"

@@ -1,8 +1,7 @@
-"""The wire of the devices' process group (NCCL; gloo on CPU): one send and one receive per message, posted ahead."""
+"""The wire between hosts, a process group (gloo or NCCL): one send and one receive per message, posted ahead."""
 
 from collections import Counter
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,20 +12,13 @@ from megarl.sync.plan.build import Message
 from megarl.sync.wire.wires import DEPTH, Arrival, Share, Staged, pack
 
 
-def open_group(share: Share) -> dist.ProcessGroup:
-    """The group of all processes of the plan, in which each has its number in the plan; all at once."""
-    meeting, timeout = share.meeting, timedelta(seconds=share.meeting.timeout_s)
-    store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
-    return platform().new_group(store, meeting.rank, meeting.size, timeout)
-
-
 class _Member:
     """A process of the group, with a staging buffer per pair and turn and what is under way in it."""
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         self.group = group
-        # Messages are staged on the devices that the group connects.
-        self._device = platform().device()
+        # Messages are staged where the group can send from: on the devices, or in host memory.
+        self._device = platform().device() if share.over_devices else torch.device("cpu")
         self._sizes = dict[tuple[int, int, int], int]()
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
         self._transfer = 0

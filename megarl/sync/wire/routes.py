@@ -1,4 +1,4 @@
-"""Which wire carries which message: shared memory within a host, TCP or the devices' process group between hosts."""
+"""Which wire carries which message: shared memory within a host, a process group between hosts."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 
 from megarl.sync.plan.build import Message
-from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender, open_group
+from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from megarl.sync.wire.tcp import TcpReceiver, TcpSender
 from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share
 
 
@@ -19,10 +18,8 @@ class RoutedSender:
         near, far = _split(share)
         self._near = SharedMemorySender(near)
         self._hosts = share.hosts
-        self._far: PointToPointSender | TcpSender | None = None
-        if share.num_hosts > 1:
-            # All processes join the group at once, whatever they have to send.
-            self._far = PointToPointSender(far, open_group(far)) if share.over_devices else TcpSender(far)
+        # All processes join the group at once, whatever they have to send.
+        self._far = PointToPointSender(far, far.join()) if share.num_hosts > 1 else None
 
     def start(self, transfer: int) -> None:
         for end in self._ends():
@@ -58,9 +55,7 @@ class RoutedReceiver:
         near, far = _split(share)
         self._near = SharedMemoryReceiver(near)
         self._hosts = share.hosts
-        self._far: PointToPointReceiver | TcpReceiver | None = None
-        if share.num_hosts > 1:
-            self._far = PointToPointReceiver(far, open_group(far)) if share.over_devices else TcpReceiver(far)
+        self._far = PointToPointReceiver(far, far.join()) if share.num_hosts > 1 else None
 
     def start(self, transfer: int) -> None:
         self._near.start(transfer)

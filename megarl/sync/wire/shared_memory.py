@@ -6,11 +6,9 @@ Segments are in the host's memory, or with `cuda_ipc` on the device where both e
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Message
@@ -24,8 +22,7 @@ class _Segments:
 
     def __init__(self, share: Share) -> None:
         meeting, self._prefix, self._timeout_s = share.meeting, share.segments, share.meeting.timeout_s
-        timeout = timedelta(seconds=meeting.timeout_s)
-        self._store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
+        self._store = meeting.connect()
         self.sizes, self.on_device = defaultdict[Path, int](int), set[Path]()
         self._paths = dict[tuple[int, int, int], Path]()
         for message in share.messages:

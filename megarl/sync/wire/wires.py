@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megarl.sync.plan.build import Holding, Message
-from megarl.sync.wire.collective import Meeting
+from megarl.sync.wire.meetings import Meeting
 from megarl.weights.safetensors_map import TensorSpec
 
 DEPTH = 2
@@ -40,6 +41,10 @@ class Share:
     @property
     def num_hosts(self) -> int:
         return len(set(self.hosts))
+
+    def join(self) -> dist.ProcessGroup:
+        """Form the process group that carries messages between hosts; every process must call this at the same time."""
+        return self.meeting.join(over_devices=self.over_devices)
 
 
 class SendingEnd(Protocol):

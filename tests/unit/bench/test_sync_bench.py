@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.sync.wire.collective import open_store
+from megarl.sync.wire.meetings import open_store
 from tools.bench.sync import OURS, PEERS, Measured, gates, lacking_bytes
 from tools.bench.sync_contenders import Contender, Job, Rank, bridge
 from tools.bench.sync_model import CASES, NUM_RANKS, check, make_model, model_sizes, shards
 
-WIRES = list(itertools.product(("shared_memory", "gloo", "tcp"), (False, True)))
+WIRES = list(itertools.product(("shared_memory", "gloo"), (False, True)))
 
 
 @pytest.mark.parametrize("case", CASES)

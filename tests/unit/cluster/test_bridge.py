@@ -14,9 +14,8 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Message
-from megarl.sync.wire.collective import open_store
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.sync.wire.meetings import give_up
+from megarl.sync.wire.meetings import give_up, open_store
 from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import Arrival, Share
 from megarl.weights.boxes import Box
@@ -41,7 +40,7 @@ class Rank:
     def held_weights(self) -> dict[str, Box]:
         return holding_of(self.slices, {"a": SHAPE})
 
-    def offer_channel(self, address: str) -> int:
+    def offer_meeting(self, address: str) -> int:
         self.store = open_store(address)
         return self.store.port
 

@@ -127,11 +127,6 @@ def test_requests_are_dealt_out_and_told_of_as_they_finish(processes: list[Proce
     assert collected(group, [request(0)]) == {0: [0, 0]}
 
 
-def test_every_engine_loads_the_same_files(processes: list[Process]) -> None:
-    loaded = EngineGroup(processes[:3], timeout_s=30.0).load_weights([Path("f")], version=5, with_checksums=True)
-    assert loaded == [{"f": 5}, {"f": 6}, {"f": 7}]
-
-
 class Judge:
     """An actor that owns a verifier pool, made and used in a thread that is not the main one."""
 

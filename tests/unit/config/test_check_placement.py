@@ -60,41 +60,26 @@ def config(
             "engine lies on one node; change it or placement.trainer",
         ),
         (
-            {"sync": {"transport": "collective"}},
-            "sync.transport: got collective with placement.mode=colocated, but NCCL takes no device twice; set "
-            "sync.transport=file or placement.mode=split",
+            {"sync": {"host_group": "device"}},
+            "sync.host_group: got device with placement.mode=colocated, but NCCL takes no device twice; set "
+            "sync.host_group=gloo or placement.mode=split",
         ),
         (
-            {"sync": {"transport": "bridge", "host_group": "device"}},
-            "sync.host_group: got device with sync.transport=bridge and placement.mode=colocated, but NCCL takes no "
-            "device twice; set sync.host_group=gloo or placement.mode=split",
-        ),
-        (
-            {"sync": {"delta": True}},
-            "sync.delta: got true with sync.transport=file, but only the bridge has it; set sync.transport=bridge, or "
-            "leave sync.delta out",
-        ),
-        (
-            {"sync": {"dtype": "float8_e4m3", "transport": "collective"}, "mode": "split"},
-            "sync.dtype: got float8_e4m3 with sync.transport=collective, but only the bridge has it; set "
-            "sync.transport=bridge, or leave sync.dtype out",
-        ),
-        (
-            {"sync": {"dtype": "bfloat16", "transport": "bridge"}},
+            {"sync": {"dtype": "bfloat16"}},
             "sync.dtype: got bfloat16, which model.dtype already is; set sync.dtype=null",
         ),
         (
-            {"sync": {"delta": True, "transport": "bridge", "host_group": "device"}, "mode": "split"},
+            {"sync": {"delta": True, "host_group": "device"}, "mode": "split"},
             "sync.delta: got true with sync.host_group=device, but differences are made in host memory; set "
             "sync.host_group=gloo or sync.delta=false",
         ),
         (
-            {"sync": {"cuda_ipc": True, "transport": "bridge"}, "mode": "split"},
+            {"sync": {"cuda_ipc": True}, "mode": "split"},
             "sync.cuda_ipc: got true with placement.mode=split, but then no engine shares a device with a rank; set "
             "sync.cuda_ipc=false or placement.mode=colocated",
         ),
         (
-            {"sync": {"cuda_ipc": True, "transport": "bridge"}},
+            {"sync": {"cuda_ipc": True}},
             "sync.cuda_ipc: got true, but processes cannot share a device's memory on cpu; set sync.cuda_ipc=false",
         ),
         (

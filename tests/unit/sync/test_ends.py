@@ -16,12 +16,11 @@ from megarl.sync.plan.build import Message, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
 from megarl.sync.wire import shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
-from megarl.sync.wire.collective import Meeting, open_store
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
-from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender, open_group
+from megarl.sync.wire.meetings import Meeting, open_store
+from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
-from megarl.sync.wire.tcp import TcpReceiver, TcpSender
 from megarl.sync.wire.wires import Share
 from megarl.weights.boxes import box_of, num_elements, slices_of
 from megarl.weights.safetensors_map import TensorSpec
@@ -40,10 +39,9 @@ WIRES: dict[str, tuple[Callable[[Share], Any], Callable[[Share], Any]]] = {
         lambda share: RoutedSender(dataclasses.replace(share, over_devices=True)),
         lambda share: RoutedReceiver(dataclasses.replace(share, over_devices=True)),
     ),
-    "TCP": (TcpSender, TcpReceiver),
     "process group": (
-        lambda share: PointToPointSender(share, open_group(share)),
-        lambda share: PointToPointReceiver(share, open_group(share)),
+        lambda share: PointToPointSender(share, share.join()),
+        lambda share: PointToPointReceiver(share, share.join()),
     ),
 }
 wires = pytest.mark.parametrize("wire", WIRES)
