@@ -221,7 +221,7 @@ LOGGED_IN = (
     "train/collect.py",
     "data/hints.py",
     "parallel/moe/routing.py",
-    "sync/seam.py",
+    "cluster/bridge.py",
     "train/loop.py",
     "train/update.py",
 )

@@ -58,10 +58,8 @@ def test_sizes_of_models() -> None:
 
 
 @pytest.mark.parametrize("contender", OURS)
-@pytest.mark.parametrize(("seconds", "failing"), [(0.9, []), (1.1, ["time ÷ the faster peer"])])
-def test_no_contender_of_ours_may_take_longer_than_the_faster_peer(
-    contender: str, seconds: float, failing: list[str]
-) -> None:
+@pytest.mark.parametrize(("share", "failing"), [(0.95, []), (1.05, ["time ÷ the faster peer"])])
+def test_no_contender_of_ours_may_take_longer_than_its_limit(contender: str, share: float, failing: list[str]) -> None:
     """Of 16 bytes a quarter is lacking on each of four ranks; megatron-core takes 1 s, all-gather 2 s."""
 
     def measured(name: str) -> Measured:
@@ -76,6 +74,8 @@ def test_no_contender_of_ours_may_take_longer_than_the_faster_peer(
             plan_seconds=0.0,
         )
 
+    # Full shapes between hosts are packed, and copied once more by their loader, which no peer does.
+    seconds = share * (1.15 if contender == "megarl, gloo, full shape" else 1.0)
     all_measured = [measured(name) for name in (*OURS, *PEERS)]
     changed = [dataclasses.replace(m, seconds=seconds) if m.contender == contender else m for m in all_measured]
     assert [gate.name for gate in gates(changed) if not gate.holds] == [f"{contender}: {name}" for name in failing]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.config import Config, compose, dump, from_dict, load_config
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
-from megarl.config.load import with_overrides
+from megarl.config.load import saved_config, with_overrides
 from megarl.config.schema import ActorConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig
 from megarl.errors import ConfigError
 
@@ -338,3 +338,17 @@ def test_with_overrides() -> None:
     assert with_overrides(config, []) == config
     with pytest.raises(ConfigError, match=r"unknown key 'run\.nmae'"):
         with_overrides(config, ["run.nmae=b"])
+
+
+def test_what_a_run_saved_loads_without_settings_that_are_gone() -> None:
+    saved = {"sync": {"transport": "bridge", "delta": True}, "run": {"name": "old"}}
+    config = saved_config(saved)
+    assert (config.sync.delta, config.run.name) == (True, "old")
+    # What was given is not changed.
+    assert saved["sync"] == {"transport": "bridge", "delta": True}
+    with pytest.raises(
+        ConfigError, match=r"^unknown key 'sync\.transport', of earlier versions \(the bridge is the only"
+    ):
+        from_dict(Config, saved)
+    with pytest.raises(ConfigError, match=r"^unknown key 'sync\.xyzzy'"):
+        saved_config({"sync": {"xyzzy": 1}})
