@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.cluster import residency
+from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.processes import wait_all, wait_living, wait_streams
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.vllm_source import OnCompletion
-from megarl.cluster.bridge import BridgeSync
 from megarl.types import FloatArray
 
 

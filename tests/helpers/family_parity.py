@@ -11,11 +11,11 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from megarl.train.export import check_complete
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
+from megarl.train.export import check_complete
 from megarl.types import FloatArray, Row
 from megarl.types.messages import StoreResult
 from megarl.weights.families import read_model_spec
