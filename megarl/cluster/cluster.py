@@ -107,9 +107,10 @@ class Cluster:
         reservation = Reservation(plan, hosts=cluster.hosts, timeout_s=cluster.start_timeout_s)
         self._seats = EngineSeats(self._config, plan.engines, reservation, self._shared_devices)
         seats = [plan.ranks, *plan.other_ranks]
+        names = ["trainer", *("+".join(role.role for role in roles) for roles in list(self._roles.values())[1:])]
         actors = {
             f"{name} rank {i}": create_actor(RankActor, reservation, seat, i)
-            for name, its_seats in zip(self._group_names(), seats, strict=True)
+            for name, its_seats in zip(names, seats, strict=True)
             for i, seat in enumerate(its_seats)
         }
         processes = iter(locate(actors | self._seats.create(), timeout_s=self._config.cluster.start_timeout_s))
@@ -120,11 +121,6 @@ class Cluster:
         ]
         self.workers = RoleWorkers(groups, timeout_s=timeout_s)
         self.engines = EngineGroup(list(processes), timeout_s=timeout_s)
-
-    def _group_names(self) -> list[str]:
-        """How messages name the ranks of each layout."""
-        others = list(self._roles.values())[1:]
-        return ["trainer", *("+".join(role.role for role in roles) for roles in others)]
 
     def _shared_devices(self, seat: Seat) -> list[str]:
         ranks = self.workers.processes

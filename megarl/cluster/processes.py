@@ -59,7 +59,8 @@ class _Watch:
     def ask(self, busy: Collection[Process]) -> None:
         """Ask everyone who is neither busy nor asked already."""
         others = {*busy, *self.asked.values()}
-        for process in [process for roster in self._rosters for process in roster.living if process not in others]:
+        living = [process for roster in self._rosters for process in roster.living.values()]
+        for process in [process for process in living if process not in others]:
             self.asked[process.actor.lost_workers.remote()] = process
 
     def deaths(self) -> Iterator[_Death]:

@@ -42,24 +42,20 @@ class Process:
 class Roster:
     """The processes of a run by name. Some can be replaced when they have died; the death of any other ends the run.
 
-    lost: those that died and are to be replaced; num_restarts: how many have been so far, these among them.
+    living: those whose death nobody has noticed. lost: those that died and are to be replaced. num_restarts: how many
+    have been so far, these among them.
     """
 
     def __init__(self) -> None:
-        self._living: dict[str, Process] = {}
+        self.living: dict[str, Process] = {}
         self._replaceable: frozenset[str] = frozenset()
         self._max_restarts = 0
         self.lost: dict[str, Process] = {}
         self.num_restarts = 0
 
-    @property
-    def living(self) -> list[Process]:
-        """Those whose death nobody has noticed."""
-        return list(self._living.values())
-
     def enter(self, process: Process) -> None:
         """Take a process, in place of the lost one with its name if there is one."""
-        self._living[process.name] = process
+        self.living[process.name] = process
         self.lost.pop(process.name, None)
 
     def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
@@ -72,12 +68,12 @@ class Roster:
         event: what was done, and who died.
         """
         message = f"{event}; see RUN/logs"
-        if process.name in self._replaceable and self._living.get(process.name) != process:
+        if process.name in self._replaceable and self.living.get(process.name) != process:
             return EngineDiedError(message)  # an old one, which is known
         if process.name not in self._replaceable or self.num_restarts == self._max_restarts:
             return WorkerError(message)
         self.num_restarts += 1
-        self.lost[process.name] = self._living.pop(process.name)
+        self.lost[process.name] = self.living.pop(process.name)
         # An engine without its workers lives on; calls to it shall fail.
         ray.kill(process.actor)
         where = f"on {process.location.hostname or 'its host'}"

@@ -76,7 +76,11 @@ def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:
         os.kill(pid, DUMP_SIGNAL)
     if asked:
         time.sleep(DUMP_S)
-    return {pid: Activity(state=_state(pid), stacks=_read(Path(directory) / f"{pid}.txt")) for pid in pids}
+    files = {pid: Path(directory) / f"{pid}.txt" for pid in pids}
+    return {
+        pid: Activity(state=_state(pid), stacks=file.read_text() if file.exists() else "")
+        for pid, file in files.items()
+    }
 
 
 def _state(pid: int) -> str:
@@ -84,10 +88,6 @@ def _state(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return "gone"
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def describe(locations: Mapping[str, Location]) -> str:

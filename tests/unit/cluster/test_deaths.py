@@ -64,7 +64,7 @@ def test_an_idle_engine_that_can_be_restarted_does_not_end_a_wait(ray_session: N
     kill_after(0.5, allow_restarts(engine))
     assert wait_all(calls([rank], ("answer", 6.0)), timeout_s=60.0, doing="updating") == [0]
     assert engine.roster.lost == {"engine 0": engine}
-    assert engine.roster.living == [rank]
+    assert list(engine.roster.living.values()) == [rank]
 
 
 def test_a_wait_for_an_engine_that_can_be_restarted_ends(ray_session: None) -> None:

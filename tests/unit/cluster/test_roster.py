@@ -33,7 +33,7 @@ def test_a_death_that_nobody_allowed_ends_the_run(killed: list[str]) -> None:
     assert str(error) == "generating: engine died; see RUN/logs"
     run.allow_restarts(["engine"], 1)
     assert type(run.report_death(rank, "generating: rank died")) is WorkerError
-    assert (run.living, run.lost, killed) == ([rank, engine], {}, [])
+    assert (list(run.living.values()), run.lost, killed) == ([rank, engine], {}, [])
 
 
 def test_a_death_counts_once_until_restarts_are_used_up(killed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,12 +42,12 @@ def test_a_death_counts_once_until_restarts_are_used_up(killed: list[str], capsy
     (first,) = processes(run, "engine1")
     for _ in range(2):
         assert type(run.report_death(first, "generating: engine died")) is EngineDiedError
-    assert (run.lost, run.living, run.num_restarts, killed) == ({"engine": first}, [], 1, ["engine1"])
+    assert (run.lost, list(run.living.values()), run.num_restarts, killed) == ({"engine": first}, [], 1, ["engine1"])
     (second,) = processes(run, "engine2")
-    assert (run.lost, run.living) == ({}, [second])
+    assert (run.lost, list(run.living.values())) == ({}, [second])
     # What is left of its predecessor says nothing of it.
     assert type(run.report_death(first, "generating: engine died")) is EngineDiedError
-    assert run.living == [second]
+    assert list(run.living.values()) == [second]
     assert type(run.report_death(second, "updating the actor: worker 0 of engine died")) is EngineDiedError
     (third,) = processes(run, "engine3")
     assert type(run.report_death(third, "syncing weights: engine died")) is WorkerError

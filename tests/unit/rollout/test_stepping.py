@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.stepping import Stepper
+from megarl.rollout.engine import Stepper
 
 TIMEOUT_S = 30.0
 
