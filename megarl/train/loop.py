@@ -117,9 +117,11 @@ class Trainer:
         training = training_rows(collected, config.algo, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
         if rows:
-            rows, metrics = self.scoring.score(
-                rows, collected.rollout.prompts, self._needed_scores(), seed=seed, step=step
-            )
+            needed = inputs.algorithm.requires()
+            # Without old log-probs, one optimizer step takes the current ones for them.
+            if batch_counts(config).optimizer_steps_per_step > 1 or not self.gate.passed:
+                needed |= {Score.OLD_LOGPROBS}
+            rows, metrics = self.scoring.score(rows, collected.rollout.prompts, needed, seed=seed, step=step)
             self.gate.check(rows)
             with self.timers("adv"):
                 truncated = [reason is FinishReason.LENGTH for reason in training.finish_reasons]
@@ -134,13 +136,6 @@ class Trainer:
         with self.timers("sync"):
             metrics |= self.engines.push(step)
         return StepResult(collected=collected, rows=rows, metrics=metrics)
-
-    def _needed_scores(self) -> frozenset[Score]:
-        """What the algorithm asks for. Without old log-probs, one optimizer step takes the current ones for them."""
-        needed = self.inputs.algorithm.requires()
-        if batch_counts(self.inputs.config).optimizer_steps_per_step > 1 or not self.gate.passed:
-            needed |= {Score.OLD_LOGPROBS}
-        return needed
 
     def _log(self, step: int, result: StepResult, log: MetricsLogger, progress: Progress) -> None:
         """Record the metrics and some samples of a step."""
