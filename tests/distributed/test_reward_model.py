@@ -16,7 +16,7 @@ from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, Optimiz
 from megarl.data.packing import plan_micro_batches
 from megarl.train.update import RoleUpdater
 from megarl.types import AlgoState, Row, row_read_at_end
-from megarl.types.messages import Head, Role, RoleSpec, UpdateRequest, UpdateResult
+from megarl.types.messages import Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import create_model_files, weight_specs
 from tests.helpers.checkpoints import VOCAB_SIZE, add_value_head
@@ -115,12 +115,12 @@ def test_scores_are_those_of_transformers(rank_pool: Pools, model: Path, name: s
 class Recorder:
     """Ranks that answer nothing and keep what they were asked."""
 
-    plan: list[list[list[int]]] = field(default_factory=list)
+    plan: Sequence[Sequence[Sequence[int]]] = ()
     requests: list[UpdateRequest] = field(default_factory=list)
     rows: Sequence[Row] = ()
 
-    def update(self, rows: Sequence[Row], plan: list[list[list[int]]], request: UpdateRequest) -> UpdateResult:
-        self.rows, self.plan = rows, plan
+    def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
+        self.rows, self.plan = rows, plan.ranks
         self.requests.append(request)
         return UpdateResult(metrics={}, before={i: np.zeros(1, np.float32) for i in range(len(rows))})
 
