@@ -49,6 +49,11 @@ class BridgeSync:
         # Syncs since both sides last had everything in full; None: they may differ.
         self._full_every = delta_full_every
         self._since_full: int | None = None
+        if lacking := sorted({name for needed in needs for name in needed} - specs.keys()):
+            raise WeightSyncError(
+                f"engines need {len(lacking)} tensors that the trainer does not send: {lacking[:3]}; the family's weight "
+                f"table does not fit the model"
+            )
         held = self._call(self._ranks, [("held_weights", ())] * len(ranks))
         sinks = range(len(ranks), len(ranks) + len(engines) * self._tp)
         neighbours = {
