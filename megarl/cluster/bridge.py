@@ -51,8 +51,8 @@ class BridgeSync:
         self._since_full: int | None = None
         if lacking := sorted({name for needed in needs for name in needed} - specs.keys()):
             raise WeightSyncError(
-                f"engines need {len(lacking)} tensors that the trainer does not send: {lacking[:3]}; the family's weight "
-                f"table does not fit the model"
+                f"engines need {len(lacking)} tensors that the trainer does not send: {lacking[:3]}; the family's "
+                f"weight table does not fit the model"
             )
         held = self._call(self._ranks, [("held_weights", ())] * len(ranks))
         sinks = range(len(ranks), len(ranks) + len(engines) * self._tp)
