@@ -9,6 +9,7 @@ Libraries make shared memory under names of their own (vLLM's workers, multiproc
 run's processes have mapped while it waits, and unlinks that too once no process maps it any more.
 """
 
+import contextlib
 import os
 import select
 import shutil
@@ -21,7 +22,6 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 # Set for a driver whose hosts have janitors already: the id of the run that they look after.
@@ -35,26 +35,26 @@ WATCH_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunScope:
-    """The names a run may create outside its run directory. All carry its id."""
+    """The processes of a run and the names it may create outside its run directory; all carry its id."""
 
     run_id: str
 
     @property
     def temp_dir(self) -> Path:
-        """Ray's session files; short, because socket paths are limited to 107 bytes."""
+        """Directory of Ray's session files; its path is short because socket paths are limited to 107 bytes."""
         return Path(tempfile.gettempdir()) / f"mr-{self.run_id}"
 
     def shm_file(self, name: str) -> Path:
-        """A file in shared memory."""
+        """Name a shared-memory file of this run."""
         return SHM_DIR / f"megarl-{self.run_id}-{name}"
 
     def leftovers(self) -> list[Path]:
-        """Files and directories of this run that exist now."""
+        """List the files and directories of this run that exist now."""
         shm = list(SHM_DIR.glob(f"megarl-{self.run_id}-*")) if SHM_DIR.is_dir() else []
         return shm + ([self.temp_dir] if self.temp_dir.exists() else [])
 
     def processes(self) -> list[int]:
-        """Live processes that inherited this run's id, this one excluded."""
+        """List the live processes that inherited this run's id, except this one."""
         marker = f"{RUN_ID_VARIABLE}={self.run_id}".encode()
         found = []
         for pid in _all_processes():
@@ -63,7 +63,8 @@ class RunScope:
                 if (
                     pid != os.getpid()
                     and marker in (entry / "environ").read_bytes().split(b"\0")
-                    and not _is_zombie(entry)
+                    # A zombie has ended already.
+                    and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
                 ):
                     found.append(pid)
             except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -71,12 +72,12 @@ class RunScope:
         return found
 
     def mapped_files(self) -> set[Path]:
-        """Shared-memory files that the run's processes have mapped, whatever their names."""
+        """Find the shared-memory files that the run's processes have mapped, whatever their names."""
         return {file for pid in self.processes() for file in mapped_files(pid)}
 
 
 def mapped_files(pid: int) -> set[Path]:
-    """Existing files in shared memory that a process has mapped."""
+    """Find the existing shared-memory files that a process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -85,39 +86,26 @@ def mapped_files(pid: int) -> set[Path]:
     return {Path(line[line.index(start) + 1 :]) for line in lines if start in line and not line.endswith(" (deleted)")}
 
 
-def _is_zombie(entry: Path) -> bool:
-    return entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-class Caretaker(Protocol):
-    """Who looks after a run's names on the driver's host."""
-
-    scope: RunScope
-
-    def close(self) -> None:
-        """The driver is done."""
-
-
 class HostedRun:
-    """The caretaker of a driver whose hosts have janitors already, which outlive it."""
+    """Stands in for `Janitor` in a driver whose hosts already have janitors, which outlive the driver."""
 
     def __init__(self, run_id: str) -> None:
         self.scope = RunScope(run_id=run_id)
         os.environ[RUN_ID_VARIABLE] = run_id
 
     def close(self) -> None:
-        """Nothing is the driver's to clean up."""
+        """Forget the run's id; the host's janitor cleans up later."""
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
-def open_caretaker() -> Caretaker:
-    """The one that the environment names, or a janitor of this process."""
+def open_caretaker() -> "Janitor | HostedRun":
+    """Start a janitor of this process, unless the environment says that the host has one already."""
     run_id = os.environ.get(HOSTED_RUN_VARIABLE)
     return Janitor() if run_id is None else HostedRun(run_id)
 
 
 class Janitor:
-    """The owner's end of the pipe. Closing it, or dying, lets the janitor clean up."""
+    """Holds the owner's end of the janitor's pipe; closing it, or dying, makes the janitor clean up."""
 
     def __init__(self, run_id: str | None = None) -> None:
         self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])
@@ -135,14 +123,14 @@ class Janitor:
         os.close(read_end)
 
     def close(self) -> None:
-        """Let the janitor clean up and wait until it is done."""
+        """Make the janitor clean up, and wait until it is done."""
         os.close(self._write_end)
         self._process.wait()
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
 def scopes_of(prefix: str) -> list[RunScope]:
-    """The runs whose ids begin with `prefix` and whose temporary directories are on this host."""
+    """Find the runs whose ids begin with `prefix` and whose temporary directories are on this host."""
     start = RunScope(run_id="").temp_dir
     return [RunScope(run_id=d.name.removeprefix(start.name)) for d in start.parent.glob(f"{start.name}{prefix}*")]
 
@@ -174,19 +162,13 @@ def end_processes(scope: RunScope, *, settle_s: float, grace_s: float) -> None:
         # Again and again: a process may have forked another one before its own end.
         while (alive := scope.processes()) and time.monotonic() < deadline:
             for pid in alive:
-                _signal(pid, signum)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
             time.sleep(0.1)
 
 
 def _all_processes() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _signal(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return
 
 
 def main(argv: list[str]) -> None:

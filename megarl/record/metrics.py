@@ -1,106 +1,65 @@
-"""What a run writes down and reads back: metrics (JSON lines, TensorBoard), phase times, sampled rollouts."""
+"""Files that a run writes and reads back: metrics (JSON lines, TensorBoard, Weights & Biases) and sampled rollouts."""
 
+import importlib
 import json
 import math
 import os
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from types import ModuleType
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Where everything of a run lies."""
+    """The files and directories of one run, all below its root directory RUN."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def versions(self) -> Path:
-        """What the run ran on: package → version."""
-        return self.root / "versions.json"
-
-    @property
-    def status(self) -> Path:
-        """What the driver is doing; see `megarl.launch.status`."""
-        return self.root / "status.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def wandb_id(self) -> Path:
-        """The id of the Weights & Biases run, with which a resumed run continues it."""
-        return self.root / "wandb_id.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def report_html(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def report_png(self) -> Path:
-        return self.root / "report.png"
-
-    @property
-    def export(self) -> Path:
-        """The trained policy as a Hugging Face model directory."""
-        return self.root / "export"
-
-    @property
-    def export_critic(self) -> Path:
-        """The trained critic, if there is one, as another."""
-        return self.root / "export_critic"
-
-    @property
-    def records(self) -> Path:
-        """Rollouts kept bit for bit, for replay."""
-        return self.root / "records"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of torch's profiler, one per rank."""
-        return self.root / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        """What `--resume` continues from."""
-        return self.root / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """The workers' output, kept when a run fails."""
-        return self.root / "logs"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        # What the run ran on: package → version.
+        self.versions = root / "versions.json"
+        # What the driver is doing; see `megarl.launch.status`.
+        self.status = root / "status.json"
+        self.metrics = root / "metrics.jsonl"
+        # The id of the Weights & Biases run, with which a resumed run continues it.
+        self.wandb_id = root / "wandb_id.txt"
+        self.tensorboard = root / "tensorboard"
+        self.report_html = root / "report.html"
+        self.report_png = root / "report.png"
+        # The trained policy, and the critic if there is one, as Hugging Face model directories.
+        self.export = root / "export"
+        self.export_critic = root / "export_critic"
+        # Rollouts kept bit for bit, for replay.
+        self.records = root / "records"
+        # Traces of torch's profiler, one per rank.
+        self.profile = root / "profile"
+        # What `--resume` continues from.
+        self.checkpoints = root / "checkpoints"
+        # The workers' output, kept when a run fails.
+        self.logs = root / "logs"
 
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.parquet"
 
     def recorded_rollouts(self) -> list[Path]:
-        """Rollout files that exist, in the order of their steps."""
+        """Return the rollout files that exist, in the order of their steps."""
         paths = self.root.glob("rollouts/step_*.parquet")
         return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    """Metrics of one step; `time_s` is Unix time. Several records may share a step. Every value is finite."""
+    """Metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
 
     step: int
     time_s: float
@@ -116,7 +75,7 @@ class MetricsRecord:
 
 
 class MetricsSink(Protocol):
-    """Somewhere records go."""
+    """A destination for metrics records."""
 
     def write(self, record: MetricsRecord) -> None: ...
 
@@ -124,7 +83,7 @@ class MetricsSink(Protocol):
 
 
 class JsonlSink:
-    """Appends one JSON object per record, on the disk before the run goes on: nothing of a killed run is lost."""
+    """Appends one JSON object per record and syncs it to disk, so that a killed run loses nothing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +100,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars as event files; from `purge_step` on, a resumed run hides what an earlier one wrote."""
+    """Writes scalars as TensorBoard event files; `purge_step` hides what an earlier run wrote from that step on."""
 
     def __init__(self, log_dir: Path, *, purge_step: int | None = None) -> None:
         # Imported here: reading metrics and writing a report must not need torch.
@@ -158,35 +117,64 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class MetricsLogger:
-    """Sends each record to every sink, and closes them on exit. Non-finite values raise `DataError`."""
+def require_wandb() -> ModuleType:
+    """Import the optional wandb package; raise `ConfigError` with the remedy if it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "logging.wandb_project: is set, but the wandb package is not installed; "
+            "run `pip install wandb`, or set logging.wandb_project=null"
+        ) from error
+
+
+class WandbSink:
+    """Sends records to a Weights & Biases run, reached by wandb's own settings (WANDB_API_KEY, WANDB_MODE).
+
+    The run's id is stored in the run directory, so that a resumed run continues the same one. wandb keeps the first
+    record of a step: when a resumed run repeats steps, their second records are ignored.
+    """
+
+    def __init__(self, project: str, name: str, paths: RunPaths, settings: Mapping[str, object]) -> None:
+        if not paths.wandb_id.exists():
+            paths.wandb_id.write_text(uuid.uuid4().hex)
+        self._run = require_wandb().init(
+            project=project,
+            name=name,
+            dir=str(paths.root),
+            config=dict(settings),
+            id=paths.wandb_id.read_text(),
+            resume="allow",
+        )
+
+    def write(self, record: MetricsRecord) -> None:
+        self._run.log(dict(record.metrics), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsLogger(AbstractContextManager["MetricsLogger"]):
+    """Sends each record to every sink and closes the sinks on exit. Non-finite values raise `DataError`."""
 
     def __init__(self, sinks: Sequence[MetricsSink], *, clock: Callable[[], float] = time.time) -> None:
         self._sinks = tuple(sinks)
         self._clock = clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks first, writes then: a bad value reaches no sink."""
+        """Write one record to every sink; a non-finite value is rejected before any sink sees it."""
         values = {name: float(value) for name, value in metrics.items()}
         record = MetricsRecord(step=step, time_s=self._clock(), metrics=values)
         for sink in self._sinks:
             sink.write(record)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for sink in self._sinks:
             sink.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """All records in the order written; a last line cut off by a kill is left out, other bad lines raise."""
+    """Read all records in the order written. A last line cut off by a kill is skipped; other bad lines raise."""
     if not path.is_file():
         raise DataError(f"no metrics at {path}: expected the metrics.jsonl that a run writes")
     lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
@@ -212,7 +200,7 @@ def _parse_record(line: str) -> MetricsRecord:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Keep the records up to `last_step` as they are; the file changes as a whole or not at all."""
+    """Remove the records after `last_step`; the file is replaced atomically."""
     if not path.exists():
         return
     _drop_torn_line(path)
@@ -226,7 +214,7 @@ def truncate_metrics(path: Path, last_step: int) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cuts what follows the last newline, so that the next record does not continue a torn one."""
+    """Truncate the file after its last newline, so that the next record does not continue a torn line."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -241,19 +229,19 @@ class Summary:
     min: float
 
     def as_metrics(self, prefix: str) -> dict[str, float]:
-        """`{prefix}/mean`, `{prefix}/max`, `{prefix}/min`."""
+        """Return the metrics `{prefix}/mean`, `{prefix}/max` and `{prefix}/min`."""
         return {f"{prefix}/mean": self.mean, f"{prefix}/max": self.max, f"{prefix}/min": self.min}
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Mean, max and min; an empty sequence raises `DataError`."""
+    """Compute mean, maximum and minimum; an empty sequence raises `DataError`."""
     if not values:
         raise DataError("cannot summarise an empty batch: expected at least one value")
     return Summary(mean=math.fsum(values) / len(values), max=max(values), min=min(values))
 
 
 class Timers:
-    """Seconds per phase of the current step: `with timers("gen"): ...`. A phase entered twice adds up."""
+    """Measures seconds per phase of the current step: `with timers("gen"): ...`. Times of a repeated phase add up."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -268,7 +256,7 @@ class Timers:
             self._elapsed_s[phase] += self._clock() - start_s
 
     def pop(self) -> dict[str, float]:
-        """The phases finished since the last call, as `timing_s/{phase}`."""
+        """Return and reset the times of the phases finished since the last call, as `timing_s/{phase}`."""
         timings = {f"timing_s/{phase}": elapsed_s for phase, elapsed_s in self._elapsed_s.items()}
         self._elapsed_s.clear()
         return timings
@@ -289,7 +277,7 @@ class RolloutRecord:
     finish_reason: str
     num_prompt_tokens: int
     num_response_tokens: int
-    # Whether it counts as right, and what else its scorer said: JSON, numbers by name.
+    # Whether the response counts as right, and the scorer's other numbers by name, as JSON.
     correct: bool = False
     details: str = "{}"
 
@@ -299,7 +287,7 @@ ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Rollout
 
 
 def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:
-    """Writes the rows as parquet; the file appears complete or not at all."""
+    """Write the rows as parquet; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=ROLLOUT_SCHEMA), partial)
@@ -307,7 +295,7 @@ def write_rollouts(path: Path, rows: Sequence[RolloutRecord]) -> None:
 
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """The rows of one rollout file; another schema raises `DataError`."""
+    """Read the rows of one rollout file; a file with another schema raises `DataError`."""
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:

@@ -1,6 +1,9 @@
-"""How fast the trainer computes: FLOPs that the model's mathematics asks for, against time and the device's peak."""
+"""Trainer performance: model FLOPs per second against the device's peak, and profiler traces of chosen steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
 from megarl.config.schema import Config
 from megarl.device.accelerators import peak_tflops
@@ -13,7 +16,7 @@ FORWARD_AND_BACKWARD = 3
 
 
 def forward_flops(dims: Dims, *, num_tokens: int, num_scored_tokens: int) -> int:
-    """FLOPs of one forward pass over a row of n tokens, of which r meet the output head.
+    """Count the FLOPs of one forward pass over a row of n tokens, r of which reach the output head.
 
     2·n·L·(2·h·q + 2·h·k + 3·h·f)      matrix products of L layers: query and output, key and value, MLP
     + L·(q + v)·n²                     causal attention: scores and weighted values, half of n² each
@@ -23,58 +26,79 @@ def forward_flops(dims: Dims, *, num_tokens: int, num_scored_tokens: int) -> int
     + h·E; with latent attention 2·h·q + 2·h·k are the products into and out of latents, and with the output. What
     recompute and padding cost does not count, nor do norms and other element-wise work.
     """
-    layers = sum(_mlp_products(dims, layer) for layer in range(dims.num_layers))
-    products = 2 * num_tokens * (dims.num_layers * _attention_products(dims) + layers)
-    heads = dims.dim("q") + dims.dim("values" if dims.latent else "q")
-    attention = dims.num_layers * heads * num_tokens**2
-    return products + attention + 2 * num_scored_tokens * dims.vocab * dims.hidden
-
-
-def _attention_products(dims: Dims) -> int:
-    """Multiplications per token of the projections of a layer's attention."""
-    hidden, latent, q = dims.hidden, dims.latent, dims.dim("q")
+    hidden, latent, experts, q = dims.hidden, dims.latent, dims.experts, dims.dim("q")
+    # Multiplications per token of the projections of a layer's attention.
     if latent is None:
-        return 2 * hidden * q + 2 * hidden * dims.dim("kv")
-    queries = latent.q_latent * (hidden + q) if latent.q_latent else hidden * q
-    keys = hidden * dims.dim("kv_latent_and_rope") + latent.kv_latent * dims.dim("keys_and_values")
-    return queries + keys + hidden * dims.dim("values")
-
-
-def _mlp_products(dims: Dims, layer: int) -> int:
-    """Multiplications per token of a layer's MLP, or of its router and the experts that see the token."""
-    experts = dims.experts
-    if experts is None or layer not in experts.layers:
-        return 3 * dims.hidden * dims.ffn
-    return 3 * dims.hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + dims.hidden * experts.num
+        projections = 2 * hidden * q + 2 * hidden * dims.dim("kv")
+    else:
+        queries = latent.q_latent * (hidden + q) if latent.q_latent else hidden * q
+        keys = hidden * dims.dim("kv_latent_and_rope") + latent.kv_latent * dims.dim("keys_and_values")
+        projections = queries + keys + hidden * dims.dim("values")
+    # Multiplications per token of all layers' MLPs, or of their routers and the experts that see the token.
+    mlps = 0
+    for layer in range(dims.num_layers):
+        if experts is None or layer not in experts.layers:
+            mlps += 3 * hidden * dims.ffn
+        else:
+            mlps += 3 * hidden * (experts.per_token * experts.ffn + experts.shared_ffn) + hidden * experts.num
+    products = 2 * num_tokens * (dims.num_layers * projections + mlps)
+    heads = q + dims.dim("values" if latent else "q")
+    attention = dims.num_layers * heads * num_tokens**2
+    return products + attention + 2 * num_scored_tokens * dims.vocab * hidden
 
 
 def update_flops(dims: Dims, rows: Sequence[Row]) -> int:
-    """FLOPs of one forward and backward pass over rows."""
-    forward = (
+    """Count the FLOPs of one forward and backward pass over rows."""
+    return FORWARD_AND_BACKWARD * sum(
         forward_flops(dims, num_tokens=row.num_tokens, num_scored_tokens=int(row.loss_mask.sum())) for row in rows
     )
-    return FORWARD_AND_BACKWARD * sum(forward)
 
 
 class PerformanceMeter:
-    """Metrics of a run's optimizer steps."""
+    """Computes the throughput metrics of a run's optimizer steps."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         self._dims, self._num_ranks = dims, config.actor.layout.world_size
         self._num_epochs = config.trainer.num_epochs
-        self._peak_tflops = config.logging.peak_tflops or _known_peak(config.model.dtype)
+        self._peak_tflops = config.logging.peak_tflops
+        if not self._peak_tflops:
+            # The slowest of this host's devices that is known.
+            peaks = [peak_tflops(device.name, config.model.dtype) for device in platform().devices()]
+            self._peak_tflops = min((peak for peak in peaks if peak is not None), default=None)
 
     def metrics(self, rows: Sequence[Row], update_s: float) -> dict[str, float]:
-        """`perf/tflops_per_rank` (TFLOP/s) of the updates on these rows in `update_s` seconds, all epochs together.
+        """Return `perf/tflops_per_rank` (TFLOP/s) of the updates on these rows, all epochs in `update_s` seconds.
 
-        `perf/mfu`, that as a share of the device's peak, where the peak is configured or known.
+        `perf/mfu` is the same as a share of the device's peak; it is left out if the peak is neither configured nor
+        known.
         """
         tflops = self._num_epochs * update_flops(self._dims, rows) / update_s / self._num_ranks / 1e12
         measured = {"perf/tflops_per_rank": tflops}
         return measured | ({"perf/mfu": tflops / self._peak_tflops} if self._peak_tflops else {})
 
 
-def _known_peak(dtype: str) -> float | None:
-    """The lowest known peak among this host's devices."""
-    peaks = [peak for device in platform().devices() if (peak := peak_tflops(device.name, dtype)) is not None]
-    return min(peaks, default=None)
+class ProfiledWorkers(Protocol):
+    """The calls that `StepProfiler` makes on a group of ranks."""
+
+    def start_profile(self) -> None: ...
+
+    def stop_profile(self, directory: Path) -> None: ...
+
+
+class StepProfiler:
+    """Profiles from the start of the first to the end of the last of `steps`, or nothing if `steps` is None."""
+
+    def __init__(self, workers: ProfiledWorkers, steps: tuple[int, int] | None, directory: Path) -> None:
+        self._workers, self._steps, self._directory = workers, steps, directory
+        self._is_running = False
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Wrap one step of the run; a run resumed inside the window starts profiling there."""
+        if self._steps is not None and self._steps[0] <= step <= self._steps[1] and not self._is_running:
+            self._workers.start_profile()
+            self._is_running = True
+        yield
+        if self._is_running and self._steps is not None and step == self._steps[1]:
+            self._workers.stop_profile(self._directory)
+            self._is_running = False

@@ -4,9 +4,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -18,7 +18,7 @@ PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressValues:
-    """What the line shows of a step; None is left out."""
+    """Values that the progress line shows for a step; those that are None are left out."""
 
     reward: float | None = None
     loss: float | None = None
@@ -29,7 +29,7 @@ class ProgressValues:
 
 
 def write_line(text: str) -> None:
-    """Prints a line of its own; a live bar, whoever has it, moves below it."""
+    """Print a line above whatever progress bar is live."""
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
 
@@ -46,13 +46,13 @@ _FORMATS: dict[str, str] = {
 
 
 def format_values(values: ProgressValues) -> str:
-    """`reward 0.412  len 31  mismatch 1.2e-06  1,830 tok/s`."""
+    """Format the values for the line: `reward 0.412  len 31  mismatch 1.2e-06  1,830 tok/s`."""
     given = ((text, getattr(values, name)) for name, text in _FORMATS.items())
     return "  ".join(text.format(value) for text, value in given if value is not None)
 
 
-class Progress:
-    """Progress of `total` steps, the first `initial` of which an earlier run has done.
+class Progress(AbstractContextManager["Progress"]):
+    """Shows the progress of `total` steps, the first `initial` of which an earlier run has done.
 
     Time left is the number of remaining steps times the mean duration of the last `ETA_WINDOW_STEPS`.
     """
@@ -73,22 +73,26 @@ class Progress:
         # Marks (step, time), one more than durations.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=ETA_WINDOW_STEPS + 1)
         self._last_line_s = -PLAIN_INTERVAL_S
-        self._bar = self._open_bar(initial) if self._stream.isatty() else None
-
-    def _open_bar(self, initial: int) -> "tqdm[None]":
-        return tqdm(
-            total=self._total,
-            initial=initial,
-            file=self._stream,
-            dynamic_ncols=True,
-            mininterval=0.0,
-            bar_format=f"{self._description} {{bar:12}} {{n_fmt}}/{{total_fmt}}  {{desc}}",
-        )
+        self._bar: tqdm[None] | None = None
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total,
+                initial=initial,
+                file=self._stream,
+                dynamic_ncols=True,
+                mininterval=0.0,
+                bar_format=f"{description} {{bar:12}} {{n_fmt}}/{{total_fmt}}  {{desc}}",
+            )
 
     def update(self, step: int, values: ProgressValues) -> None:
-        """Shows that `step` steps of `total` are done."""
+        """Show that `step` steps of `total` are done."""
         self._marks.append((step, self._clock()))
-        parts = [part for part in (self._time_left(step), format_values(values)) if part]
+        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+        num_steps = last_step - first_step
+        time_left = ""
+        if num_steps > 0 and step < self._total:
+            time_left = tqdm.format_interval((last_s - first_s) / num_steps * (self._total - step)) + " left"
+        parts = [part for part in (time_left, format_values(values)) if part]
         if self._bar is None:
             now = self._clock()
             if step == self._total or now - self._last_line_s >= PLAIN_INTERVAL_S:
@@ -98,28 +102,13 @@ class Progress:
         self._bar.n = step
         self._bar.set_description_str("  ".join(parts))
 
-    def _time_left(self, step: int) -> str:
-        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
-        num_steps = last_step - first_step
-        if num_steps <= 0 or step >= self._total:
-            return ""
-        return tqdm.format_interval((last_s - first_s) / num_steps * (self._total - step)) + " left"
-
     def note(self, text: str) -> None:
-        """Prints a line of its own; a live bar moves below it."""
+        """Print a line of its own; a live bar moves below it."""
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:
             tqdm.write(text, file=self._stream)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""What a run writes into its directory, and the metrics of a batch."""
+"""The run directory: the resolved configuration, the metrics' sinks, sampled rollouts, and metrics of a batch."""
 
 import contextlib
 import importlib.metadata
@@ -24,12 +24,13 @@ from megarl.record.metrics import (
     RolloutRecord,
     RunPaths,
     TensorBoardSink,
+    WandbSink,
+    require_wandb,
     summarize,
     truncate_metrics,
     write_rollouts,
 )
-from megarl.record.wandb_sink import WandbSink, require_wandb
-from megarl.types import FinishReason, Prompt, Reward, RolloutBatch, Sample, SegmentSource
+from megarl.types import FinishReason, Reward, RolloutBatch, SegmentSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ RECORDED_PACKAGES = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes."""
+    """Return the versions of Python and of the packages that decide what a run computes."""
     versions = {"python": platform.python_version()}
     for name in RECORDED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -59,7 +60,7 @@ def installed_versions() -> dict[str, str]:
 class RunRecorder:
     """Owns RUN = run.dir/run.name: refuses to overwrite a run, saves the resolved configuration, opens the sinks.
 
-    With `resumed_step`, what the run wrote after that step is removed: those steps come again.
+    With `resumed_step`, what the run wrote after that step is removed, because those steps are repeated.
     """
 
     def __init__(self, config: Config, *, overwrite: bool = False, resumed_step: int | None = None) -> None:
@@ -70,14 +71,16 @@ class RunRecorder:
             raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
         self.paths = RunPaths(Path(config.run.dir) / config.run.name)
         if resumed_step is not None:
-            self._forget_after(resumed_step)
+            truncate_metrics(self.paths.metrics, resumed_step)
+            for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
+                if int(path.stem.removeprefix("step_")) > resumed_step:
+                    path.unlink()
         elif self.paths.metrics.exists() or self.paths.checkpoints.exists():
             if not overwrite:
                 raise ConfigError(
                     f"{self.paths.root} already holds a run; choose another run.name, or pass --resume or --overwrite"
                 )
-            self._require_inputs_elsewhere()
-            self._remove_all_but_logs()
+            self._remove_earlier_run()
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -85,29 +88,26 @@ class RunRecorder:
         self.paths.config.write_text(dump(config))
         self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
 
-    def _remove_all_but_logs(self) -> None:
-        """Of the jobs that run here, the present one among them, the logs stay."""
+    def _remove_earlier_run(self) -> None:
+        """Remove everything in the run directory but logs, unless it holds an input that this run is about to read."""
+        config, root = self._config, self.paths.root.resolve()
+        prompts = (*train_files(config.data.train), *config.data.val)
+        pairs = (*config.train_reward.train, *config.train_reward.val)
+        models = (config.model.path, config.reward_model.model_path)
+        for given in (*models, *prompts, *config.sft.train, *pairs, config.rollout.replay_dir):
+            if given and Path(given).resolve().is_relative_to(root):
+                raise ConfigError(
+                    f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
+                )
+        # The logs are those of the jobs that run here, the present one among them.
         for entry in self.paths.root.iterdir():
             if entry.is_dir() and entry != self.paths.logs:
                 shutil.rmtree(entry)
             elif not entry.is_dir():
                 entry.unlink()
 
-    def _require_inputs_elsewhere(self) -> None:
-        """Overwriting must not remove what the run is about to read."""
-        config, root = self._config, self.paths.root.resolve()
-        prompts = (*train_files(config.data.train), *config.data.val)
-        pairs = (*config.train_reward.train, *config.train_reward.val)
-        models = (config.model.path, config.reward_model.model_path)
-        inputs = (*models, *prompts, *config.sft.train, *pairs, config.rollout.replay_dir)
-        for given in inputs:
-            if given and Path(given).resolve().is_relative_to(root):
-                raise ConfigError(
-                    f"{given} lies in {self.paths.root}, which --overwrite removes; choose another run.name"
-                )
-
     def metrics(self) -> MetricsLogger:
-        """The sinks the configuration asks for."""
+        """Open the sinks that the configuration asks for."""
         sinks: list[MetricsSink] = [JsonlSink(self.paths.metrics)]
         if self._config.logging.tensorboard:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
@@ -116,12 +116,6 @@ class RunRecorder:
             sinks.append(WandbSink(project, self._config.run.name, self.paths, asdict(self._config)))
         return MetricsLogger(sinks)
 
-    def _forget_after(self, step: int) -> None:
-        truncate_metrics(self.paths.metrics, step)
-        for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
-            if int(path.stem.removeprefix("step_")) > step:
-                path.unlink()
-
     def sample_rollouts(
         self,
         step: int,
@@ -129,46 +123,44 @@ class RunRecorder:
         rewards: Sequence[Reward],
         tokenizer: "PreTrainedTokenizerBase",
     ) -> None:
-        """Keep some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last."""
+        """Write some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last."""
         every, total = self._config.logging.rollout_every_steps, self._config.trainer.total_steps
         if every == 0 or (step % every and step not in (1, total)):
             return
-        chosen = list(zip(rollout.samples, rewards, strict=True))[: self._config.logging.num_rollouts]
-        records = [_record(step, sample, reward, rollout, tokenizer) for sample, reward in chosen]
+        records = []
+        for sample, reward in list(zip(rollout.samples, rewards, strict=True))[: self._config.logging.num_rollouts]:
+            prompt = rollout.prompts[sample.uid]
+            records.append(
+                RolloutRecord(
+                    step=step,
+                    uid=sample.uid,
+                    sample_index=sample.sample_index,
+                    data_source=prompt.data_source,
+                    prompt=str(tokenizer.decode(sample.prompt_token_ids)),
+                    response=str(tokenizer.decode(sample.response_token_ids)),
+                    ground_truth=prompt.ground_truth,
+                    reward=reward.score,
+                    finish_reason=sample.finish_reason.value,
+                    num_prompt_tokens=len(sample.prompt_token_ids),
+                    num_response_tokens=len(sample.response_token_ids),
+                    correct=reward.correct,
+                    details=json.dumps(dict(reward.details)),
+                )
+            )
         write_rollouts(self.paths.rollouts(step), records)
 
 
-def _record(
-    step: int,
-    sample: Sample,
-    reward: Reward,
-    rollout: RolloutBatch,
-    tokenizer: "PreTrainedTokenizerBase",
-) -> RolloutRecord:
-    prompt = rollout.prompts[sample.uid]
-    return RolloutRecord(
-        step=step,
-        uid=sample.uid,
-        sample_index=sample.sample_index,
-        data_source=prompt.data_source,
-        prompt=str(tokenizer.decode(sample.prompt_token_ids)),
-        response=str(tokenizer.decode(sample.response_token_ids)),
-        ground_truth=prompt.ground_truth,
-        reward=reward.score,
-        finish_reason=sample.finish_reason.value,
-        num_prompt_tokens=len(sample.prompt_token_ids),
-        num_response_tokens=len(sample.response_token_ids),
-        correct=reward.correct,
-        details=json.dumps(dict(reward.details)),
-    )
-
-
 def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
-    """Lengths, truncation and prefixes of a rollout. `clip_ratio`: share of samples that hit the response limit."""
+    """Compute a rollout's lengths, truncation and prefixes; `clip_ratio` is the share cut off at the response limit."""
     responses = [float(len(s.response_token_ids)) for s in rollout.samples]
     prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
     num_cut = sum(s.finish_reason is FinishReason.LENGTH for s in rollout.samples)
-    ratios = [_prefix_ratio(s, rollout.prompts[s.uid]) for s in rollout.samples]
+    # Shares of the prompts' demonstrations that the responses start with.
+    ratios = []
+    for sample in rollout.samples:
+        given = sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.DEMONSTRATION)
+        whole = len(rollout.prompts[sample.uid].demonstration_ids)
+        ratios.append(given / whole if given and whole else 0.0)
     return {
         **({"batch/avg_prefix_ratio": sum(ratios) / len(ratios)} if any(ratios) else {}),
         **summarize(responses).as_metrics("response_length"),
@@ -177,14 +169,8 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
     }
 
 
-def _prefix_ratio(sample: Sample, prompt: Prompt) -> float:
-    """Share of the prompt's demonstration that the response starts with."""
-    given = sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.DEMONSTRATION)
-    return given / len(prompt.demonstration_ids) if given and prompt.demonstration_ids else 0.0
-
-
 def resident_memory(pids: Mapping[str, int]) -> dict[str, float]:
-    """Resident memory in GiB of the driver and of the run's processes on this host."""
+    """Measure the resident memory in GiB of the driver and of the run's processes on this host."""
     memory = {}
     for name, pid in {"driver": os.getpid(), **pids}.items():
         # A process that ends meanwhile is reported by the call that needs it.

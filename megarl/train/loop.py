@@ -13,8 +13,7 @@ from megarl.config.batches import batch_counts
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.metrics import MetricsLogger, Timers
-from megarl.record.performance import PerformanceMeter
-from megarl.record.profiling import StepProfiler
+from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, batch_metrics, resident_memory
 from megarl.seeds import batch_seed

@@ -7,8 +7,7 @@ from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import Cluster, EngineSupervisor, residency
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.record.metrics import Timers
-from megarl.record.performance import PerformanceMeter
-from megarl.record.profiling import StepProfiler
+from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import RewardManager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.parallel.worker import PolicyWorker
-from megarl.record.profiling import StepProfiler
+from megarl.record.performance import StepProfiler
 
 
 class FakeWorkers:

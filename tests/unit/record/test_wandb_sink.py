@@ -61,7 +61,8 @@ def test_a_resumed_run_continues_the_same_one(tmp_path: Path, fake: FakeRun) -> 
     settings = config(tmp_path, "p")
 
     def run_id(**how: Any) -> str:
-        RunRecorder(settings, **how).metrics().close()
+        with RunRecorder(settings, **how).metrics():
+            pass
         assert fake.arguments["resume"] == "allow"
         return fake.arguments["id"]
 
