@@ -3,13 +3,11 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.rank_pool import RankPool
 
-TESTS = Path(__file__).parent
 # torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What these compare with is installed apart: make test-conformance.
@@ -28,16 +26,3 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
             return pools[world_size]
 
         yield pool
-
-
-# First: pytest-xdist reads the groups in its own hook of this name.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests together that share processes: pytest-xdist gives each group to one worker, in this order.
-
-    The multi-rank tests share rank pools, the end-to-end tests a cluster; a unit test shares with its own file.
-    """
-    for item in items:
-        room = item.path.relative_to(TESTS).parts[0]
-        name = room if room in ("distributed", "e2e") else item.path.relative_to(TESTS).as_posix()
-        item.add_marker(pytest.mark.xdist_group(name))
