@@ -13,116 +13,96 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, Staged, pack
 
 
 class _Member:
-    """A process of the group, with a staging buffer per pair and turn and what is under way in it."""
+    """A process of the group, with a staging buffer per pair and turn, and what is under way in each buffer."""
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = group
         # Messages are staged where the group can send from: on the devices, or in host memory.
         self._device = platform().device() if share.over_devices else torch.device("cpu")
-        self._sizes = dict[tuple[int, int, int], int]()
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
-        self._transfer = 0
+        self._sizes = dict[tuple[int, int, int], int]()
         for message in share.messages:
             slot = _slot(message)
             self._sizes[slot] = max(self._sizes.get(slot, 0), message.num_bytes)
         self._buffers = dict[tuple[int, int, int], torch.Tensor]()
         self._under_way = dict[tuple[int, int, int], tuple[Message, Any]]()
+        self._transfer = 0
 
     def start(self, transfer: int) -> None:
+        """Begin a transfer; what an earlier one left behind when it failed is not waited for."""
         self._transfer = transfer
         self._under_way.clear()
 
-    def tag(self, message: Message) -> int:
-        """What a message is told apart by from those of other turns, and of transfers that failed."""
-        return self._transfer * self._num_turns[message.source, message.sink] + message.turn
+    def close(self) -> None:
+        """Leave the group: its connections close, and other processes that wait for this one fail."""
+        self._under_way.clear()
+        del self._group
 
-    def bytes_of(self, message: Message) -> torch.Tensor:
+    def _bytes_of(self, message: Message) -> torch.Tensor:
         slot = _slot(message)
         if slot not in self._buffers:
             self._buffers[slot] = torch.empty(self._sizes[slot], dtype=torch.uint8, device=self._device)
         return self._buffers[slot][: message.num_bytes]
 
-    def post(self, message: Message, work: Any) -> None:
-        self._under_way[_slot(message)] = (message, work)
+    def _tag(self, message: Message) -> int:
+        """A number that tells a message apart from those of other turns, and of transfers that failed."""
+        return self._transfer * self._num_turns[message.source, message.sink] + message.turn
 
-    def posted(self, message: Message) -> bool:
-        return self._under_way.get(_slot(message), (None, None))[0] is message
-
-    def occupied(self, message: Message) -> bool:
-        return _slot(message) in self._under_way
-
-    def wait(self, message: Message) -> None:
-        """For whatever is under way in the message's buffer."""
-        if (under_way := self._under_way.pop(_slot(message), None)) is not None:
+    def _wait(self, slot: tuple[int, int, int]) -> None:
+        """Return when nothing is under way in a buffer any more."""
+        if (under_way := self._under_way.pop(slot, None)) is not None:
             under_way[1].wait()
 
-    def leave(self) -> None:
-        """Close the connections; others who wait for this process fail."""
-        self._under_way.clear()
-        del self.group
 
-    def wait_all(self) -> None:
-        for message, _ in list(self._under_way.values()):
-            self.wait(message)
-
-
-class PointToPointSender:
+class PointToPointSender(_Member):
     """`SendingEnd` over a process group."""
 
-    def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
-        self._member = _Member(share, group)
-
-    def start(self, transfer: int) -> None:
-        self._member.start(transfer)
-
     def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
-        self._member.wait(message)
-        pack(parts, self._member.bytes_of(message))
-        work = self._member.group.send([self._member.bytes_of(message)], message.sink, self._member.tag(message))
-        self._member.post(message, work)
+        """Pack the message and send it, once the message before it in the same buffer has been sent."""
+        self._wait(_slot(message))
+        buffer = self._bytes_of(message)
+        pack(parts, buffer)
+        self._under_way[_slot(message)] = message, self._group.send([buffer], message.sink, self._tag(message))
 
     def flush(self) -> None:
-        self._member.wait_all()
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._member.leave()
+        """Return when every message has been sent."""
+        for slot in list(self._under_way):
+            self._wait(slot)
 
 
-class PointToPointReceiver:
+class PointToPointReceiver(_Member):
     """`ReceivingEnd` over a process group."""
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
-        self._member = _Member(share, group)
+        super().__init__(share, group)
         self._held = set[tuple[int, int, int]]()
 
     def start(self, transfer: int) -> None:
-        self._member.start(transfer)
+        """Begin a transfer."""
+        super().start(transfer)
         self._held.clear()
 
     def expect(self, messages: Iterable[Message]) -> None:
+        """Post receives for messages whose buffers are free; the others are posted when their turn comes."""
         for message in messages:
-            # Buffers that still hold something are posted when their turn comes.
-            if not self._member.occupied(message) and _slot(message) not in self._held:
+            if _slot(message) not in self._under_way and _slot(message) not in self._held:
                 self._post(message)
 
     def receive(self, message: Message) -> Arrival:
-        if not self._member.posted(message):
+        """Wait for a message, posting its receive unless `expect` has."""
+        if self._under_way.get(_slot(message), (None, None))[0] is not message:
             self._post(message)
-        self._member.wait(message)
+        self._wait(_slot(message))
         self._held.add(_slot(message))
-        return Staged(self._member.bytes_of(message))
+        return Staged(self._bytes_of(message))
 
     def release(self, message: Message) -> None:
+        """The message has been read, so its buffer is free."""
         self._held.discard(_slot(message))
 
-    def close(self) -> None:
-        """Leave the group."""
-        self._member.leave()
-
     def _post(self, message: Message) -> None:
-        work = self._member.group.recv([self._member.bytes_of(message)], message.source, self._member.tag(message))
-        self._member.post(message, work)
+        work = self._group.recv([self._bytes_of(message)], message.source, self._tag(message))
+        self._under_way[_slot(message)] = message, work
 
 
 def _slot(message: Message) -> tuple[int, int, int]:

@@ -2,93 +2,88 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 
 from megarl.sync.plan.build import Message
 from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share
+from megarl.sync.wire.wires import Arrival, Share
+
+Near = TypeVar("Near", SharedMemorySender, SharedMemoryReceiver)
+Far = TypeVar("Far", PointToPointSender, PointToPointReceiver)
 
 
-class RoutedSender:
-    """`SendingEnd` over both wires."""
+class _Routed(Generic[Near, Far]):
+    """One end of both wires; the far one exists only if the run has several hosts."""
 
-    def __init__(self, share: Share) -> None:
-        near, far = _split(share)
-        self._near = SharedMemorySender(near)
+    def __init__(self, share: Share, near_end: type[Near], far_end: type[Far]) -> None:
         self._hosts = share.hosts
+        near = [message for message in share.messages if self._is_near(message)]
+        far = [message for message in share.messages if not self._is_near(message)]
+        self._near: Near = near_end(replace(share, messages=tuple(near)))
         # All processes join the group at once, whatever they have to send.
-        self._far = PointToPointSender(far, far.join()) if share.num_hosts > 1 else None
+        self._far: Far | None = None
+        if share.num_hosts > 1:
+            self._far = far_end(replace(share, messages=tuple(far)), share.join())
 
     def start(self, transfer: int) -> None:
-        for end in self._ends():
-            end.start(transfer)
-
-    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
-        self._end(message).send(message, parts)
-
-    def flush(self) -> None:
-        for end in self._ends():
-            end.flush()
-
-    def close(self) -> None:
-        """Remove the segments, and close the connections."""
-        self._near.close()
-        if self._far is not None:
-            self._far.close()
-            self._far = None
-
-    def _ends(self) -> list[SendingEnd]:
-        return [self._near] if self._far is None else [self._near, self._far]
-
-    def _end(self, message: Message) -> SendingEnd:
-        if self._far is None or _is_near(self._hosts, message):
-            return self._near
-        return self._far
-
-
-class RoutedReceiver:
-    """`ReceivingEnd` over both wires."""
-
-    def __init__(self, share: Share) -> None:
-        near, far = _split(share)
-        self._near = SharedMemoryReceiver(near)
-        self._hosts = share.hosts
-        self._far = PointToPointReceiver(far, far.join()) if share.num_hosts > 1 else None
-
-    def start(self, transfer: int) -> None:
+        """Begin a transfer on both wires."""
         self._near.start(transfer)
         if self._far is not None:
             self._far.start(transfer)
 
-    def expect(self, messages: Iterable[Message]) -> None:
-        if self._far is not None:
-            self._far.expect(message for message in messages if not _is_near(self._hosts, message))
-
-    def receive(self, message: Message) -> Arrival:
-        return self._end(message).receive(message)
-
-    def release(self, message: Message) -> None:
-        self._end(message).release(message)
-
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections between hosts."""
         if self._far is not None:
             self._far.close()
             self._far = None
 
-    def _end(self, message: Message) -> ReceivingEnd:
-        if self._far is None or _is_near(self._hosts, message):
-            return self._near
-        return self._far
+    def _is_near(self, message: Message) -> bool:
+        return self._hosts[message.source] == self._hosts[message.sink]
+
+    def _end(self, message: Message) -> Near | Far:
+        return self._near if self._far is None or self._is_near(message) else self._far
 
 
-def _is_near(hosts: tuple[str, ...], message: Message) -> bool:
-    return hosts[message.source] == hosts[message.sink]
+class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
+    """`SendingEnd` over both wires."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(share, SharedMemorySender, PointToPointSender)
+
+    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+        """Send a message over the wire that its sink is reached by."""
+        self._end(message).send(message, parts)
+
+    def flush(self) -> None:
+        """Return when nothing is read from the tensors of this transfer any more."""
+        self._near.flush()
+        if self._far is not None:
+            self._far.flush()
+
+    def close(self) -> None:
+        """Remove the segments, and close the connections between hosts."""
+        self._near.close()
+        super().close()
 
 
-def _split(share: Share) -> tuple[Share, Share]:
-    near = tuple(message for message in share.messages if _is_near(share.hosts, message))
-    far = tuple(message for message in share.messages if not _is_near(share.hosts, message))
-    return replace(share, messages=near), replace(share, messages=far)
+class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
+    """`ReceivingEnd` over both wires."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(share, SharedMemoryReceiver, PointToPointReceiver)
+
+    def expect(self, messages: Iterable[Message]) -> None:
+        """Let messages from other hosts begin to arrive; those of this host wait in their segments."""
+        if self._far is not None:
+            self._far.expect(message for message in messages if not self._is_near(message))
+
+    def receive(self, message: Message) -> Arrival:
+        """Wait for a message on the wire that its source uses."""
+        return self._end(message).receive(message)
+
+    def release(self, message: Message) -> None:
+        """The message has been read."""
+        self._end(message).release(message)
