@@ -16,7 +16,7 @@ from megarl.weights.boxes import Box
 from megarl.weights.families import ModelSpec, PlacedRule
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from megarl.weights.shards import is_on_stage, num_local_experts, stage_layers
-from megarl.weights.splits import Split, split_box
+from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:

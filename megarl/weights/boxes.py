@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megarl.weights.slices import Index
-
 # [start, end) of every axis.
 Box: TypeAlias = tuple[tuple[int, int], ...]
+# What a tensor is indexed with; axes that it leaves out are whole.
+Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box, and the places in a list of boxes of those that contain it."""
+    """A box, and where in a list of boxes those stand that contain it."""
 
     box: Box
     holders: tuple[int, ...]
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The box that is all of a tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
@@ -47,30 +47,27 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def intersection(left: Box, right: Box) -> Box | None:
-    """What both have; None if that is nothing."""
+    """The box that two boxes have in common; None if they have nothing in common."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
-    """`wanted`, cut wherever a box of `held` begins or ends, in row-major order; each piece once.
+    """Cut `wanted` wherever a box of `held` begins or ends; the pieces are disjoint, in row-major order.
 
-    The layers of a model repeat, so that the answer is usually known.
+    Layers of a model repeat, so that most answers come from the cache.
     """
-    cuts = [_cuts(axis, wanted, held) for axis in range(len(wanted))]
-    grid = itertools.product(*(list(itertools.pairwise(places)) for places in cuts))
+    ranges = []
+    for axis, (start, end) in enumerate(wanted):
+        inner = {place for box in held for place in box[axis] if start < place < end}
+        ranges.append(list(itertools.pairwise(sorted({start, end, *inner}))))
+    grid = itertools.product(*ranges)
     return tuple(Piece(box, tuple(i for i, each in enumerate(held) if contains(each, box))) for box in grid)
 
 
-def _cuts(axis: int, wanted: Box, held: Sequence[Box]) -> list[int]:
-    start, end = wanted[axis]
-    inner = {place for box in held for place in box[axis] if start < place < end}
-    return sorted({start, end, *inner})
-
-
 def split_rows(box: Box, max_elements: int) -> list[Box]:
-    """A box in blocks of rows (indices of its first axis) of at most `max_elements`, or of one row if that is more."""
+    """Split a box along its first axis, in blocks of at most `max_elements`, or of one row where that is more."""
     (start, end), *others = box
     rows = max(1, max_elements // max(1, num_elements(tuple(others))))
     return [((first, min(first + rows, end)), *others) for first in range(start, end, rows)]

@@ -1,23 +1,28 @@
-"""Which part of which Hugging Face tensor a rank's parameter shard is.
+"""Which part of which Hugging Face tensor a shard of a parameter holds, and what is done with such parts.
 
-`shard_slices` is the only place that knows how Megatron lays shards out. Loading copies into the local views,
-export and sync copy out of them, checksums read them.
+`_CUTS` is the only description of how parameters are partitioned. The boxes by which transfers are planned
+(`split_box`) derive from it, and from these boxes the views of local shards (`shard_slices`) that loading fills and
+that export, sync and checksums read.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from megarl.weights.boxes import Box, Index, full_box, slices_of
 from megarl.weights.families import Dims, ModelSpec, PlacedRule
 from megarl.weights.tables import Partition
-
-Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """`view`, a view of a local shard (any shape), holds `tensor[index]` of the full Hugging Face tensor."""
+    """A view of a local shard that holds `tensor[index]` of the full Hugging Face tensor.
+
+    The view has the elements of that index in the same order, in any shape. owned: this rank is the one that writes
+    them.
+    """
 
     tensor: str
     index: Index
@@ -27,9 +32,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """A rank's place: in its tensor-parallel group, and among the replicas that hold the same shard.
+    """A rank's position in its tensor-parallel group and among the replicas that hold the same shard.
 
-    Of experts the groups are those of expert parallelism: experts are split over `ep_size` ranks in blocks.
+    For experts these are the groups of expert tensor parallelism, and the experts of a layer are split over `ep_size`
+    ranks in blocks.
     """
 
     tp_rank: int
@@ -45,55 +51,55 @@ class ShardPosition:
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
-_Parts = Iterable[tuple[int, Index, torch.Tensor]]
-_Partitioner = Callable[[torch.Tensor, Dims, ShardPosition], _Parts]
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The `rank`-th of `size` shards; vocabularies are padded to a multiple of `vocab_padding` first."""
+
+    rank: int
+    size: int
+    vocab_padding: int
 
 
-def _block(rank: int, size: int) -> slice:
-    return slice(rank * size, (rank + 1) * size)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """How the tensors of a rule are cut: along `axis`, or not at all if that is None.
+
+    A shard of the parameter has its shares of the tensors one after another; if `by_head`, per key/value head: its
+    query heads, the key head, the value head. padded: the axis is padded at its end before it is cut.
+    """
+
+    axis: int | None
+    padded: bool = False
+    by_head: bool = False
 
 
-def _replicated(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
-    yield 0, (slice(0, shard.shape[0]),), shard
-
-
-def _vocab(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
-    start = at.tp_rank * shard.shape[0]
-    count = max(0, min(shard.shape[0], dims.vocab - start))
-    if count:
-        yield 0, (slice(start, start + count),), shard[:count]
-
-
-def _rows(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
-    yield 0, (_block(at.tp_rank, shard.shape[0]),), shard
-
-
-def _columns(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
-    yield 0, (slice(0, shard.shape[0]), _block(at.tp_rank, shard.shape[1])), shard
-
-
-def _gate_up(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
-    for part, half in enumerate(shard.chunk(2)):
-        yield part, (_block(at.tp_rank, half.shape[0]),), half
-
-
-def _qkv(shard: torch.Tensor, dims: Dims, at: ShardPosition) -> _Parts:
-    queries = dims.num_heads // dims.num_kv_heads
-    groups = shard.shape[0] // ((queries + 2) * dims.head_dim)
-    grouped = shard.view(groups, queries + 2, dims.head_dim, *shard.shape[1:])
-    for part, view in enumerate((grouped[:, :queries], grouped[:, queries], grouped[:, queries + 1])):
-        num_rows = groups * dims.head_dim * (queries if part == 0 else 1)
-        yield part, (_block(at.tp_rank, num_rows),), view
-
-
-_PARTITIONERS: dict[Partition, _Partitioner] = {
-    Partition.REPLICATED: _replicated,
-    Partition.VOCAB: _vocab,
-    Partition.ROWS: _rows,
-    Partition.COLUMNS: _columns,
-    Partition.GATE_UP: _gate_up,
-    Partition.QKV: _qkv,
+_CUTS = {
+    Partition.REPLICATED: _Cut(axis=None),
+    Partition.VOCAB: _Cut(axis=0, padded=True),
+    Partition.ROWS: _Cut(axis=0),
+    Partition.COLUMNS: _Cut(axis=1),
+    Partition.GATE_UP: _Cut(axis=0),
+    Partition.QKV: _Cut(axis=0, by_head=True),
 }
+
+
+def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dims, split: Split) -> Box:
+    """The box that a shard holds of a rule's `part`-th tensor, which has this full shape.
+
+    Megatron and vLLM agree on it but for the padding of the vocabulary. Key and value heads repeat where there are
+    fewer of them than shards. The box is empty where a shard has nothing but padding.
+    """
+    cut, box = _CUTS[partition], full_box(shape)
+    if cut.axis is None:
+        return box
+    length, rank, size = shape[cut.axis], split.rank, split.size
+    padded = -(-length // split.vocab_padding) * split.vocab_padding if cut.padded else length
+    if cut.by_head:
+        # The first tensor of the rule has the query heads.
+        heads = min(dims.num_heads if part == 0 else dims.num_kv_heads, size)
+        rank, size = rank * heads // size, heads
+    start, end = (min(length, padded * i // size) for i in (rank, rank + 1))
+    return (*box[: cut.axis], (start, end), *box[cut.axis + 1 :])
 
 
 def shard_slices(
@@ -122,21 +128,31 @@ def shard_slices(
 
 
 def _slices_of(
-    parameter: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
+    shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
 ) -> Iterator[Slice]:
-    """The slices of one parameter; of a replicated one only the first tensor-parallel rank's are owned."""
-    rule = placed.rule
+    """The slices of one parameter; only the first tensor-parallel rank owns those of a replicated one."""
+    rule, dims = placed.rule, spec.dims
+    # Shards of a vocabulary are equal, with the padding of the whole in them.
+    split = Split(at.tp_rank, at.tp_size, vocab_padding=shard.shape[0] * at.tp_size)
+    shapes = [tuple(map(dims.dim, tensor.shape)) for tensor in rule.tensors]
+    boxes = [split_box(rule.partition, shape, part, dims, split) for part, shape in enumerate(shapes)]
+    rows = [end - start for (start, end), *_ in boxes]
+    groups = rows[-1] // dims.head_dim if _CUTS[rule.partition].by_head else 1
+    grouped = shard.view(groups, shard.shape[0] // groups, *shard.shape[1:]) if groups > 1 else shard[None]
+    ends = itertools.accumulate(num_rows // groups for num_rows in rows)
     owned = writes and (at.tp_rank == 0 or rule.partition is not Partition.REPLICATED)
-    for part, index, view in _PARTITIONERS[rule.partition](parameter, spec.dims, at):
-        name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else rule.tensors[part].name
-        yield Slice(tensor=placed.name(name), index=index, view=view, owned=owned)
+    for tensor, box, num_rows, end in zip(rule.tensors, boxes, rows, ends, strict=True):
+        if num_rows:
+            name = rule.tied_to if rule.tied_to and spec.is_copy(rule) else tensor.name
+            view = grouped[:, end - num_rows // groups : end]
+            yield Slice(tensor=placed.name(name), index=slices_of(box), view=view, owned=owned)
 
 
 @torch.no_grad()
 def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, optional: Collection[str] = ()) -> None:
-    """Fill local shards from full tensors (memory-mapped: only the pages of the slice are read).
+    """Fill local shards from full tensors; of memory-mapped ones only the pages of the slices are read.
 
-    An `optional` tensor that the source lacks leaves its shard as it was initialised.
+    Where the source lacks an `optional` tensor, its shard stays as it was initialised.
     """
     for part in slices:
         if part.tensor in optional and part.tensor not in source:
@@ -154,37 +170,33 @@ def store_slices(slices: Iterable[Slice], target: dict[str, torch.Tensor]) -> No
 
 
 _MIX = 2654435761  # odd, so that position weights do not repeat
-# Elements that a checksum looks at together; it holds a few int64 arrays of this length.
+# A checksum looks at this many elements at a time; it holds a few int64 arrays of this length.
 CHECKSUM_CHUNK = 1 << 20
 
 
 def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> int:
-    """Position-weighted sum, modulo 2⁶⁴, of the bit patterns of `view` at `index` of a full tensor.
+    """Sum up the bit patterns of `view`, weighted by their positions in the full tensor (at `index`), modulo 2⁶⁴.
 
     Sums of disjoint slices add up to the checksum of the whole, whatever the split.
     """
     ints = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[view.element_size()]
     total, start = 0, 0
     for chunk in view.detach().reshape(-1).split(CHECKSUM_CHUNK):
-        positions = _full_positions(torch.arange(start, start + len(chunk)), index, full_shape)
+        # Flat positions in the view, as flat positions in the full tensor.
+        flat = torch.arange(start, start + len(chunk))
+        positions, stride = torch.zeros_like(flat), 1
+        for axis in reversed(range(len(full_shape))):
+            first, end, _ = index[axis].indices(full_shape[axis]) if axis < len(index) else (0, full_shape[axis], 1)
+            positions += (flat % (end - first) + first) * stride
+            flat, stride = flat // (end - first), stride * full_shape[axis]
         values = chunk.cpu().view(ints).to(torch.int64)
         total += int((values * (positions * _MIX + 1)).sum())
         start += len(chunk)
     return total % (1 << 64)
 
 
-def _full_positions(flat: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> torch.Tensor:
-    """Flat positions in `tensor[index]` as flat positions in the tensor itself."""
-    positions, stride = torch.zeros_like(flat), 1
-    for axis in reversed(range(len(full_shape))):
-        first, end, _ = index[axis].indices(full_shape[axis]) if axis < len(index) else (0, full_shape[axis], 1)
-        positions += (flat % (end - first) + first) * stride
-        flat, stride = flat // (end - first), stride * full_shape[axis]
-    return positions
-
-
 def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
-    """Tensor name → elements that this rank owns of it."""
+    """Count the elements that this rank owns of each tensor, by its name."""
     counts: dict[str, int] = {}
     for part in slices:
         if part.owned:
@@ -193,7 +205,7 @@ def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
 
 
 def slice_checksums(slices: Iterable[Slice], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Tensor name → checksum of what this rank owns of it."""
+    """Compute the checksum of what this rank owns of each tensor, by its name; `shapes` are those of the full tensors."""
     sums: dict[str, int] = {}
     for part in slices:
         if part.owned:

@@ -31,8 +31,8 @@ from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
-from megarl.weights.boxes import Box, slices_of
-from megarl.weights.slices import Index, Slice
+from megarl.weights.boxes import Box, Index, slices_of
+from megarl.weights.slices import Slice
 from tools.bench.sync_model import NUM_RANKS, Layout, Model, check, make_model, shards
 
 TIMEOUT_S = 300.0

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megarl.weights.boxes import Box
 from megarl.weights.families import ModelSpec
-from megarl.weights.splits import Split, split_box
+from megarl.weights.slices import Split, split_box
 from megarl.weights.tables import Partition
 
 # vLLM pads the vocabulary to a multiple of this, then splits it (DEFAULT_VOCAB_PADDING_SIZE).
