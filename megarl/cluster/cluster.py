@@ -27,7 +27,7 @@ from megarl.device.platform import apply_environment, platform
 from megarl.errors import RunStopped
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
-from megarl.sync.plan.needs import engine_needs
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
 from megarl.types.messages import RoleSpec
 from megarl.weights.families import read_model_spec

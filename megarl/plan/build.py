@@ -18,7 +18,7 @@ from megarl.plan import memory as bytes_of
 from megarl.plan.devices import plan_devices, plan_shard
 from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
-from megarl.sync.plan.statistics import plan_statistics
+from megarl.sync.plan.build import plan_statistics
 from megarl.sync.wire.wires import DEPTH
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec

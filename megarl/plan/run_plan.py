@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.sync.plan.statistics import PlanStatistics
+from megarl.sync.plan.build import PlanStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

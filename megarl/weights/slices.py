@@ -205,7 +205,7 @@ def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
 
 
 def slice_checksums(slices: Iterable[Slice], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Compute the checksum of what this rank owns of each tensor, by its name; `shapes` are those of the full tensors."""
+    """Compute the checksum of what this rank owns of each tensor, by its name; `shapes` are of the full tensors."""
     sums: dict[str, int] = {}
     for part in slices:
         if part.owned:

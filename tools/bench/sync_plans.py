@@ -21,7 +21,7 @@ from megarl.cluster.sync_plan import rank_holdings
 from megarl.config.schema import LayoutConfig
 from megarl.sync.plan.assign import Holding
 from megarl.sync.plan.build import Plan, build_plan
-from megarl.sync.plan.needs import engine_needs
+from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.text_table import align
 from megarl.weights.boxes import num_elements

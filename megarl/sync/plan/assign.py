@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A run, from a source to a sink. Sinks that need the same share the run: plans of large models have millions."""
+    """A run that goes from a source to a sink. Sinks that need the same share the run: large models have millions."""
 
     source: int
     sink: int
@@ -52,7 +52,7 @@ class Alike(NamedTuple):
 def alike_tensors(
     specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
 ) -> Iterator[Alike]:
-    """All tensors, in the order of `specs`."""
+    """Group tensors that are alike, in the order of `specs`."""
     holders, takers = _by_tensor(held), _by_tensor(needed)
 
     def places(name: str) -> tuple[str, TensorSpec, _Places, _Places]:
@@ -63,7 +63,7 @@ def alike_tensors(
 
 
 def layer_of(name: str) -> str:
-    """A tensor's layer, such as model.layers.3; "" of what is in none."""
+    """A tensor's layer, such as model.layers.3; "" for a tensor that is in none."""
     head, layers, rest = name.partition(".layers.")
     return f"{head}{layers}{rest.partition('.')[0]}" if layers else ""
 
@@ -74,7 +74,7 @@ def assign(
     needed: Mapping[int, Holding],
     neighbours: Neighbours,
 ) -> Iterator[Transfer]:
-    """Every piece that a sink needs, with the source that it comes from.
+    """Find the source of every piece that a sink needs.
 
     Raises:
         WeightSyncError: a sink needs what no source holds.
@@ -102,7 +102,7 @@ def assign(
 
 
 def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
-    """Source → what it sends: each tensor by whoever has least to send then. Adds it to `load`."""
+    """Share a run among sources: whoever has least to send then sends the next tensor. Adds it to `load`."""
     tensors, _, num_bytes, _ = run
     if len(candidates) == 1:
         (source,) = candidates
@@ -124,7 +124,7 @@ def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iter
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """Tensor → box → who has it. Replicas that share one object are looked at once."""
+    """Find who has each box of each tensor. Replicas that share one object are looked at once."""
     replicas: dict[int, tuple[Holding, list[int]]] = {}
     for process, holding in sorted(holdings.items()):
         replicas.setdefault(id(holding), (holding, []))[1].append(process)

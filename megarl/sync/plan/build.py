@@ -8,12 +8,11 @@ bytes over the wire and no more: D_i is what it needs, S_i what the sources hold
 D_i it copies from these. Where several sources hold a piece, the one that has least to send so far sends it.
 """
 
-import contextlib
 import functools
 import gc
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor on its way; `offset` is where its bytes start in the message."""
+    """A box of a tensor in a message; `offset` is where its bytes start there."""
 
     tensor: str
     box: Box
@@ -36,9 +35,9 @@ class Part:
 
 
 class Message(NamedTuple):
-    """What a source sends to a sink in one bucket, end to end; the `turn`-th message of the pair.
+    """What a source sends to a sink in one bucket, end to end: the `turn`-th message of this pair.
 
-    local: between neighbours, not over the wire.
+    local: the two share memory, and nothing goes over the wire.
     """
 
     bucket: int
@@ -51,39 +50,44 @@ class Message(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Every box of every tensor, made when asked for: plans of large models have millions."""
-        return tuple(_parts(self.runs))
+        """Every box of every tensor in the message, made on demand since plans of large models have millions."""
+        found, offset = [], 0
+        for run in self.runs:
+            for tensor in run.tensors:
+                found.append(Part(tensor, run.box, offset))
+                offset += run.num_bytes
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All messages, by bucket; `specs` are the full tensors."""
+    """All messages of a transfer, by bucket; `specs` are the full tensors."""
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
     messages: tuple[Message, ...]
 
     @functools.cached_property
-    def _by_source(self) -> Mapping[int, list[Message]]:
-        return _grouped(self.messages, "source")
-
-    @functools.cached_property
-    def _by_sink(self) -> Mapping[int, list[Message]]:
-        return _grouped(self.messages, "sink")
+    def _by_end(self) -> tuple[Mapping[int, list[Message]], Mapping[int, list[Message]]]:
+        sent, received = dict[int, list[Message]](), dict[int, list[Message]]()
+        for message in self.messages:
+            sent.setdefault(message.source, []).append(message)
+            received.setdefault(message.sink, []).append(message)
+        return sent, received
 
     def of_source(self, source: int) -> list[Message]:
-        return self._by_source.get(source, [])
+        return self._by_end[0].get(source, [])
 
     def of_sink(self, sink: int) -> list[Message]:
-        return self._by_sink.get(sink, [])
+        return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """R_i, or with `local` what a sink copies from its neighbours."""
+        """The bytes R_i that a sink gets over the wire, or with `local` those that it copies from its neighbours."""
         return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
 
     @property
     def wire_bytes(self) -> int:
-        """Σ R_i."""
+        """All bytes that go over the wire: Σ R_i."""
         return sum(message.num_bytes for message in self.messages if not message.local)
 
 
@@ -95,7 +99,7 @@ def build_plan(
     neighbours: Neighbours | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """The plan for tensors in the order of `specs`, each sink beginning elsewhere: they complete tensors in that order.
+    """Plan a transfer in which sinks complete tensors in the order of `specs`, each beginning at another one.
 
     In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
     unless one row of a tensor is more; by default a sixteenth of all tensors, but 1 to 128 MiB. Larger buckets are
@@ -106,20 +110,14 @@ def build_plan(
     """
     if bucket_bytes is None:
         bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
-    with _no_garbage():
-        transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
-        return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
-
-
-@contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Millions of small objects in no cycle: to look for cycles among them again and again is half of the time."""
+    # The plan is millions of small objects in no cycle: looking for cycles among them takes half of the time.
     was_on = gc.isenabled()
     gc.disable()
     try:
-        yield
+        transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
+        return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
     finally:
-        # To the oldest generation, as if they had been looked at.
+        # They go to the oldest generation, as if they had been looked at.
         gc.freeze()
         gc.unfreeze()
         if was_on:
@@ -127,7 +125,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
-    """A run in parts that are small enough: some of its tensors each, or blocks of rows of one."""
+    """Split a run into runs that are small enough: some of its tensors each, or blocks of rows of one."""
     tensors, box, num_bytes, item_bytes = run
     if len(tensors) * num_bytes <= max_bytes:
         return (run,)
@@ -154,7 +152,7 @@ class _Open:
 
 
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
-    """Transfers in messages: one per pair and bucket.
+    """Pack transfers into messages, one per pair and bucket.
 
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
     of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
@@ -192,16 +190,43 @@ def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Message:
     return Message(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
 
 
-def _parts(runs: Iterable[Run]) -> Iterator[Part]:
-    offset = 0
-    for run in runs:
-        for tensor in run.tensors:
-            yield Part(tensor, run.box, offset)
-            offset += run.num_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStatistics:
+    """What a transfer costs. `staging_bytes`: the sum over processes of the most that each stages at a time."""
+
+    wire_bytes: int
+    local_bytes: int
+    num_messages: int
+    num_buckets: int
+    max_received_bytes: int
+    max_sent_bytes: int
+    staging_bytes: int
 
 
-def _grouped(messages: Iterable[Message], end: str) -> Mapping[int, list[Message]]:
-    found = dict[int, list[Message]]()
+def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
+    """Compute what a plan costs when up to `depth` of its buckets are under way at a time."""
+    wire = [message for message in plan.messages if not message.local]
+    received, sent = defaultdict[int, int](int), defaultdict[int, int](int)
+    for message in wire:
+        received[message.sink] += message.num_bytes
+        sent[message.source] += message.num_bytes
+    sources = {message.source for message in plan.messages}
+    sinks = {message.sink for message in plan.messages}
+    staged = [_staged(plan.of_source(i), depth) for i in sources] + [_staged(plan.of_sink(i), depth) for i in sinks]
+    return PlanStatistics(
+        wire_bytes=plan.wire_bytes,
+        local_bytes=sum(message.num_bytes for message in plan.messages) - plan.wire_bytes,
+        num_messages=len(wire),
+        num_buckets=len({message.bucket for message in plan.messages}),
+        max_received_bytes=max(received.values(), default=0),
+        max_sent_bytes=max(sent.values(), default=0),
+        staging_bytes=sum(staged),
+    )
+
+
+def _staged(messages: Iterable[Message], depth: int) -> int:
+    """The most bytes that `depth` buckets in succession have."""
+    by_bucket = defaultdict[int, int](int)
     for message in messages:
-        found.setdefault(getattr(message, end), []).append(message)
-    return found
+        by_bucket[message.bucket] += message.num_bytes
+    return max((sum(by_bucket.get(first + i, 0) for i in range(depth)) for first in list(by_bucket)), default=0)

@@ -1,7 +1,8 @@
 """Which box of each Hugging Face tensor a worker of a tensor-parallel vLLM engine needs: vLLM's layout, computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megarl.sync.plan.assign import Holding
 from megarl.weights.boxes import Box
 from megarl.weights.families import ModelSpec
 from megarl.weights.slices import Split, split_box
@@ -9,18 +10,19 @@ from megarl.weights.tables import Partition
 
 # vLLM pads the vocabulary to a multiple of this, then splits it (DEFAULT_VOCAB_PADDING_SIZE).
 VOCAB_PADDING = 64
+_LAYER = "model.layers.{}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePosition:
-    """A worker's place in its engine. `expert_parallel`: the engine splits experts whole, not each by its width."""
+    """A worker's place in its engine. expert_parallel: workers share a layer's experts out whole, unsplit."""
 
     rank: int
     size: int
     expert_parallel: bool = False
 
     def holds_expert(self, expert: int | None, num_experts: int) -> bool:
-        """Whether a worker has anything of an expert; the first workers take one more where experts do not divide."""
+        """Tell whether a worker has anything of an expert; if they do not divide, the first workers take one more."""
         if expert is None or not self.expert_parallel:
             return True
         count, more = divmod(num_experts, self.size)
@@ -29,7 +31,7 @@ class EnginePosition:
 
 
 def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
-    """Tensor → box, for every tensor of which a worker needs anything.
+    """Compute the box of each tensor that a worker needs; tensors of which it needs nothing are left out.
 
     Norms and routers are whole, q, k, v, gate and up split by output features, o and down by input features, the
     vocabulary by rows after padding; key and value heads repeat where there are fewer than workers.
@@ -46,3 +48,30 @@ def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
             if name in expected:
                 shards[name] = split_box(partition, expected[name], part, spec.dims, split)
     return shards
+
+
+def engine_needs(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> list[Holding]:
+    """Compute `engine_shards` for each of `size` workers, from one layer of each kind; tensors are in another order.
+
+    Layers of a kind differ in their number only, and large models have many.
+    """
+    first = {spec.dims.kind_of(layer): layer for layer in reversed(range(spec.dims.num_layers))}
+    # Short, yet with a layer of every kind at its own place.
+    short = replace(spec, dims=replace(spec.dims, num_layers=max(first.values()) + 1))
+    # The layer in the short model that each layer is like.
+    layers = [first[spec.dims.kind_of(layer)] for layer in range(spec.dims.num_layers)]
+    needs = list[Holding]()
+    for rank in range(size):
+        parts: dict[int, list[tuple[str, Box]]] = {like: [] for like in layers}
+        repeated = {}
+        shards = engine_shards(short, EnginePosition(rank=rank, size=size, expert_parallel=expert_parallel))
+        for name, box in shards.items():
+            like = next((like for like in parts if name.startswith(_LAYER.format(like))), None)
+            if like is not None:
+                parts[like].append((name.removeprefix(_LAYER.format(like)), box))
+            elif not name.startswith(_LAYER.split("{")[0]):
+                repeated[name] = box
+        for layer, like in enumerate(layers):
+            repeated.update((_LAYER.format(layer) + name, box) for name, box in parts[like])
+        needs.append(repeated)
+    return needs

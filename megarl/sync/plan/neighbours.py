@@ -11,7 +11,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
-    """[sinks, sources] int64: |D_i ∩ S_j| in bytes, in the order of the keys."""
+    """Compute |D_i ∩ S_j| in bytes, [sinks, sources] int64, in the order of the keys."""
     sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
     shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
     for alike in alike_tensors(specs, held, needed):
@@ -23,7 +23,7 @@ def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], neede
 
 
 def best_neighbours(shared: np.ndarray) -> list[int]:
-    """Of each sink the source to put it with: no two with one source, Σ_i |D_i ∩ S_σ(i)| as large as can be.
+    """Choose the source to put each sink with: all different, with the largest Σ_i |D_i ∩ S_σ(i)|.
 
     shared: [sinks, sources], of `overlaps` or a part of it, such as an engine's workers and the devices it may use.
 
@@ -36,7 +36,7 @@ def best_neighbours(shared: np.ndarray) -> list[int]:
 
 
 def assignment(costs: np.ndarray) -> list[int]:
-    """The columns, one for each row, that cost least together: the Hungarian method by shortest augmenting paths.
+    """Choose a column for each row, at the least total cost: the Hungarian method by shortest augmenting paths.
 
     costs: [n, m] int64, n ≤ m. Exact; O(n² m).
     """

@@ -14,7 +14,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 class _Place(NamedTuple):
-    """Of a tensor, in bytes: where its layer begins in the model, that layer's size, and where it is in the layer.
+    """A tensor's place in bytes: where its layer begins in the model, that layer's size, and where it is in the layer.
 
     What stands between layers, such as embeddings, counts as a layer of size 0: it keeps its order.
     """
@@ -30,7 +30,7 @@ def staggered(
     held: Mapping[int, Holding],
     needed: Mapping[int, Holding],
 ) -> Iterable[Transfer]:
-    """Transfers by the time at which they would come if all sinks received evenly, the i-th of n from i/n of the model.
+    """Sort transfers by when they would come if all sinks received evenly, the i-th of n from i/n of the model on.
 
     A sink gets whole layers one after another, since engines hold back what they have of a layer until it is whole;
     but it begins elsewhere within each of them, as experts of a layer are on different ranks. Where every source has

@@ -1,4 +1,4 @@
-"""Casts on the way: what travels has narrower elements than the trainer's, and loses precision by it.
+"""Casts for the wire: weights travel in narrower types than the trainer's, at some loss of precision.
 
 bfloat16 is rounded to the nearest. float8_e4m3 has one scale s = 2^k per tensor, the smallest power of two with
 max |x| ≤ 448 s: a power of two costs no precision beside any other scale, and stays the same from step to step.
@@ -23,7 +23,7 @@ _MATRICES = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV
 
 
 def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """The tensors as they travel with `sync.dtype`.
+    """Give each tensor the type that it travels in with `sync.dtype`.
 
     In bfloat16 that is all but those that are in float32 whatever the model's type. In float8_e4m3 it is only the
     matrices that tensor parallelism splits: vocabularies, norms, biases and routers are small or sensitive, and keep
@@ -50,7 +50,7 @@ def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | No
 
 
 def scale_of(largest: float) -> float:
-    """The scale of a tensor whose largest magnitude this is; 1 for zeros."""
+    """The scale of a tensor with this largest magnitude; 1 if all are zeros."""
     if largest == 0:
         return 1.0
     mantissa, exponent = math.frexp(largest / _LARGEST)
@@ -59,7 +59,7 @@ def scale_of(largest: float) -> float:
 
 
 def largest_magnitude(name: str, view: torch.Tensor) -> float:
-    """max |x| of a part of a tensor.
+    """Compute max |x| of a part of a tensor.
 
     Raises:
         NonFiniteError: it is NaN or infinite, which no scale covers.
@@ -71,7 +71,7 @@ def largest_magnitude(name: str, view: torch.Tensor) -> float:
 
 
 def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
-    """Elements as they travel."""
+    """Cast elements to the type in which they travel, divided by `scale` if there is one."""
     if scale is not None:
         return view.float().div(scale).to(dtype)
     # `to` lets other threads in even if it has nothing to do, once per part.
@@ -79,5 +79,5 @@ def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torc
 
 
 def from_wire(tensor: torch.Tensor, scale: float) -> torch.Tensor:
-    """float32 from scaled elements."""
+    """Turn scaled elements back into float32."""
     return tensor.float().mul_(scale)

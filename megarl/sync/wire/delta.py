@@ -25,7 +25,7 @@ Span = tuple[str, int, int, int]
 
 
 def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | None:
-    """What turns `previous` into `current`; None where all of `current` is no longer than that."""
+    """Encode what turns `previous` into `current`; None where sending all of `current` is as short."""
     masks = [_words(previous, span) != _words(current, span) for span in spans]
     if sum(np.count_nonzero(mask) * span[3] for mask, span in zip(masks, spans, strict=True)) >= len(current):
         return None
@@ -88,7 +88,7 @@ class _Reader:
 
 
 def _words(message: Bytes, span: Span) -> npt.NDArray[np.unsignedinteger]:
-    """The elements of a span by their bits."""
+    """View the elements of a span as unsigned integers: their bits."""
     _, start, end, width = span
     return message[start:end].view(f"u{width}")
 
@@ -102,7 +102,7 @@ def _has_bitmap(counts: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_
 
 
 def _size(counts: npt.NDArray[np.uint32], width: int) -> int:
-    """Bytes of a span's counts, places and values."""
+    """Count the bytes of a span's counts, places and values."""
     places = np.where(_has_bitmap(counts), _BITMAP_BYTES, 2 * counts.astype(np.int64))
     return 4 * len(counts) + int(places.sum()) + width * int(counts.sum())
 

@@ -9,8 +9,7 @@ import pytest
 from megarl.cluster.sync_plan import ends_of, engine_ranks, rank_holdings
 from megarl.config.load import from_dict
 from megarl.config.schema import Config, LayoutConfig
-from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
-from megarl.sync.plan.needs import engine_needs
+from megarl.sync.plan.engine_shards import EnginePosition, engine_needs, engine_shards
 from megarl.sync.wire.ends import holding_of
 from megarl.weights.boxes import num_elements
 from megarl.weights.families import ModelSpec, read_model_spec

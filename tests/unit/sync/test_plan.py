@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import WeightSyncError
-from megarl.sync.plan.build import Holding, Plan, build_plan
-from megarl.sync.plan.statistics import plan_statistics
+from megarl.sync.plan.build import Holding, Plan, build_plan, plan_statistics
 from megarl.weights.boxes import Box, box_of, num_elements, pieces, slices_of, split_rows
 from megarl.weights.safetensors_map import TensorSpec
 
