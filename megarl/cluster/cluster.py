@@ -1,4 +1,4 @@
-"""Ray, the trainer's ranks and the engines of a run."""
+"""The remote side of a run: Ray, the trainer's ranks and the engines, from their start to their end."""
 
 import contextlib
 import itertools
@@ -72,19 +72,23 @@ class Cluster:
             raise
 
     def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
-        """ConfigError unless a run of these roles with this configuration can use these processes."""
+        """Raise ConfigError unless a run with these roles and this configuration can use these processes."""
         check_serves(self._config, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
         cluster = self._config.cluster
         device, other_layouts = dict(platform().resources), list(self._roles)[1:]
+        shared: Sequence[Sequence[int]] = ()
+        if with_engine and self._roles and self._config.placement.mode == "colocated":
+            # Engines use the devices of those ranks from which least has to travel.
+            shared = engine_ranks(self._config, ends_of(self._config, read_model_spec(self._config.model.path)))
         plan = plan_placement(
             self._config,
             device,
             with_engines=with_engine,
             with_trainer=bool(self._roles),
             other_layouts=other_layouts,
-            engine_ranks=self._engine_ranks() if with_engine and self._roles else (),
+            engine_ranks=shared,
         )
         open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
@@ -94,13 +98,6 @@ class Cluster:
         started = wait_all(engines, timeout_s=cluster.start_timeout_s, doing="starting the engines")
         for process, pids in zip(self.engines.processes, started, strict=True):
             self.pids |= engine_pids(process.name, pids)
-
-    def _engine_ranks(self) -> Sequence[Sequence[int]]:
-        """For each colocated engine, the ranks that its workers share devices with, so that least has to travel."""
-        config = self._config
-        if config.placement.mode != "colocated":
-            return ()
-        return engine_ranks(config, ends_of(config, read_model_spec(config.model.path)))
 
     def _create_processes(self, plan: PlacementPlan) -> None:
         cluster = self._config.cluster
@@ -144,7 +141,7 @@ class Cluster:
 
     @property
     def roster(self) -> Roster:
-        """All processes of the run."""
+        """The roster of all processes of the run."""
         first, *_ = [*self.workers.processes, *self.engines.processes]
         return first.roster
 
@@ -194,15 +191,12 @@ class Cluster:
         try:
             if ray.is_initialized():
                 if not failed:
-                    self._close_actors()
+                    processes = [*self.workers.processes, *self.engines.processes]
+                    refs = [p.actor.call.remote("close") for p in processes]
+                    with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
+                        ray.get(refs, timeout=CLOSE_TIMEOUT_S)
                 elif self._log_dir is not None:
                     keep_worker_logs(self.scope.temp_dir, self._log_dir)
         finally:
             ray.shutdown()
             self._caretaker.close()
-
-    def _close_actors(self) -> None:
-        processes = [*self.workers.processes, *self.engines.processes]
-        refs = [p.actor.call.remote("close") for p in processes]
-        with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
-            ray.get(refs, timeout=CLOSE_TIMEOUT_S)

@@ -15,13 +15,13 @@ from megarl.rollout.engine import engine_spec
 
 
 def create_actor(cls: type[RunActor], reservation: Reservation, seat: Seat, *args: Any) -> Any:
-    """An actor in its seat; returns at once."""
+    """Create an actor in its seat, without waiting until it has started."""
     remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
     return remote.options(**reservation.options(seat)).remote(*args)
 
 
 def engine_pids(name: str, pids: Sequence[int]) -> dict[str, int]:
-    """Names of the processes of an engine, itself first."""
+    """Map the names of an engine's processes to their ids, the engine itself first."""
     pid, *workers = pids
     return {name: pid} | {f"{name} worker {i}": worker for i, worker in enumerate(workers)}
 
@@ -44,8 +44,8 @@ class EngineSeats:
         return [seat.shares for seat in self._seats]
 
     def create(self) -> dict[str, Any]:
-        """The actors of all engines by name."""
-        return {f"engine {i}": self._create(i) for i in range(len(self._seats))}
+        """Create the actors of all engines, by name."""
+        return {f"engine {i}": create_actor(EngineActor, self._reservation, seat) for i, seat in enumerate(self._seats)}
 
     def begin(self, index: int, process: Process, *, predecessor: Sequence[int] = ()) -> Any:
         """Let an engine start, as soon as the processes of its predecessor have ended; returns at once."""
@@ -53,14 +53,14 @@ class EngineSeats:
         return process.actor.start.remote(engine_spec(self._config), devices, predecessor)
 
     def restart(self, index: int, lost: Process, pids: Sequence[int]) -> tuple[Process, list[int]]:
-        """A new engine in the place of a lost one, whose processes were `pids`; and the ids of its processes.
+        """Start an engine in place of a lost one, whose processes were `pids`; return it and its process ids.
 
         It has the weights that are on disk. Where engines sleep, it does, as the others have to by then.
 
         Raises:
             EngineDiedError: the new one died as well.
         """
-        process = replace(lost, actor=self._create(index))
+        process = replace(lost, actor=create_actor(EngineActor, self._reservation, self._seats[index]))
         process.roster.enter(process)
         process = replace(process, location=self._ask(process, process.actor.locate.remote()))
         process.roster.enter(process)
@@ -68,9 +68,6 @@ class EngineSeats:
         if self._config.placement.offload:
             self._ask(process, process.actor.call.remote("sleep"))
         return process, new_pids
-
-    def _create(self, index: int) -> Any:
-        return create_actor(EngineActor, self._reservation, self._seats[index])
 
     def _ask(self, process: Process, call: Any) -> Any:
         timeout_s = self._config.cluster.start_timeout_s

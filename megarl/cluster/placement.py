@@ -28,11 +28,6 @@ class NodeGroup:
     bundles_per_node: int
     bundle: Mapping[str, float]
 
-    @property
-    def num_cpus(self) -> float:
-        """Logical CPUs that all nodes together reserve."""
-        return self.num_nodes * self.bundles_per_node * self.bundle["CPU"]
-
     def __str__(self) -> str:
         each = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
         return f"{self.num_nodes} node(s) × {self.bundles_per_node} bundle(s) of {each}"
@@ -67,21 +62,21 @@ class PlacementPlan:
     @property
     def num_cpus(self) -> float:
         """Logical CPUs that all groups reserve."""
-        return sum(group.num_cpus for group in self.groups.values())
+        return sum(g.num_nodes * g.bundles_per_node * g.bundle["CPU"] for g in self.groups.values())
 
 
 def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
-    """Devices of each node; the configuration's check has made sure that they divide evenly."""
+    """Return the number of devices of each node; the configuration's check has made sure that they divide evenly."""
     return nodes.devices_per_node or num_devices // nodes.num_nodes
 
 
 def ranks_in_order(engine: EngineConfig) -> list[tuple[int, ...]]:
-    """Of each engine as many ranks as it has workers, one engine after the other."""
+    """Assign consecutive ranks to the engines, as many to each as it has workers."""
     return [tuple(range(i * engine.tp, (i + 1) * engine.tp)) for i in range(engine.num_engines)]
 
 
 def cpu_share(num_processes: int) -> float:
-    """Of a bundle's logical CPUs, what each process takes so that all fit: a power of two, which Ray can add up."""
+    """Return the share of a bundle's CPUs that each process takes: a power of two, which Ray adds up exactly."""
     return 0.5 ** (num_processes - 1).bit_length()
 
 
@@ -94,7 +89,7 @@ def plan_placement(
     other_layouts: Sequence[LayoutConfig] = (),
     engine_ranks: Sequence[Sequence[int]] = (),
 ) -> PlacementPlan:
-    """Seats of all ranks and engines. `device`: Ray resources of one device and its processes.
+    """Plan the seats of all ranks and engines. `device`: Ray resources of one device and its processes.
 
     Engines without a trainer have nodes of their own (placement.mode=split). engine_ranks: of each colocated engine
     the ranks whose devices its workers use; by default those that come next.
@@ -148,7 +143,7 @@ class Reservation:
         }
 
     def options(self, seat: Seat) -> dict[str, Any]:
-        """Options of the Ray actor that takes a seat."""
+        """Return the options of the Ray actor that takes a seat."""
         node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
         placed = self._nodes[seat.group][node]
         strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle)
@@ -156,9 +151,7 @@ class Reservation:
 
 
 def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], driver: str) -> list[str]:
-    """Addresses of the live nodes of Ray (`ray.nodes()`): those of `hosts`, in that order, then the driver's address,
-    then the others.
-    """
+    """Order the addresses of Ray's live nodes (`ray.nodes()`): `hosts` in order, then the driver's, then others."""
     place = {host: i for i, host in enumerate(hosts)}
     alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     ordered = sorted(alive, key=lambda node: (place.get(node[0], len(place)), node[1] != driver, node[1]))
@@ -166,13 +159,13 @@ def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], dri
 
 
 def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: float) -> list[PlacementGroup]:
-    """One placement group per node. Too few CPUs or GPUs would otherwise wait for ever.
+    """Reserve one placement group per node. Too few CPUs or GPUs would otherwise wait for ever.
 
     Raises:
         ConfigError: the cluster has no room, with what each of its nodes has.
     """
     others = [dict(group.bundle)] * (group.bundles_per_node - 1)
-    # Of its address every node has one; any amount of it will do.
+    # Ray gives every node one unit of a resource named after its address; any amount of it pins a group to the node.
     firsts = [{**group.bundle, f"node:{address}": 0.001} for address in addresses]
     nodes = [placement_group([first, *others], strategy="STRICT_PACK") for first in firsts]
     try:
@@ -187,11 +180,10 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
 
 
 def resource_table(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """What each live node has (`ray.nodes()`), and what of all that is free (`ray.available_resources()`)."""
+    """List what each live node has (`ray.nodes()`), and what is free in all (`ray.available_resources()`)."""
     alive = [node for node in nodes if node["Alive"]]
-    held = [f"node {node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in alive]
-    return "; ".join([*held, f"free in all: {_amounts(free)}"])
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    held = [(f"node {node['NodeManagerAddress']}", node["Resources"]) for node in alive]
+    return "; ".join(
+        f"{what}: " + ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+        for what, resources in [*held, ("free in all", free)]
+    )

@@ -1,4 +1,4 @@
-"""How the driver waits for the remote processes of a run."""
+"""Waiting for remote calls, while watching whether every process of the run is still alive."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,18 +38,18 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """A process that can go on no more, and who died: it, or a worker of its own."""
+    """A process that cannot continue, because it or one of its worker processes died."""
 
     process: Process
     what: str
 
     def report(self, doing: str) -> WorkerError:
-        """What to raise where the process is needed."""
+        """Note the death in the roster and return the error to raise where the process is needed."""
         return self.process.roster.report_death(self.process, f"{doing}: {self.what}")
 
 
 class _Watch:
-    """Signs of life of the processes that a wait does not wait for: they are asked, and nobody waits for answers."""
+    """Polls the processes that a wait does not wait for, without blocking on their answers."""
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
@@ -57,14 +57,14 @@ class _Watch:
         self.asked: dict[Any, Process] = {}
 
     def ask(self, busy: Collection[Process]) -> None:
-        """Ask everyone who is neither busy nor asked already."""
+        """Ask every living process for a sign of life, except those that are busy or were already asked."""
         others = {*busy, *self.asked.values()}
         living = [process for roster in self._rosters for process in roster.living.values()]
         for process in [process for process in living if process not in others]:
             self.asked[process.actor.lost_workers.remote()] = process
 
     def deaths(self) -> Iterator[_Death]:
-        """Of those that were asked."""
+        """Yield the deaths found in the answers that have arrived."""
         for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
             if (death := _answered_death(self.asked.pop(ref), ref)) is not None:
                 yield death
@@ -75,7 +75,7 @@ _waiting: list[tuple[str, float]] = []
 
 
 def current_wait() -> tuple[str, float] | None:
-    """What this process waits for, and since when (seconds since 1970); None: for nothing."""
+    """Return what this process waits for and since when (seconds since 1970), or None if it is not waiting."""
     return _waiting[-1] if _waiting else None
 
 
@@ -89,7 +89,7 @@ def _noted(doing: str) -> Iterator[None]:
 
 
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
-    """Results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
+    """Return the results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
 
     Raises:
         EngineDiedError: a process whose answer was awaited died, and can be replaced.
@@ -97,16 +97,16 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
             What can be replaced and was not awaited is noted in the roster instead.
         Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
     """
-    _finish_all(_Wait(calls, timeout_s=timeout_s, doing=doing), doing)
+    wait_living(calls, timeout_s=timeout_s, doing=doing, needs_all=True)
     return ray.get([ref for _, ref in calls])
 
 
-def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> None:
-    """Wait for the ends of remote calls. What can be replaced and dies is noted in the roster; else as `wait_all`."""
-    _finish_all(_Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=False), doing)
+def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = False) -> None:
+    """Wait until remote calls have ended; raises as `wait_all`.
 
-
-def _finish_all(wait: "_Wait", doing: str) -> None:
+    needs_all: whether to fail too when a called process dies that can be replaced; otherwise the roster notes it.
+    """
+    wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=needs_all)
     with _noted(doing):
         for ref in wait.ready():
             wait.succeeded(ref, ref)
@@ -116,8 +116,9 @@ def _finish_all(wait: "_Wait", doing: str) -> None:
 def wait_streams(
     calls: Sequence[tuple[Process, Any]], take: Callable[[int, Any], None], *, timeout_s: float, doing: str
 ) -> None:
-    """Wait for the ends of streams of results; `take` gets the position of a call and each of its results, as soon as
-    it is there. Raises as `wait_living`, and what `take` raises.
+    """Wait until streams of results have ended, passing each result and the position of its call to `take` at once.
+
+    Raises as `wait_living`, and what `take` raises.
     """
     with _noted(doing):
         positions = {stream: i for i, (_, stream) in enumerate(calls)}
@@ -146,7 +147,7 @@ class _Wait:
         self._timeout_s, self._doing, self._needs_all = timeout_s, doing, needs_all
 
     def ready(self) -> Iterator[Any]:
-        """What is pending and has something to say, again and again. The caller ends what is finished."""
+        """Yield pending calls that have a result, until the caller has ended all of them."""
         deadline = time.monotonic() + self._timeout_s
         while self._pending:
             left_s = deadline - time.monotonic()
@@ -157,21 +158,18 @@ class _Wait:
                 raise WorkerError(f"{self._doing}: {silent}{_described(busy)}; see RUN/logs")
             yield from done
             if not done:
-                self._look_around()
-
-    def _look_around(self) -> None:
-        """Learn of the deaths of those that are not waited for."""
-        for death in self._watch.deaths():
-            if not isinstance(error := death.report(self._doing), EngineDiedError):
-                raise error
-        self._watch.ask(self._pending.values())
+                # Learn of the deaths of those that are not waited for.
+                for death in self._watch.deaths():
+                    if not isinstance(error := death.report(self._doing), EngineDiedError):
+                        raise error
+                self._watch.ask(self._pending.values())
 
     def end(self, call: Any) -> None:
-        """Expect no more of a call."""
+        """Stop waiting for a call."""
         self._pending.pop(call, None)
 
     def succeeded(self, ref: Any, call: Any) -> bool:
-        """Whether the result `ref` of `call` is there. False: its process died, and the wait goes on without it.
+        """Return whether `ref`, a result of `call`, succeeded. False: its process died, and the wait goes on.
 
         Raises the most telling failure otherwise.
         """
@@ -185,7 +183,7 @@ class _Wait:
         raise self._cause(process, error)
 
     def _cause(self, process: Process, error: Exception) -> Exception:
-        """What to report when a process failed: a dead process, then megarl's own errors, then what came first."""
+        """Return the error to report after a failure: a dead process, else megarl's own error, else the first one."""
         self._watch.ask(self._pending.values())
         others = self._pending | self._watch.asked
         done, silent = ray.wait(list(others), num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])
@@ -204,13 +202,13 @@ class _Wait:
 
 
 def _described(processes: Sequence[Process]) -> str:
-    """` (trainer rank 1 is stopped; …)` of those that did not answer."""
+    """Describe processes that did not answer, as ` (trainer rank 1 is stopped; …)`."""
     found = describe({process.name: process.location for process in processes[:NUM_DESCRIBED]})
     return f" ({found})" if found else ""
 
 
 def _failure(call: Any) -> Exception | None:
-    """Why a result that is there, or the next one of a stream, is a failure."""
+    """Return the error of a result that has arrived, or of the next one in a stream; None if it succeeded."""
     try:
         ray.get(next(call) if isinstance(call, ray.ObjectRefGenerator) else call, timeout=0)
     except StopIteration:
@@ -223,14 +221,17 @@ def _failure(call: Any) -> Exception | None:
 
 
 def _death(process: Process, error: Exception) -> _Death | None:
-    """Of a process whose answer is an error."""
+    """Return the death of a process if the error that it answered with means that it died."""
     if isinstance(error, ActorDiedError | ActorUnavailableError):
-        return _Death(process=process, what=f"{process.name} died{_last_words(error)}")
+        text = str(error)
+        # An actor that failed while it was made says why; a killed one has nothing to say.
+        last_words = f": {text.strip().splitlines()[-1].strip()}" if "creation task" in text else ""
+        return _Death(process=process, what=f"{process.name} died{last_words}")
     return None
 
 
 def _answered_death(process: Process, ref: Any) -> _Death | None:
-    """Of a process, or a worker without which it can do nothing, by its answer to `lost_workers`."""
+    """Return the death of a process or of one of its workers, judged by the answer to `lost_workers`."""
     if (error := _failure(ref)) is not None:
         return _death(process, error)
     workers = ray.get(ref)
@@ -238,12 +239,6 @@ def _answered_death(process: Process, ref: Any) -> _Death | None:
 
 
 def _death_of_worker(process: Process) -> _Death | None:
-    """Of a worker of a process that still answers."""
+    """Ask a process whether one of its workers died."""
     ref = process.actor.lost_workers.remote()
     return _answered_death(process, ref) if ray.wait([ref], timeout=CAUSE_WAIT_S)[0] else None
-
-
-def _last_words(failure: Exception) -> str:
-    """What an actor that failed while it was made had to say; nothing for a killed one."""
-    text = str(failure)
-    return f": {text.strip().splitlines()[-1].strip()}" if "creation task" in text else ""

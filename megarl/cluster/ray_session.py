@@ -26,13 +26,9 @@ def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, enviro
     Raises:
         WorkerError: Ray did not come up, or not on all of `settings.hosts`.
     """
-    if settings.address is None:
-        _start(settings, num_cpus=num_cpus, temp_dir=temp_dir, environment=environment)
-    else:
+    if settings.address is not None:
         _join(settings.address, settings, environment)
-
-
-def _start(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
+        return
     try:
         _connect(
             environment,
@@ -71,7 +67,7 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
 
 
 def _wait_for_port(address: str, deadline: float) -> None:
-    """Ray itself gives up after seconds, with many lines about it."""
+    """Wait until a port accepts connections; Ray itself gives up after seconds, with many lines about it."""
     host, _, port = address.rpartition(":")
     while True:
         try:

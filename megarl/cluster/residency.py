@@ -1,4 +1,4 @@
-"""What lies on the devices in which phase of a step, where trainer and engines share them.
+"""Which memory is resident on the devices in each phase of a step, where trainer and engines share devices.
 
 A phase is data: the parts it needs. From what is resident now and what a phase needs follow the moves, releases
 first, so that at no time more is resident than the larger of two neighbouring phases. After an update the order is:
@@ -51,12 +51,12 @@ class Move:
 
 
 def parts_of(owner: str, parts: Iterable[str]) -> frozenset[Resident]:
-    """Several parts of one owner."""
+    """Return several parts of one owner as a set."""
     return frozenset(Resident(owner, str(part)) for part in parts)
 
 
 def built_parts(roles: Sequence[RoleSpec]) -> frozenset[Resident]:
-    """What loading the roles puts on the devices."""
+    """Return the parts that loading the roles puts on the devices."""
     return frozenset().union(*(parts_of(r.role, Part if r.trainable else [Part.PARAMS]) for r in roles))
 
 
@@ -67,52 +67,48 @@ SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(E
 
 
 def scoring(role: Role) -> Phase:
-    """A forward pass."""
+    """Return the phase of a forward pass of a role."""
     return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
 
 
 def updating(role: Role) -> Phase:
-    """Backward passes and the optimizer's step."""
+    """Return the phase of a role's backward passes and optimizer step."""
     return Phase(name=f"update {role}", needs=parts_of(role, Part))
 
 
 def exporting(role: Role) -> Phase:
-    """Writing a model directory."""
+    """Return the phase in which a role is written as a model directory."""
     return Phase(name=f"export {role}", needs=parts_of(role, [Part.PARAMS]))
 
 
 def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
-    """Writing every trained role."""
+    """Return the phase in which every trained role is written to a checkpoint."""
     trained = [parts_of(r.role, [Part.PARAMS, Part.OPTIMIZER]) for r in roles if r.trainable]
     return Phase(name="checkpoint", needs=frozenset().union(*trained))
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
-    """The phases of a step in which every role scores and every trained one is updated, the actor last each time."""
+    """Return the phases of a step: every role scores and every trained one is updated, the actor last each time."""
     others_first = (*roles[1:], roles[0])
     trained = [updating(r.role) for r in others_first if r.trainable]
     return [GENERATE, *(scoring(r.role) for r in others_first), *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
-    """What must move before a phase: first away, then back; one move per owner and direction."""
+    """List what must move before a phase: first away, then back; one move per owner and direction."""
     leaving = resident - phase.needs
     if leaving & _ENGINE_PARTS:
         # Engines drop all they have when they sleep.
         leaving |= resident & _ENGINE_PARTS
-    return [*_moves(leaving, to_device=False), *_moves(phase.needs - (resident - leaving), to_device=True)]
-
-
-def _moves(parts: frozenset[Resident], *, to_device: bool) -> list[Move]:
-    owners = sorted({part.owner for part in parts})
     return [
         Move(owner=owner, parts=tuple(sorted(p.part for p in parts if p.owner == owner)), to_device=to_device)
-        for owner in owners
+        for parts, to_device in ((leaving, False), (phase.needs - (resident - leaving), True))
+        for owner in sorted({part.owner for part in parts})
     ]
 
 
 def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> str:
-    """A line per phase: the moves before it, and what is on the devices in it."""
+    """Format a table with a line per phase: the moves before it, and what is on the devices in it."""
     lines = []
     for phase in phases:
         moves = ", ".join(map(str, plan_moves(resident, phase))) or "-"
@@ -131,7 +127,7 @@ class MemoryLedger:
         self._released: dict[str, int] = {}
 
     def enter(self, phase: Phase) -> None:
-        """Make a phase's parts resident, and nothing else."""
+        """Move memory so that exactly the parts that a phase needs are resident."""
         if not self._enabled:
             return
         for move in plan_moves(self.resident, phase):
@@ -153,7 +149,7 @@ class MemoryLedger:
         self.resident |= parts
 
     def metrics(self) -> dict[str, float]:
-        """GiB that the trainer's devices gave back since the last call, by role."""
+        """Return the GiB that the trainer's devices gave back since the last call, by role."""
         metrics = {f"memory/offloaded_gib/{owner}": num / 2**30 for owner, num in self._released.items()}
         self._released = {}
         return metrics

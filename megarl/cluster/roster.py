@@ -1,4 +1,4 @@
-"""The processes of a run: where they are, and whose death the run survives."""
+"""The processes of a run: where they run, and which of them may die without ending the run."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -54,16 +54,16 @@ class Roster:
         self.num_restarts = 0
 
     def enter(self, process: Process) -> None:
-        """Take a process, in place of the lost one with its name if there is one."""
+        """Add a process, replacing the lost one of the same name if there is one."""
         self.living[process.name] = process
         self.lost.pop(process.name, None)
 
     def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
-        """From now on so many deaths of these, all together, do not end the run."""
+        """Let the run survive up to `max_restarts` deaths, counted from now over all processes in `names`."""
         self._replaceable, self._max_restarts, self.num_restarts = frozenset(names), max_restarts, 0
 
     def report_death(self, process: Process, event: str) -> WorkerError:
-        """What to raise where the process is needed: `EngineDiedError` if it can be replaced. Says so, once.
+        """Note a death and return the error to raise: `EngineDiedError` if the process can be replaced. Warns once.
 
         event: what was done, and who died.
         """

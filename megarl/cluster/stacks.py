@@ -43,21 +43,21 @@ class Activity:
             return f"is {self.state}"
         frames = [found for line in self.stacks.splitlines() if (found := _FRAME.match(line))]
         collective = next((f["function"] for f in frames if f["file"].endswith(_COLLECTIVES)), None)
-        at = next((f"megarl/{module}:{f['line']}" for f in frames if (module := _module(f["file"]))), "")
+        at = ""
+        for frame in frames:
+            # Relative to the package, which other hosts may keep elsewhere.
+            module = frame["file"].rpartition("/megarl/")[2]
+            # A checkout may be called megarl too, and hold other packages.
+            if module and module != frame["file"] and (_PACKAGE / module).is_file():
+                at = f"megarl/{module}:{frame['line']}"
+                break
         if collective is not None:
             return f"waits in {collective}, called at {at}" if at else f"waits in {collective}"
         return f"is at {at}" if at else f"is {self.state}"
 
 
-def _module(file: str) -> str:
-    """A file of this package relative to the package, which other hosts may keep elsewhere; empty for other files."""
-    name = file.rpartition("/megarl/")[2]
-    # A checkout may be called megarl too, and hold other packages.
-    return name if name != file and (_PACKAGE / name).is_file() else ""
-
-
 def stacks_directory() -> Path:
-    """Where the processes of this run and host write their stacks."""
+    """Return the directory where processes of this run on this host write their stacks."""
     return Path(tempfile.gettempdir()) / "stacks"
 
 
@@ -70,7 +70,7 @@ def write_stacks_on_signal() -> None:
 
 
 def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:
-    """What processes of this host do; `directory` is where they write their stacks."""
+    """Return what processes of this host are doing; `directory` is where they write their stacks."""
     asked = [pid for pid in pids if _state(pid) not in ("stopped", "gone", "zombie")]
     for pid in asked:
         os.kill(pid, DUMP_SIGNAL)
@@ -91,7 +91,7 @@ def _state(pid: int) -> str:
 
 
 def describe(locations: Mapping[str, Location]) -> str:
-    """What named processes do: `rank 1 is stopped; rank 0 waits in all_reduce, called at …`."""
+    """Say in one line what named processes are doing: `rank 1 is stopped; rank 0 waits in all_reduce, called at …`."""
     found: dict[str, Activity] = {}
     by_host: dict[str, dict[str, Location]] = defaultdict(dict)
     for name, location in locations.items():
@@ -106,7 +106,7 @@ def describe(locations: Mapping[str, Location]) -> str:
 
 
 def _remote_activities(host: str, pids: Sequence[int], directory: str) -> Mapping[int, Activity]:
-    """Of another host, if it answers."""
+    """Return what processes of another host are doing, if that host answers."""
     strategy = NodeAffinitySchedulingStrategy(host, soft=False)
     task = ray.remote(num_cpus=0)(activities).options(scheduling_strategy=strategy)
     try:

@@ -1,7 +1,7 @@
 """What a layout's ranks hold, in the coordinates of Hugging Face tensors, and what the bridge then moves per sync."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,23 +13,34 @@ from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.plan.neighbours import best_neighbours, overlaps
 from megarl.sync.wire.casts import wire_specs
 from megarl.weights.boxes import Box
-from megarl.weights.families import ModelSpec, PlacedRule
+from megarl.weights.families import ModelSpec
 from megarl.weights.safetensors_map import TensorSpec, weight_specs
 from megarl.weights.shards import is_on_stage, num_local_experts, stage_layers
 from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Of every rank, tensor → box; what ranks say of themselves (`PolicyWorker.held_weights`), without a model."""
+    """Return for every rank the box of each tensor it holds: `PolicyWorker.held_weights`, without building a model."""
     holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]
-    shapes = spec.expected_tensors()
+    shapes, padding = spec.expected_tensors(), vocab_multiple * layout.tp
     layers = [frozenset(stage_layers(layout, spec.dims.num_layers, stage)) for stage in range(layout.pp)]
     for placed in spec.rules():
-        stages = [stage for stage in range(layout.pp) if _holds(spec, layout, stage, placed, layers[stage])]
+        if placed.layer is not None:
+            stages = [stage for stage in range(layout.pp) if placed.layer in layers[stage]]
+        else:
+            stages = [s for s in range(layout.pp) if is_on_stage(placed.rule, spec, layout, s, scalar_head=False)]
+        # The ranks that hold the parameter, with their shards. Experts are spread over ranks with etp fastest, then ep.
+        ranks = [stage * layout.stage_size + i for stage in stages for i in range(layout.stage_size)]
+        if placed.expert is None:
+            shards = [(rank, Split(rank % layout.tp, layout.tp, padding)) for rank in ranks]
+        else:
+            ep = placed.expert // num_local_experts(spec, layout)
+            mine = [rank for rank in ranks if rank // layout.etp % layout.ep == ep]
+            shards = [(rank, Split(rank % layout.etp, layout.etp, padding)) for rank in mine]
         for part, tensor in enumerate(placed.rule.tensors):
             copied = placed.rule.tied_to if spec.is_copy(placed.rule) else None
             name = placed.name(copied or tensor.name)
-            for rank, split in _shards(spec, layout, stages, placed, vocab_multiple) if name in shapes else ():
+            for rank, split in shards if name in shapes else ():
                 holdings[rank][name] = split_box(placed.rule.partition, shapes[name], part, spec.dims, split)
     return holdings
 
@@ -44,7 +55,7 @@ class Ends:
 
 
 def ends_of(config: Config, spec: ModelSpec) -> Ends:
-    """Both ends of a run's bridge."""
+    """Work out what both ends of a run's weight bridge hold and need."""
     return Ends(
         specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
         held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
@@ -53,7 +64,7 @@ def ends_of(config: Config, spec: ModelSpec) -> Ends:
 
 
 def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
-    """Of each colocated engine the ranks whose devices its workers use, so that least has to travel.
+    """Choose the trainer ranks whose devices each colocated engine shares, so that the fewest bytes have to travel.
 
     An engine stays on its node. In order where nothing is better.
     """
@@ -74,7 +85,7 @@ def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
 
 
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
-    """The plan that the engines of a run get their weights by; sinks count on from the last rank."""
+    """Plan the transfer of a run's weights from trainer ranks to engines; sinks count on from the last rank."""
     ends, tp, first = ends_of(config, spec), config.rollout.engine.tp, config.actor.layout.world_size
     colocated = config.placement.mode == "colocated"
     workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []
@@ -84,22 +95,3 @@ def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
         {first + i: ends.needs[i % tp] for i in range(config.rollout.engine.num_engines * tp)},
         neighbours={first + i: [rank] for i, rank in enumerate(workers)},
     )
-
-
-def _holds(spec: ModelSpec, layout: LayoutConfig, stage: int, placed: PlacedRule, layers: frozenset[int]) -> bool:
-    if placed.layer is not None:
-        return placed.layer in layers
-    return is_on_stage(placed.rule, spec, layout, stage, scalar_head=False)
-
-
-def _shards(
-    spec: ModelSpec, layout: LayoutConfig, stages: list[int], placed: PlacedRule, vocab_multiple: int
-) -> Iterator[tuple[int, Split]]:
-    """The ranks that hold a parameter, with their shards of it. Of experts they count etp fastest, then ep."""
-    padding = vocab_multiple * layout.tp
-    expert_rank = None if placed.expert is None else placed.expert // num_local_experts(spec, layout)
-    for rank in (stage * layout.stage_size + i for stage in stages for i in range(layout.stage_size)):
-        if expert_rank is None:
-            yield rank, Split(rank % layout.tp, layout.tp, padding)
-        elif rank // layout.etp % layout.ep == expert_rank:
-            yield rank, Split(rank % layout.etp, layout.etp, padding)

@@ -67,7 +67,10 @@ class EngineSpec:
 
 
 def engine_spec(config: Config) -> EngineSpec:
-    """The engine of a run; the context length covers the longest prompt and response where it is left open."""
+    """Derive the engine's settings from a run's configuration.
+
+    Where the context length is left open, it covers the longest prompt and response.
+    """
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     engine = config.rollout.engine
     if config.run.deterministic:
@@ -147,22 +150,49 @@ class VllmEngine:
         self._stepper = Stepper(self.llm)
 
     def process_ids(self) -> list[int]:
-        """This process, then the workers that are processes of their own."""
+        """Return the ids of this process and of the workers that are processes of their own."""
         workers: list[int] = self.llm.collective_rpc("process_id")
         return list(dict.fromkeys([os.getpid(), *workers]))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Finish all requests; results in request order."""
+        """Generate all completions and return them in request order."""
         found = {i: completion for part in self.stream(requests) for i, completion in part.items()}
         return [found[i] for i in range(len(requests))]
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """Finish all requests; those that a step of the engine finished, by their positions, as soon as they are."""
-        from vllm import TokensPrompt
+        """Yield completions by the positions of their requests, as soon as a step of the engine has finished them."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
         prompts = [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests]
-        for part in self._stepper.stream(prompts, [_sampling_params(r) for r in requests]):
-            yield {position: _completion(output) for position, output in part.items()}
+        params = [
+            SamplingParams(
+                n=1,
+                temperature=r.temperature,
+                top_p=r.top_p,
+                top_k=r.top_k,
+                max_tokens=r.max_tokens,
+                seed=r.seed,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for r in requests
+        ]
+        for part in self._stepper.stream(prompts, params):
+            completions: dict[int, Completion] = {}
+            for position, output in part.items():
+                sampled, spans = output.outputs[0], output.outputs[0].weight_versions
+                # One entry per position: only the sampled token's log-prob was asked for.
+                logprobs = [at[token].logprob for at, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+                versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
+                completions[position] = Completion(
+                    token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
+                    logprobs=np.asarray(logprobs, dtype=np.float32),
+                    finish_reason=FinishReason(sampled.finish_reason),
+                    weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
+                )
+            yield completions
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
         """Log-probs (temperature 1) of tokens 1… of each sequence under the current weights."""
@@ -196,13 +226,8 @@ class VllmEngine:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
         """
         arguments = {"transfer": transfer, "with_checksums": with_checksums, "scales": dict(scales)}
-        checksums = self._take_weights("load_bridge", version, **arguments)
-        wire_bytes = self.llm.collective_rpc("bridge_bytes")
-        return [Received(checksums=c, wire_bytes=n) for c, n in zip(checksums, wire_bytes, strict=True)]
-
-    def _take_weights(self, method: str, version: int, **arguments: Any) -> list[dict[str, int]]:
         with self._stepper.held() as busy:
-            results = self.llm.collective_rpc(method, kwargs=arguments)
+            results = self.llm.collective_rpc("load_bridge", kwargs=arguments)
             problems = list(dict.fromkeys(problem for _, problem in results if problem))
             if problems:
                 raise WeightSyncError("; ".join(problems))
@@ -210,7 +235,8 @@ class VllmEngine:
             if not self.llm.reset_prefix_cache(reset_running_requests=busy):
                 raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
             self.llm.update_weight_version(str(version))
-        return [checksums for checksums, _ in results]
+        wire_bytes = self.llm.collective_rpc("bridge_bytes")
+        return [Received(checksums=c, wire_bytes=n) for (c, _), n in zip(results, wire_bytes, strict=True)]
 
     def sleep(self) -> None:
         """Drop weights and KV cache where the device can; `wake` both before generating."""
@@ -269,34 +295,3 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         **({"enable_sleep_mode": True} if spec.can_sleep and device in _SLEEPING_DEVICES else {}),
         **{key: value for key, value in chosen.items() if value is not None},
     }
-
-
-def _completion(output: Any) -> Completion:
-    sampled = output.outputs[0]
-    # One entry per position: only the sampled token's log-prob was asked for.
-    logprobs = [position[token].logprob for position, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
-    spans = sampled.weight_versions
-    versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
-    return Completion(
-        token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
-        finish_reason=FinishReason(sampled.finish_reason),
-        weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
-    )
-
-
-def _sampling_params(request: GenerationRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        n=1,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        max_tokens=request.max_tokens,
-        seed=request.seed,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

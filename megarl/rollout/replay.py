@@ -39,26 +39,58 @@ _SCHEMA = pa.schema(
 
 
 def record_path(directory: Path, step: int) -> Path:
-    """Where the rollout of a step is recorded."""
+    """Return the file that records the rollout of a step."""
     return directory / f"step_{step:06d}.parquet"
 
 
 def write_record(path: Path, batch: RolloutBatch) -> None:
-    """Keep everything a replay needs."""
+    """Write everything that a replay of the rollout needs to a parquet file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [_to_row(sample, batch.prompts[sample.uid]) for sample in batch.samples]
+    rows: list[dict[str, Any]] = []
+    for sample in batch.samples:
+        prompt = batch.prompts[sample.uid]
+        experts = sample.routed_experts
+        rows.append(
+            {
+                "uid": sample.uid,
+                "sample_index": sample.sample_index,
+                "seed": sample.seed,
+                "finish_reason": sample.finish_reason.value,
+                "segments": [
+                    {
+                        "source": s.source.value,
+                        "token_ids": s.token_ids,
+                        "loss_mask": s.loss_mask,
+                        "weight_versions": s.weight_versions,
+                        "rollout_logprobs": s.rollout_logprobs,
+                    }
+                    for s in sample.segments
+                ],
+                "prompt": json.dumps(
+                    {
+                        "data_source": prompt.data_source,
+                        "ground_truth": prompt.ground_truth,
+                        "extra_info": dict(prompt.extra_info),
+                        "messages": [message.as_dict() for message in prompt.messages],
+                        "demonstration_ids": prompt.demonstration_ids,
+                        "demonstration_probs": prompt.demonstration_probs,
+                    }
+                ),
+                "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},
+            }
+        )
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), path)
 
 
 def require_records(directory: Path, num_steps: int) -> None:
-    """DataError unless there is a record of every step from 1 to `num_steps`."""
+    """Raise DataError unless there is a record of every step from 1 to `num_steps`."""
     for path in (record_path(directory, step) for step in range(1, num_steps + 1)):
         if not path.is_file():
             raise DataError(f"{path} does not exist; record it with rollout.record=true, or lower trainer.total_steps")
 
 
 def read_record(path: Path) -> RolloutBatch:
-    """The rollout that `write_record` kept."""
+    """Read a rollout that `write_record` wrote."""
     rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
     prompts: dict[str, Prompt] = {}
     samples = []
@@ -109,7 +141,17 @@ class ReplaySource:
         prompts, plan = self._pending.popleft()
         path = record_path(self._directory, plan.step)
         batch = read_record(path)
-        _require_same_request(batch, prompts, plan, path)
+        asked = {p.uid: p.token_ids for p in prompts}
+        recorded = {p.uid: p.token_ids for p in batch.prompts.values()}
+        foreign = sorted(uid for uid in asked.keys() | recorded.keys() if asked.get(uid) != recorded.get(uid))
+        if foreign:
+            raise DataError(
+                f"{path}: its prompts are not those of this step (first differences: {foreign[:3]}); "
+                f"replay with the data and run.seed of the recorded run"
+            )
+        for uid, count in Counter(sample.uid for sample in batch.samples).items():
+            if count != plan.num_samples:
+                raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
         require_finite(batch.samples, step=plan.step)
         for sample in batch.samples:
             on_sample(batch.prompts[sample.uid], sample)
@@ -120,48 +162,3 @@ class ReplaySource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()
-
-
-def _require_same_request(batch: RolloutBatch, prompts: Sequence[Prompt], plan: SamplingPlan, path: Path) -> None:
-    asked = {p.uid: p.token_ids for p in prompts}
-    recorded = {p.uid: p.token_ids for p in batch.prompts.values()}
-    foreign = sorted(uid for uid in asked.keys() | recorded.keys() if asked.get(uid) != recorded.get(uid))
-    if foreign:
-        raise DataError(
-            f"{path}: its prompts are not those of this step (first differences: {foreign[:3]}); "
-            f"replay with the data and run.seed of the recorded run"
-        )
-    for uid, count in Counter(sample.uid for sample in batch.samples).items():
-        if count != plan.num_samples:
-            raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
-
-
-def _to_row(sample: Sample, prompt: Prompt) -> dict[str, Any]:
-    experts = sample.routed_experts
-    return {
-        "uid": sample.uid,
-        "sample_index": sample.sample_index,
-        "seed": sample.seed,
-        "finish_reason": sample.finish_reason.value,
-        "segments": [
-            {
-                "source": s.source.value,
-                "token_ids": s.token_ids,
-                "loss_mask": s.loss_mask,
-                "weight_versions": s.weight_versions,
-                "rollout_logprobs": s.rollout_logprobs,
-            }
-            for s in sample.segments
-        ],
-        "prompt": json.dumps(
-            {
-                "data_source": prompt.data_source,
-                "ground_truth": prompt.ground_truth,
-                "extra_info": dict(prompt.extra_info),
-                "messages": [message.as_dict() for message in prompt.messages],
-                "demonstration_ids": prompt.demonstration_ids,
-                "demonstration_probs": prompt.demonstration_probs,
-            }
-        ),
-        "routed_experts": None if experts is None else {"shape": experts.shape, "values": experts.ravel()},
-    }
