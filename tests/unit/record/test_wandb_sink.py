@@ -74,7 +74,8 @@ def test_a_resumed_run_continues_the_same_one(tmp_path: Path, fake: FakeRun) -> 
 
 def test_without_the_package_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes its import fail
-    RunRecorder(config(tmp_path, None)).metrics().close()
+    with RunRecorder(config(tmp_path, None)).metrics():
+        pass
     with pytest.raises(ConfigError, match=r"logging\.wandb_project: is set, but the wandb package is not installed"):
         RunRecorder(config(tmp_path, "p"), overwrite=True)
     assert (tmp_path / "r" / "config.yaml").is_file()
