@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from safetensors.torch import load_file, save_file
 
@@ -60,8 +61,16 @@ def _load_files(worker: Any, files: Sequence[str]) -> tuple[dict[str, int], str]
 
 
 def load_files(engine: VllmEngine, files: Sequence[str], *, version: int) -> None:
-    """Replace an engine's weights by those of files; WeightSyncError as for a sync."""
-    engine._take_weights(_load_files, version, files=list(files))  # type: ignore[arg-type]
+    """Let an engine take the weights of files as those of a sync; only the wire is left out."""
+    call = engine.llm.collective_rpc
+
+    def without_wire(method: str, **arguments: Any) -> list[Any]:
+        if method == "load_bridge":
+            return call(_load_files, kwargs={"files": list(files)})  # type: ignore[no-any-return]
+        return [0] if method == "bridge_bytes" else call(method, **arguments)
+
+    with patch.object(engine.llm, "collective_rpc", without_wire):
+        engine.receive_over_bridge(0, version=version, with_checksums=False, scales={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
