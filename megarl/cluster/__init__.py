@@ -7,9 +7,10 @@ Ray actors are thin wrappers: the work is in `parallel.worker` and `rollout.engi
 """
 
 from megarl.cluster.cluster import Cluster
-from megarl.cluster.engines import EngineGroup, EngineSupervisor
+from megarl.cluster.engines import EngineGroup
 from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
+from megarl.cluster.supervisor import EngineSupervisor
 from megarl.cluster.workers import RankGroup, RoleWorkers, RowShards, put_rows
 
 __all__ = [

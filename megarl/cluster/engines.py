@@ -1,18 +1,11 @@
-"""The engines of a run, called together; and how a run goes on when engines die.
+"""The engines of a cluster, called together: requests dealt out to them, and their completions collected."""
 
-`EngineGroup` belongs to a cluster. `EngineSupervisor` belongs to one run on it: new engines take the seats of those
-that died, get the policy, and finish what these had begun.
-"""
-
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster import residency
-from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.processes import wait_all, wait_living, wait_streams
 from megarl.cluster.roster import Process
-from megarl.errors import EngineDiedError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FloatArray
@@ -103,92 +96,3 @@ class EngineGroup:
         # An engine that died has nothing to move.
         calls = [(p, p.actor.call.remote(method, *args)) for p in self.processes]
         wait_living(calls, timeout_s=self._timeout_s, doing=doing)
-
-
-class EngineSupervisor:
-    """The engines of one run, with the policy that they generate by.
-
-    Engines are restarted at two points where none is at work: before a sync, and when all living ones have finished
-    their part of a batch. The devices are then emptied as for the first start, and a new transport carries the policy
-    to all engines, so that no transport needs to know of restarts.
-
-    restart_engine: replaces the engine in a seat. open_sync: opens a transport to the current engines; called when the
-    actor is on the devices. max_restarts: so many deaths of engines do not end the run. deterministic: what is
-    unfinished is submitted again in the same batches as before, for the same bits.
-    """
-
-    def __init__(
-        self,
-        engines: EngineGroup,
-        restart_engine: Callable[[int], None],
-        ledger: residency.MemoryLedger,
-        open_sync: Callable[[], BridgeSync],
-        *,
-        max_restarts: int,
-        deterministic: bool,
-        verify: bool,
-    ) -> None:
-        self._engines, self._restart_engine, self._ledger, self._open_sync = engines, restart_engine, ledger, open_sync
-        # All processes of a cluster share one roster.
-        self._roster = engines.processes[0].roster
-        self._deterministic, self._verify = deterministic, verify
-        self._sync: BridgeSync | None = None
-        self._version, self._num_reported = 0, 0
-        self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
-
-    def push(self, version: int) -> dict[str, float]:
-        """Make all engines generate with the trainer's current weights, as `version`; metrics of `BridgeSync.push`."""
-        self._version = version
-        while True:
-            try:
-                if self._roster.lost:
-                    self.close()
-                    self._ledger.enter(residency.LOAD)
-                    for index, process in enumerate(self._engines.processes):
-                        if process.name in self._roster.lost:
-                            self._restart_engine(index)
-                self._ledger.enter(residency.SYNC)
-                if self._sync is None:
-                    self._sync = self._open_sync()
-                return self._sync.push(version, verify=self._verify)
-            except EngineDiedError:
-                # Others have part of the weights, or the new ones: all get everything.
-                continue
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        """`EngineGroup.submit`."""
-        if self._roster.lost:
-            self._bring_back()
-        return self._engines.submit(requests)
-
-    def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        """`EngineGroup.collect`, of everything; `timeout_s` is for what lies between two restarts."""
-        finished: set[int] = set()
-
-        def finish(position: int, completion: Completion) -> None:
-            if position not in finished:
-                finished.add(position)
-                on_finished(position, completion)
-
-        self._engines.collect(submission, finish, timeout_s=timeout_s)
-        while len(finished) < len(submission.requests):
-            self._bring_back()
-            hands = deal_again(submission, finished, exactly=self._deterministic)
-            submission = self._engines.submit(submission.requests, hands)
-            self._engines.collect(submission, finish, timeout_s=timeout_s)
-
-    def metrics(self) -> dict[str, float]:
-        """Restarts since the last call."""
-        before, self._num_reported = self._num_reported, self._roster.num_restarts
-        return {"rollout/engine_restarts": float(self._num_reported - before)}
-
-    def close(self) -> None:
-        """Free what the transport holds outside its processes."""
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
-
-    def _bring_back(self) -> None:
-        """Generating can go on afterwards, by the same weights."""
-        self.push(self._version)
-        self._ledger.enter(residency.GENERATE)

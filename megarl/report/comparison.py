@@ -153,12 +153,13 @@ def _group_result(name: str, members: Sequence[Run]) -> GroupResult:
     runs = tuple(_run_result(run) for run in members)
     befores = [r.before.score for r in runs if r.before is not None]
     errors = [r.after.std_error for r in runs if r.after.std_error is not None]
+    sum_of_squares = math.fsum(error**2 for error in errors)
     return GroupResult(
         name=name,
         runs=runs,
         before=spread_of(befores) if len(befores) == len(runs) else None,
         after=spread_of([r.after.score for r in runs]),
-        binomial_std_error=_root_mean_square(errors) if len(errors) == len(runs) else None,
+        binomial_std_error=math.sqrt(sum_of_squares / len(errors)) if len(errors) == len(runs) else None,
         reward=_mean([r.reward for r in runs if r.reward is not None]),
         mismatch_nats=_mean([r.mismatch_nats for r in runs if r.mismatch_nats is not None]),
         step_s=_mean([r.step_s for r in runs if r.step_s is not None]),
@@ -183,10 +184,6 @@ def _run_result(run: Run) -> RunResult:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(value**2 for value in values) / len(values))
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:

@@ -33,7 +33,10 @@ def mean_curve(curves: Sequence[Points]) -> dict[int, float]:
 def write_comparison_png(comparison: Comparison, groups: Mapping[str, Sequence[Run]], path: Path) -> None:
     """Small multiples of validation scores over steps (thin: seeds, thick: their mean, dashed grey: the baseline's
     mean), and every seed's final score beside them."""
-    curves = {name: [_curve(run) for run in runs] for name, runs in groups.items()}
+    curves = {
+        name: [{point.step: point.score for point in validation_curve(run, SAMPLED)} for run in runs]
+        for name, runs in groups.items()
+    }
     num_columns = min(MAX_COLUMNS, len(curves))
     num_rows = -(-len(curves) // num_columns)
     panels = (num_columns * PANEL_SIZE_INCHES[0], num_rows * PANEL_SIZE_INCHES[1])
@@ -59,10 +62,6 @@ def write_comparison_png(comparison: Comparison, groups: Mapping[str, Sequence[R
             ax.remove()
         _draw_scores(right.add_subplot(), comparison)
         save_png(figure, path)
-
-
-def _curve(run: Run) -> dict[int, float]:
-    return {point.step: point.score for point in validation_curve(run, SAMPLED)}
 
 
 def _draw_curves(ax: Axes, group: GroupResult, curves: Sequence[Points], baseline: Points) -> None:

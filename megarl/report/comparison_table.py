@@ -1,7 +1,6 @@
 """A comparison as text."""
 
 from megarl.report.comparison import CLEAR_P_VALUE, Comparison, GroupResult
-from megarl.report.statistics import Spread
 from megarl.report.summary import REWARD_EDGE_STEPS
 from megarl.text_table import align
 
@@ -41,7 +40,7 @@ def _row(group: GroupResult) -> tuple[str, ...]:
         _number(None if group.before is None else group.before.mean),
         _number(group.after.mean),
         _number(group.after.std),
-        _extremes(group.after),
+        f"{group.after.min:.3f}-{group.after.max:.3f}" if group.after.count > 1 else _NONE,
         _number(group.binomial_std_error),
         _number(group.reward),
         _number(group.mismatch_nats, ".1e"),
@@ -52,10 +51,6 @@ def _row(group: GroupResult) -> tuple[str, ...]:
 
 def _number(value: float | None, form: str = ".3f") -> str:
     return _NONE if value is None else format(value, form)
-
-
-def _extremes(spread: Spread) -> str:
-    return f"{spread.min:.3f}-{spread.max:.3f}" if spread.count > 1 else _NONE
 
 
 def _difference(group: GroupResult) -> str:

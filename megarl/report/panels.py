@@ -1,6 +1,6 @@
 """The curves of a report. A panel draws one run into given axes, or several where it compares."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,7 +170,8 @@ def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float6
     timings = run.under("timing_s/")
     whole = timings.pop("step", Series())
     steps = sorted({step for series in (whole, *timings.values()) for step in series.steps})
-    columns = {name: _dense(timings[name], steps) for name in _phase_order(timings)}
+    in_order = [name for name in PHASES if name in timings] + sorted(set(timings) - set(PHASES))
+    columns = {name: _dense(timings[name], steps) for name in in_order}
     claimed = np.sum(list(columns.values()), axis=0) if columns else np.zeros(len(steps))
     total = np.maximum(_dense(whole, steps), claimed)
     shown = {name: column for name, column in columns.items() if column.sum() >= MIN_PHASE_FRAC * total.sum()}
@@ -178,10 +179,6 @@ def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float6
     if other.sum() >= MIN_PHASE_FRAC * total.sum():
         shown["other"] = other
     return steps, shown
-
-
-def _phase_order(names: Collection[str]) -> list[str]:
-    return [name for name in PHASES if name in names] + sorted(set(names) - set(PHASES))
 
 
 def _dense(series: Series, steps: Sequence[int]) -> npt.NDArray[np.float64]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megarl.cluster import Cluster, engines
+from megarl.cluster import Cluster, supervisor
 from megarl.cluster.engines import Submission, deal_again
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
@@ -113,7 +113,7 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
         num_again.append(len(submission.requests) - len(finished))
         return deal_again(submission, finished, exactly=exactly)
 
-    engines.deal_again = counted
+    supervisor.deal_again = counted
     trainer.fit()
     records = read_metrics(recorder.paths.metrics)
     return Seen(

@@ -217,7 +217,7 @@ def anchors(page: Path) -> set[str]:
 METRIC = re.compile(r"[a-z_]+/[a-z0-9_]+(?:/[a-z0-9_]+)?")
 # Besides algos/, whose metrics are all on the page.
 LOGGED_IN = (
-    "cluster/engines.py",
+    "cluster/supervisor.py",
     "train/collect.py",
     "data/hints.py",
     "parallel/moe/routing.py",

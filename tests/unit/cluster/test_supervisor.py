@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.engines import EngineSupervisor, OnCompletion, Submission, deal_requests
+from megarl.cluster.engines import OnCompletion, Submission, deal_requests
 from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.roster import Process, Roster
+from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import FinishReason
