@@ -45,18 +45,18 @@ def load_over_nan(chunks: Sequence[torch.nn.Module], directory: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from megarl.parallel.checkpoint import _METADATA, _chunk_key
+    from megarl.parallel.checkpoint import _METADATA
 
     with torch.no_grad():
         for tensor in itertools.chain.from_iterable(map(weights, chunks)):
             tensor.fill_(torch.nan)
     wanted: dict[str, Any] = {
-        _chunk_key(i): chunk.sharded_state_dict(metadata=dict(_METADATA)) for i, chunk in enumerate(chunks)
+        f"model{i}": chunk.sharded_state_dict(metadata=dict(_METADATA)) for i, chunk in enumerate(chunks)
     }
     # Missing as well as superfluous keys are errors.
     state = dist_checkpointing.load(wanted, directory, strict=StrictHandling.RAISE_ALL)
     for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[_chunk_key(i)])
+        chunk.load_state_dict(state[f"model{i}"])
         assert all(tensor.isfinite().all() for tensor in weights(chunk))
 
 
