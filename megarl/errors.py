@@ -1,4 +1,4 @@
-"""The errors users meet. Each message says what, got, expected and the remedy, on one line."""
+"""Define the errors that users meet. Each message says what, got, expected and the remedy, on one line."""
 
 
 class ConfigError(ValueError):
@@ -22,7 +22,7 @@ class MismatchError(RuntimeError):
 
 
 class RunError(RuntimeError):
-    """Bad input that only showed after the run had started."""
+    """Bad input was found only after the run had started."""
 
 
 class WorkerError(RuntimeError):
@@ -30,7 +30,7 @@ class WorkerError(RuntimeError):
 
 
 class EngineDiedError(WorkerError):
-    """An engine died that can be restarted: whoever knows what it was doing does that and begins again."""
+    """An engine that can be restarted died: whoever knows what it was doing restarts it and begins again."""
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what a signal asked for

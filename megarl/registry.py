@@ -1,4 +1,4 @@
-"""What a configuration chooses from by name, and refusals of settings that nothing would read."""
+"""Look up by name what a configuration chooses from, and refuse settings that nothing would read."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> ConfigError:
-    """The error that lists what `key` may be, with the nearest name to `name` first."""
+    """Return the error that lists the possible values of `key`, with the nearest name to `name` first."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -18,16 +18,19 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> Con
 
 
 class Registry(Generic[T]):
-    """Functions (or other values) by name. Refuses duplicates; an unknown name lists the known ones."""
+    """Maps names to functions or other values. It refuses duplicates, and an unknown name lists the known ones."""
 
     def __init__(self, kind: str, *, key: str) -> None:
-        """For messages: `kind` says what is collected, `key` is the setting that chooses from it."""
+        """Make an empty registry.
+
+        kind: what it collects, for messages. key: the setting that chooses from it, for messages.
+        """
         self._kind = kind
         self._key = key
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """Decorator that stores its target under `name` and `aliases`, and returns it unchanged."""
+        """Return a decorator that stores its target under `name` and `aliases` and returns it unchanged."""
 
         def add(entry: T) -> T:
             taken = [n for n in (name, *aliases) if n in self._entries]
@@ -39,7 +42,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The entry called `name`; ConfigError if there is none."""
+        """Return the entry called `name`. Raises ConfigError if there is none."""
         if name not in self._entries:
             raise unknown_name(self._kind, name, self, key=self._key)
         return self._entries[name]

@@ -1,21 +1,24 @@
-"""Seeds and random draws as hashes of what identifies them, so that order, batching and resuming do not matter."""
+"""Derive seeds and random draws from hashes of what identifies them, so order, batching and resuming do not matter."""
 
 import hashlib
 from typing import Literal
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
-    """The seed of one generation request: 63 bits of a hash of what identifies the sample."""
+    """Return the seed of one generation request: 63 bits of a hash of what identifies the sample."""
     return _hash64(f"{run_seed}/{step}/{uid}/{sample_index}", "little") >> 1
 
 
 def batch_seed(run_seed: int, step: int) -> int:
-    """The seed of a step's random choices over its rows."""
+    """Return the seed of a step's random choices over its rows."""
     return sample_seed(run_seed, step, "", -1)
 
 
 def uniform(*key: object, byteorder: Literal["little", "big"] = "little") -> float:
-    """A number in [0, 1) that is spread evenly over keys; `byteorder` is of the hash of the key's parts, joined."""
+    """Return a number in [0, 1) that is spread evenly over keys.
+
+    byteorder: how the hash of the key's joined parts is read as a number.
+    """
     return (_hash64("/".join(map(str, key)), byteorder) >> 11) / 2**53
 
 

@@ -1,4 +1,4 @@
-"""Accuracy by data file and data source from judged answers."""
+"""Estimate accuracy by data file and data source from judged answers."""
 
 import math
 from collections import defaultdict
@@ -11,9 +11,9 @@ from megarl.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One judged answer: a row of samples.parquet. A prompt has one `greedy` answer and several sampled ones.
+    """This is one judged answer: a row of samples.parquet. A prompt has one `greedy` answer and several sampled ones.
 
-    data: the file, by the shortest ending of its path that tells it from the others.
+    data: the data file, named by the shortest ending of its path that tells it from the others.
     """
 
     data: str
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceResult:
-    """One data source of one file.
+    """These are the results on one data source of one file.
 
     avg: share of correct answers among `num_samples` per prompt, mean over prompts (avg@n). avg_std_error: its standard
     error over prompts, sd / √num_prompts; None for a single prompt. pass_at: k → pass@k, mean over prompts. greedy:
@@ -53,8 +53,9 @@ class SourceResult:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k answers is right, from n answers of which c are:
-    1 − C(n − c, k) / C(n, k) (arXiv:2107.03374).
+    """Estimate, without bias, the probability that at least one of k answers is correct.
+
+    From n answers of which c are correct: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374).
     """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} of {num_correct} correct answers among {num_samples}: expected 1 <= k <= n, c <= n")
@@ -62,7 +63,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def results_by_source(answers: Sequence[Answer], ks: Sequence[int]) -> list[SourceResult]:
-    """A result per data source of each file, by name. Each prompt has as many sampled answers and one greedy one."""
+    """Compute a result for each data source of each file, sorted by name.
+
+    Each prompt has the same number of sampled answers and one greedy one.
+    """
     by_source: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in answers:
         by_source[answer.data, answer.data_source].append(answer)

@@ -1,4 +1,4 @@
-"""What an evaluation reads, opened and checked before any process starts."""
+"""Open and check what an evaluation reads before any process starts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,10 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """What was asked for. `model`: a Hugging Face directory, a run, or RUN/checkpoints/step_N."""
+    """This is what the command line asks an evaluation to do.
+
+    model: a Hugging Face directory, a run, or RUN/checkpoints/step_N.
+    """
 
     model: Path
     data: tuple[Path, ...]
@@ -56,9 +59,9 @@ class EvalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalInputs:
-    """What an evaluation needs besides a cluster. Without a checkpoint the engines read the model themselves.
+    """These are the checked inputs of an evaluation: all that it needs besides a cluster.
 
-    labels: of each prompt, how its file is called.
+    checkpoint: None if the engines read the model themselves. labels: the name of each prompt's data file.
     """
 
     config: Config
@@ -71,7 +74,7 @@ class EvalInputs:
 
 
 def open_eval_inputs(request: EvalRequest) -> EvalInputs:
-    """Check the request, the model and the data."""
+    """Check the request, and open the model and the data that it names."""
     if (request.out / TABLE).exists() and not request.overwrite:
         raise ConfigError(f"{request.out} already holds an evaluation; choose another --out, or pass --overwrite")
     if bad := [k for k in request.ks if not 1 <= k <= request.num_samples]:
@@ -110,7 +113,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
 
 
 def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint | None]:
-    """The configuration with the model in it, and the checkpoint whose weights replace the model's."""
+    """Return the configuration with the model in it, and the checkpoint whose weights replace the model's, if any."""
     given = None if run_file is None else load_config(run_file)
     if (path / STATE_FILE).is_file():
         checkpoint = read_checkpoint(path)
@@ -130,14 +133,14 @@ def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint |
 
 
 def _stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
-    """What the model's weights are in; half precision of another kind runs as bfloat16."""
+    """Return the type in which a model's weights run: float32 if stored so, otherwise bfloat16."""
     hf_config = read_hf_config(path)
     stored = hf_config.get("dtype", hf_config.get("torch_dtype"))
     return "float32" if stored == "float32" else "bfloat16"
 
 
 def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) -> Config:
-    """A run's configuration with the model, data and sampling of an evaluation."""
+    """Return a run's configuration with the model, data and sampling of an evaluation."""
     config = replace(
         config,
         run=replace(config.run, seed=request.seed),
@@ -158,7 +161,9 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
 
 
 def _engines_alone(config: Config) -> Config:
-    """Engines on devices of their own, on as many nodes as the run has for them."""
+    """Return a configuration that has only engines, on devices of their own and on as many nodes as the run has for
+    them.
+    """
     placement = config.placement
     nodes = placement.engines if placement.mode == "split" else NodesConfig(num_nodes=placement.trainer.num_nodes)
     return replace(
@@ -169,7 +174,7 @@ def _engines_alone(config: Config) -> Config:
 
 
 def _check_engine_model(config: Config) -> None:
-    """What vLLM alone reads: it knows more families than our tables, so only files and sizes are looked at."""
+    """Check the files and sizes of a model that only vLLM reads, as it knows more families than megarl's tables."""
     path = Path(config.model.path)
     check_model(config, read_hf_config(path))
     for file in model_files(path):

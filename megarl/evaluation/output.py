@@ -1,4 +1,4 @@
-"""What an evaluation leaves: the table on the terminal, table.parquet and samples.parquet."""
+"""Write the results of an evaluation: the table on the terminal, table.parquet and samples.parquet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +17,7 @@ _ANSWER_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.
 
 
 def results_text(results: Sequence[SourceResult]) -> str:
-    """A row per data source of each file."""
+    """Return a table with a row per data source of each file."""
     first = results[0]
     header = (
         "data",
@@ -47,7 +47,7 @@ def _row(result: SourceResult) -> tuple[str, ...]:
 
 
 def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[Answer]) -> list[Path]:
-    """Write both files; the table last, so that where it is, everything is."""
+    """Write both files, the table last: where it exists, the evaluation is complete."""
     samples, table = directory / SAMPLES, directory / TABLE
     pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_ANSWER_SCHEMA), samples)
     partial = table.with_suffix(".partial")
@@ -57,7 +57,7 @@ def write_results(directory: Path, results: Sequence[SourceResult], answers: Seq
 
 
 def _flat(result: SourceResult) -> Mapping[str, Any]:
-    """Columns, pass@k as pass_at_1, pass_at_4, …"""
+    """Return a result as columns, with pass@k as pass_at_1, pass_at_4, …"""
     fields = asdict(result)
     passed = fields.pop("pass_at")
     return fields | {f"pass_at_{k}": value for k, value in passed.items()}

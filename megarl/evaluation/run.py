@@ -1,4 +1,4 @@
-"""An evaluation from checks to files: start the engines, bring the weights, generate, judge, estimate."""
+"""Run an evaluation from checks to files: start the engines, bring the weights, generate, judge, estimate."""
 
 import json
 import time
@@ -37,7 +37,7 @@ REQUESTS_PER_SLOT = 2
 
 
 def evaluate(request: EvalRequest) -> None:
-    """Evaluate, print a table, and write it with all answers under `request.out`.
+    """Evaluate a model, print a table, and write it with all answers under `request.out`.
 
     Raises:
         ConfigError, DataError: bad input; nothing was started.
@@ -80,7 +80,7 @@ def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> 
 
 
 def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
-    """Judged answers, greedy ones first; progress counts answers."""
+    """Yield judged answers, greedy ones first; the progress line counts answers."""
     config, sources = inputs.config, inputs.data.data_sources
     rewards_config = without_training(config.rewards, sources)
     prompts = [inputs.data[i] for i in range(len(inputs.data))]
@@ -121,8 +121,9 @@ def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
 def _batches(
     config: Config, prompts: Sequence[Prompt], cluster: "Cluster", rewards: RewardManager
 ) -> Iterator[tuple[bool, RolloutBatch, Sequence[Reward]]]:
-    """Whether it is greedy, a batch of whole groups, and their rewards. One more batch waits at the engines than is
-    asked for.
+    """Yield batches of whole groups: whether a batch is greedy, its samples, and their rewards.
+
+    One batch more than is being collected waits at the engines, so that they have work meanwhile.
     """
     source, engine = VllmSource(cluster.engines), config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines

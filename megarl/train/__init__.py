@@ -1,1 +1,1 @@
-"""One training step, from prompts to new weights, and what a run reads, checks, saves and exports around it."""
+"""Run one training step, from prompts to new weights, and whatever a run reads, checks, saves and exports around it."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: RUN/checkpoints/step_000010, complete once the file COMPLETE is there.
+"""Write, read and remove a run's checkpoints: RUN/checkpoints/step_000010, complete once the file COMPLETE is there.
 
 The ranks write models, optimizers and RNG states (`parallel.checkpoint`); the driver adds the state of the loop, makes
 all of it durable, and writes the marker last. A directory without the marker is never read, and removed later. RUN
@@ -32,10 +32,11 @@ Command: TypeAlias = Literal["train", "sft", "train-reward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What the driver needs to continue after `step`. `score` is the validation score of this step, if it has one.
+    """This is the driver's state in a checkpoint: all that the driver needs to continue after `step`.
 
-    num_optimizer_steps: the actor's; num_critic_steps: the critic's. gate_passed: whether engine and trainer were
-    compared before the first update.
+    score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
+    num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
+    update.
     """
 
     command: Command
@@ -60,29 +61,29 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """This is a complete checkpoint: its directory and the driver's state in it."""
 
     path: Path
     state: RunState
 
     def same_layout(self, config: Config) -> frozenset[Role]:
-        """The roles whose ranks under `config` hold the same shards as those that wrote it."""
+        """Return the roles whose ranks under `config` hold the same shards as the ranks that wrote the checkpoint."""
         before, now = role_settings(self.state.config), role_settings(config)
         return frozenset(role for role in Role if before[role].layout == now[role].layout)
 
 
 def checkpoint_dir(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies under RUN/checkpoints."""
+    """Return the directory of a step's checkpoint under `root`, which is RUN/checkpoints."""
     return root / f"step_{step:06d}"
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
+    """List the steps that have a complete checkpoint, in ascending order."""
     return sorted(int(marker.parent.name.removeprefix("step_")) for marker in root.glob(f"step_*/{MARKER}"))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A complete checkpoint. Raises DataError if it is not one, or another version of megarl wrote it."""
+    """Read a complete checkpoint. Raises DataError if it is incomplete or another version of megarl wrote it."""
     if not (path / MARKER).is_file():
         raise DataError(f"{path}: has no {MARKER} file, so its writing was interrupted; use another checkpoint")
     try:
@@ -94,13 +95,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def last_checkpoint(root: Path) -> Checkpoint | None:
-    """The last complete checkpoint under RUN/checkpoints, if there is one."""
+    """Read the last complete checkpoint under RUN/checkpoints; return None if there is none."""
     steps = complete_steps(root)
     return read_checkpoint(checkpoint_dir(root, steps[-1])) if steps else None
 
 
 def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
-    """The last `keep_last` steps and the `keep_best` of highest score; of equal scores the earlier step is better."""
+    """Return the last `keep_last` steps and the `keep_best` steps of highest score; ties go to the earlier step."""
     last = sorted(scores)[-keep_last:]
     scored = {step: score for step, score in scores.items() if score is not None}
     best = sorted(scored, key=lambda step: (-scored[step], step))[:keep_best]
@@ -115,7 +116,7 @@ class CheckpointManager:
         self._writing: Path | None = None
 
     def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[], RunState]) -> None:
-        """Complete the checkpoint under way if it is written, and start one if it is due.
+        """Complete the checkpoint being written if all ranks have finished, and start one if it is due.
 
         Raises:
             RunStopped: a signal asked for it, and the checkpoint of this step is complete.
@@ -151,7 +152,10 @@ class CheckpointManager:
         self._remove_superfluous()
 
     def _remove_superfluous(self) -> None:
-        """Nothing is under way: directories without a marker are left from a run that was killed."""
+        """Remove the checkpoints that the configuration does not keep, and any left incomplete by a killed run.
+
+        No checkpoint is being written when this is called.
+        """
         paths = [checkpoint_dir(self._root, step) for step in complete_steps(self._root)]
         scores = {state.step: state.score for state in (read_checkpoint(path).state for path in paths)}
         kept = steps_to_keep(scores, keep_last=self._config.keep_last, keep_best=self._config.keep_best)
@@ -162,7 +166,7 @@ class CheckpointManager:
 
 
 def mark_complete(path: Path) -> None:
-    """Make everything under `path` durable, then write the marker."""
+    """Make everything under `path` durable, then write the marker file that makes the checkpoint complete."""
     for file in [*path.rglob("*"), path]:
         _fsync(file)
     partial = path / f"{MARKER}.partial"
@@ -174,7 +178,7 @@ def mark_complete(path: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, the marker first: what a kill leaves of it is not complete."""
+    """Remove a checkpoint, its marker first, so that an interrupted removal leaves nothing that looks complete."""
     (path / MARKER).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)

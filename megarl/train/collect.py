@@ -1,4 +1,4 @@
-"""Collecting the samples of a step: take prompts in order, sample and judge a group for each, filter, refill.
+"""Collect the samples of a step: take prompts in order, sample and judge a group for each, filter, refill.
 
 With a filter (`algo.filter`), groups that carry no learning signal are removed, and up to `max_refills` further
 batches of prompts are sampled to replace them. Prompts whose groups passed the filter but exceeded the batch go first
@@ -27,7 +27,7 @@ from megarl.types import Prompt, Reward, RolloutBatch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Samples of complete groups with their rewards, in the same order, and metrics of how they were found.
+    """These are the samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
     A group lacks only those samples that nobody could judge.
     """
@@ -57,23 +57,23 @@ class PromptQueue:
         return taken
 
     def give_back(self, indices: Sequence[int]) -> None:
-        """Put indices at the front of the queue."""
+        """Put indices back at the front of the queue."""
         # Each once: a mixture draws the rows of a small file again and again while they wait.
         self._waiting = list(dict.fromkeys([*indices, *self._waiting]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint: the sampler's state and the indices that wait."""
+        """Return plain data for a checkpoint: the sampler's state and the indices that wait."""
         return {"sampler": dict(self._sampler.state_dict()), "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Restore the queue from what `state_dict` returned."""
         self._sampler.load_state_dict(state["sampler"])
         self._waiting = [int(index) for index in state["waiting"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The judged samples of one prompt, and how many were drawn: samples that nobody could judge are left out."""
+    """These are the judged samples of one prompt; `num_sampled` also counts the samples that nobody could judge."""
 
     index: int
     prompt: Prompt
@@ -83,7 +83,7 @@ class _Group:
 
     @property
     def is_judged(self) -> bool:
-        """Whether its rewards can be compared: a single reward would be its own baseline."""
+        """Return whether the group's rewards can be compared: a single reward would be its own baseline."""
         return len(self.samples) >= min(2, self.num_sampled)
 
 
@@ -107,7 +107,7 @@ class GroupCollector:
     timers: Timers
 
     def collect(self, step: int) -> Collected:
-        """The groups of a step, in the order of their prompts; fewer, or none, if the filter removed too many."""
+        """Collect a step's groups in the order of their prompts; fewer, or none, if the filter removed too many."""
         num_prompts, max_refills = self.config.trainer.prompts_per_step, self.config.algo.filter.max_refills
         sampled, tallies = self._sample(num_prompts, step, used=set())
         kept, judged = self._filtered(sampled)[0], [tallies]
@@ -184,7 +184,7 @@ class GroupCollector:
         return groups, judged.tallies
 
     def _filtered(self, groups: Sequence[_Group]) -> tuple[list[_Group], dict[str, float]]:
-        """The judged groups that pass the filter, and metrics of all judged ones."""
+        """Return the judged groups that pass the filter, and the metrics of all judged groups."""
         judged = [group for group in groups if group.is_judged]
         rows = [(s, r) for group in judged for s, r in zip(group.samples, group.rewards, strict=True)]
         uids = [sample.uid for sample, _ in rows]
@@ -196,7 +196,7 @@ class GroupCollector:
 
 
 def refill_count(num_wanted: int, *, num_kept: int, num_sampled: int) -> int:
-    """How many prompts to sample next: as many as the pass rate so far suggests are needed, one batch at most."""
+    """Estimate how many prompts to sample next, from the pass rate so far; at most one batch."""
     missing = num_wanted - num_kept
     passed_frac = num_kept / num_sampled
     return num_wanted if passed_frac == 0 else min(num_wanted, math.ceil(missing / passed_frac))

@@ -22,7 +22,7 @@ _WEIGHT_FILES = ("*.index.json",)
 
 
 def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
-    """Export a role. The directory appears under its name only when it is complete.
+    """Export a role's model. The directory appears under its name only once it is complete.
 
     A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` takes.
     """
@@ -43,14 +43,14 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
 
 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:
-    """Copy everything a model directory holds besides weights, but for files that match `skipped`."""
+    """Copy everything that a model directory holds besides weights, except files that match `skipped`."""
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
     for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
         shutil.copy(file, target / file.name)
 
 
 def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, scalar_head: bool) -> dict[str, Any]:
-    """A config.json with what differs in an export: the type of the weights, and a critic's kind of model."""
+    """Return a config.json with what an export changes: the type of the weights, and a critic's kind of model."""
     changed = {**config, "dtype": dtype}
     changed.pop("torch_dtype", None)
     if scalar_head:
@@ -64,12 +64,12 @@ def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, sc
 
 
 def write_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Write a config.json."""
+    """Write a model's config.json as indented JSON."""
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check_complete(expected: Mapping[str, int], written: Mapping[str, int]) -> None:
-    """Raise unless the ranks together wrote every element of every tensor exactly once."""
+    """Raise a WeightSyncError unless the ranks together wrote every element of every tensor exactly once."""
     wrong = [
         f"{name} ({written.get(name, 0)}/{expected.get(name, 0)})"
         for name in sorted(expected.keys() | written.keys())

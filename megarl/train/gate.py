@@ -1,4 +1,4 @@
-"""The mismatch between engine and trainer on the rows of a run, and the gate before its first update."""
+"""Measure the mismatch between engine and trainer, and stop a run before its first update if it is too large."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,10 @@ class MismatchGate:
         self.passed = False
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Compare the rows' old log-probs once there are sampled tokens; MismatchError above the limit."""
+        """Compare the rows' old log-probs with the engine's. Raises MismatchError above the limit.
+
+        The gate is passed once rows with sampled tokens have been compared; after that it does nothing.
+        """
         if self.passed:
             return
         sums = mismatch_of(rows, [row.scores[Score.OLD_LOGPROBS] for row in rows])

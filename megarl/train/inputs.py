@@ -1,4 +1,4 @@
-"""Everything a run reads, opened and checked before any process starts, so that mistakes cost nothing."""
+"""Open and check everything that a run reads before any process starts, so that mistakes cost nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainInputs:
-    """What `megarl train` needs besides a cluster."""
+    """These are the checked inputs of `megarl train`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -49,14 +49,14 @@ class TrainInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """What is allowed in this run and most likely not what was meant."""
+        """List settings that are allowed in this run but most likely not what was meant."""
         critic = self.config.critic
         return reward_warnings(self.config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftInputs:
-    """What `megarl sft` needs besides a cluster."""
+    """These are the checked inputs of `megarl sft`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -65,7 +65,7 @@ class SftInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRewardInputs:
-    """What `megarl train-reward` needs besides a cluster."""
+    """These are the checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -74,7 +74,7 @@ class TrainRewardInputs:
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
-    """The order of training prompts. Raises ConfigError if a batch asks for more than there are."""
+    """Return the sampler that orders training prompts. Raises ConfigError if a batch needs more than there are."""
     return prompt_sampler(
         config.data.train,
         train.num_prompts_by_file,
@@ -93,7 +93,7 @@ def open_model(config: Config) -> ModelSpec:
 
 
 def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "PreTrainedTokenizerBase") -> None:
-    """What `open_model` and the tokenizer ensure of the actor, of all other roles."""
+    """Check the model of every role except the actor against its family, its layout and the tokenizer."""
     for role in roles:
         if role.role is Role.ACTOR:
             continue
@@ -113,7 +113,7 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
 
 
 def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
-    """A scalar head that a model does not bring starts at 0, and stays there unless it is trained."""
+    """Refuse a frozen scalar role whose model has no value head: the head would start at 0 and stay there."""
     if role.trainable or any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
         return
     lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
@@ -185,7 +185,7 @@ def _open_prompts(
 def _open_hints(
     config: Config, spec: ModelSpec, tokenizer: "PreTrainedTokenizerBase", train: PromptDataset
 ) -> HintWriter:
-    """Refuse data without hints, and a chat template that has no place for them."""
+    """Open the hints of an algorithm; refuse data without hints, and a chat template that has no place for them."""
     cfg = config.algo.cpo
     require_hints((train[i] for i in range(len(train))), cfg.hint)
     longest = min(config.actor.micro_batch_tokens, spec.max_positions)
@@ -196,7 +196,10 @@ def _open_hints(
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:
-    """Refuse a reward model that cannot take the longest sample; with other tokens that shows at the sample."""
+    """Open the reward model's encoder, and refuse a model that cannot take the longest sample.
+
+    If the reward model has another tokenizer, lengths are only known, and checked, when a sample is scored.
+    """
     path, key = config.reward_model.model_path, "reward_model.model_path"
     assert path is not None, "the configuration was not checked"
     encoder, limit = ConversationEncoder(tokenizer, load_tokenizer(path, key)), max_reward_tokens(config)
@@ -210,7 +213,10 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") ->
 
 
 def max_reward_tokens(config: Config) -> int:
-    """Tokens of the longest conversation that the reward model takes: a micro-batch, less the place of a score."""
+    """Return the length in tokens of the longest conversation that the reward model takes.
+
+    This is a micro-batch, less one token for the score, and no more than the model's positions.
+    """
     assert config.reward_model.model_path is not None, "the configuration was not checked"
     positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
     return min(role_settings(config)[Role.REWARD].micro_batch_tokens - 1, positions)

@@ -1,4 +1,4 @@
-"""The training loop: sample → judge → rows → score → advantage → update → sync, then log.
+"""Run the training loop: sample → judge → rows → score → advantage → update → sync, then log.
 
 The trainer does not know which algorithm runs, nor how models are laid out: it asks the algorithm which scores it
 needs, and the cluster for passes over rows. `megarl.train.wiring` makes its parts.
@@ -32,7 +32,10 @@ from megarl.types.messages import LoadRequest, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step trained on (no rows: a filter removed all groups), and the metrics of its stages."""
+    """This is the result of a step: its samples, the rows it trained on, and the metrics of its stages.
+
+    rows: empty if the filter removed all groups.
+    """
 
     collected: Collected
     rows: list[Row]
@@ -41,7 +44,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """One run on a cluster, made of its stages. Several trainers may use the same cluster one after the other.
+    """Trains one run on a cluster, stage by stage. Several trainers may use the same cluster one after the other.
 
     memory: moves models between devices and hosts where trainer and engines share the devices. validator: None without
     validation data. state: what the algorithm carries from step to step.
@@ -67,7 +70,9 @@ class Trainer:
         self.state = self.inputs.algorithm.initial_state()
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train up to step `trainer.total_steps`, from a checkpoint if there is one; validate, export the result.
+        """Train up to step `trainer.total_steps`, validate, and export the trained models.
+
+        checkpoint: where to continue from; None starts at step 0.
 
         Raises:
             RunStopped: a signal ended the run early; its checkpoint is complete.
@@ -106,7 +111,7 @@ class Trainer:
         self.engines.close()
 
     def step(self, step: int) -> StepResult:
-        """One step, from prompts to engines that generate with the new weights."""
+        """Run one step, from prompts to engines that generate with the new weights."""
         inputs, config = self.inputs, self.inputs.config
         seed, replayed = (
             batch_seed(config.run.seed, step),
@@ -158,7 +163,7 @@ class Trainer:
         )
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
-        """Validate if there is data for it; returns the score that `checkpoint.keep_best` compares."""
+        """Validate if there is data for it, and return the score that `checkpoint.keep_best` compares."""
         if self.validator is None:
             return None
         with self.timers("testing"):
@@ -168,7 +173,7 @@ class Trainer:
         return result.score
 
     def _restore(self, checkpoint: Checkpoint) -> int:
-        """Continue where a checkpoint was taken; returns its step."""
+        """Restore everything from a checkpoint, and return its step."""
         state, config = checkpoint.state, self.inputs.config
         self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(config))
         self.collector.queue.load_state_dict(state.sampler)
@@ -182,7 +187,7 @@ class Trainer:
         return state.step
 
     def _run_state(self, step: int, score: float | None) -> RunState:
-        """What a checkpoint that is about to be written keeps of the driver."""
+        """Return the state of the driver for the checkpoint of a step that is about to be written."""
         self.memory.enter(residency.checkpointing(self.inputs.roles))
         steps = {role: updater.num_optimizer_steps for role, updater in self.updates.updaters.items()}
         return RunState(

@@ -1,4 +1,4 @@
-"""Rewards by a Megatron reward model."""
+"""Reward samples with the scores of a Megatron reward model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ConversationEncoder:
-    """Samples as a reward model reads them: prompt, response, and what its template writes after an answer.
+    """Encodes samples as a reward model reads them: prompt, response, and what its template puts after an answer.
 
     A reward model with the policy's tokenizer and template reads the very tokens that were sampled; a cut response is
     not ended. Any other one gets the chat, the response decoded by the policy's tokenizer, in a template of its own.
@@ -34,11 +34,11 @@ class ConversationEncoder:
 
     @property
     def num_extra_tokens(self) -> int | None:
-        """How much longer than its sample a conversation can be; None: it has other tokens."""
+        """Return by how many tokens a conversation can exceed its sample; None if it has other tokens."""
         return None if self._ending is None else len(self._ending)
 
     def encode(self, prompt: Prompt, sample: Sample) -> IntArray:
-        """Token ids of a conversation."""
+        """Return the token ids of the conversation made of a prompt and one of its samples."""
         response = sample.response_token_ids
         if self._ending is None:
             answer = Message(role="assistant", content=self._decode(response.tolist()))
@@ -50,7 +50,7 @@ class ConversationEncoder:
 
 
 class ModelRewards:
-    """Scores of whole samples by the reward model that the trainer's ranks host.
+    """Scores whole samples with the reward model that the trainer's ranks host.
 
     enter: called with the phase of the pass before it, so that the model is on its devices.
     """
@@ -66,7 +66,7 @@ class ModelRewards:
         self._scorer, self._encoder, self._max_tokens, self._enter = scorer, encoder, max_tokens, enter
 
     def score(self, batch: RolloutBatch, *, step: int = 0) -> list[float]:
-        """One score per sample, in the order of `batch.samples`. `step` is for messages.
+        """Return one score per sample, in the order of `batch.samples`. `step` only appears in error messages.
 
         Raises:
             DataError: a conversation is longer than the model takes.
@@ -87,7 +87,7 @@ class ModelRewards:
 
 
 class ModelJudge:
-    """The reward model as a judge. It shares its devices with the engines, so it scores when all samples are there."""
+    """Judges with the reward model. It shares its devices with the engines, so it scores once all samples are there."""
 
     def __init__(self, model: ModelRewards) -> None:
         self._model = model
@@ -96,12 +96,12 @@ class ModelJudge:
         return ModelJudging(self._model)
 
     def close(self) -> None:
-        """The ranks that hold the model are the run's."""
+        """Do nothing: the ranks that hold the model belong to the run."""
 
 
 @dataclass(slots=True)
 class ModelJudging:
-    """Waits for the whole batch. A score above 0 counts as correct where no rule says what is."""
+    """Collects a batch's samples and scores them at the end. Without a rule, a score above 0 counts as correct."""
 
     model: ModelRewards
     _items: list[FinishedSample] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From collected samples to the rows that train."""
+"""Turn collected samples into the rows that train."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megarl.weights.families import Dims
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRows:
-    """Rows with their rewards, and why each sample ended."""
+    """These are the rows of a step with their rewards, and the reason why each sample ended."""
 
     rows: list[Row]
     rewards: Sequence[Reward]
@@ -22,7 +22,7 @@ class TrainingRows:
 
 
 def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
-    """DataError unless every row recorded experts of this model (`actor.moe.replay_routing`)."""
+    """Raise a DataError unless every row recorded experts of this model (`actor.moe.replay_routing`)."""
     assert dims.experts is not None, "only a model with experts can replay routing"
     num_experts, expected = dims.experts.num, (dims.num_layers, dims.experts.per_token)
     for row in rows:
@@ -41,7 +41,7 @@ def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
 
 
 def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | None = None) -> TrainingRows:
-    """One row per sample; with demonstrations, rows mark which of their tokens these are.
+    """Make one row per sample; with demonstrations, each row marks which of its tokens come from one.
 
     Leaves out the samples whose group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
     replayed: the model whose routing is replayed, if it is; DataError for rows that recorded no experts of this model.

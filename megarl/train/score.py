@@ -1,4 +1,4 @@
-"""The scoring passes of a step: each model runs once over all that it is asked about, hinted rows included.
+"""Run the scoring passes of a step: each model runs once over all rows that it is asked about, hinted rows included.
 
 `SOURCES` says of each score which role computes it, what that role calls it, and of which variant of the rows.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Variant(Enum):
-    """Which form of the rows a score is about."""
+    """Names the form of the rows that a score is about."""
 
     PLAIN = auto()
     HINTED = auto()  # with the hint of the own prompt
@@ -36,7 +36,7 @@ class Variant(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ScoreSource:
-    """Where a score comes from: the role that computes it, the name it has there, and the variant of the rows."""
+    """Says where a score comes from: the role that computes it, its name there, and the variant of the rows."""
 
     role: Role
     name: str
@@ -59,12 +59,12 @@ _TIMERS = {Role.REFERENCE: "ref", Role.CRITIC: "values", Role.ACTOR: "old_log_pr
 
 
 def with_scores(rows: Sequence[Row], scores: Mapping[Any, Sequence[FloatArray]]) -> list[Row]:
-    """Rows with further scores by name, each given in row order."""
+    """Return the rows with further scores by name, each given in row order."""
     return [row.with_scores(**{str(name): values[i] for name, values in scores.items()}) for i, row in enumerate(rows)]
 
 
 def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
-    """Rows with their advantages, and what else the updates read."""
+    """Return the rows with their advantages and the other scores that the updates read."""
     named = {"advantages": advantages.values, **advantages.scores}
     host = {name: values.float().numpy() for name, values in named.items()}
     return with_scores(
@@ -84,7 +84,9 @@ class ScoringPasses:
     def score(
         self, rows: list[Row], prompts: Mapping[str, Prompt], needed: frozenset[Score], *, seed: int, step: int
     ) -> tuple[list[Row], dict[str, float]]:
-        """The rows with the scores `needed`, and metrics of the hints; `seed` decides which hints are shuffled.
+        """Return the rows with the scores `needed`, and metrics of the hints.
+
+        seed: decides which hints are shuffled.
 
         A pass adds every plain score that its role computes, needed or not.
         """
@@ -111,7 +113,7 @@ class ScoringPasses:
         seed: int,
         step: int,
     ) -> tuple[list[Row], dict[str, float]]:
-        """Plain and hinted rows in one packed pass."""
+        """Score plain and hinted rows in one packed pass."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
         hints, count = self.hints.encode(prompts), len(rows)
         # Every score of hints is compared with the log-probs under the own hint.
@@ -136,7 +138,7 @@ class ScoringPasses:
 
 
 def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:
-    """The scores of the rows as they are, from what a role says of them."""
+    """Pick the scores of the rows without hints from what a role computed."""
     return {
         score: found[source.name]
         for score, source in SOURCES.items()
@@ -147,10 +149,10 @@ def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Sco
 def _score_with_pairs(
     actor: RoleScorer, asked: Sequence[Row], pairs: Sequence[int], count: int, step: int
 ) -> dict[str, list[FloatArray]]:
-    """Log-probs and entropies of all rows asked about; `kl` of the first `count`: KL(with the hint ‖ without it).
+    """Compute log-probs and entropies of all rows, and for the first `count` KL(with the hint ‖ without it).
 
-    Row i and its hinted form, row count + i, share a pass where i is in `pairs`; without a hint the KL is 0. So no
-    pair is longer than a micro-batch: a row that leaves no room for itself twice gets no hint.
+    asked: the rows. pairs: the indices i whose row shares a pass with its hinted form, row count + i; for the others
+    the KL is 0. No pair is longer than a micro-batch: a row that leaves no room for itself twice gets no hint.
     """
     twins = [count + i for i in pairs]
     together = {*pairs, *twins}
@@ -169,23 +171,23 @@ def _score_with_pairs(
 
 
 class HintWriter:
-    """Hints of prompts as tokens, and rows with them."""
+    """Encodes the hints of prompts and inserts them into rows."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: CpoConfig, *, max_row_tokens: int) -> None:
-        """ConfigError if the chat template has no user tag that a hint could follow."""
+        """Set up the writer. Raises ConfigError if the chat template has no user tag that a hint could follow."""
         self._tokenizer, self._cfg, self._max_row_tokens = tokenizer, cfg, max_row_tokens
         self._tags, self._decode = user_tags(tokenizer), response_decoder(tokenizer)
 
     def encode(self, prompts: Mapping[str, Prompt]) -> Hints:
-        """Token ids of the prompts' hints."""
+        """Return the token ids of the prompts' hints."""
         return encode_hints(self._tokenizer, prompts.values(), self._cfg.hint)
 
     def write(self, rows: Sequence[Row], hints: Hints) -> HintedRows:
-        """The rows with their prompts' hints, as far as these fit."""
+        """Return the rows with their prompts' hints, where these fit."""
         return hinted_rows(rows, hints, self._tags, self._cfg.hint, max_row_tokens=self._max_row_tokens)
 
     def exclude_answers(self, rows: list[Row]) -> list[Row]:
-        """With `exclude_answer`, rows whose final answers are marked."""
+        """Return the rows with their final answers marked if `exclude_answer` is set, otherwise unchanged."""
         if not self._cfg.exclude_answer:
             return rows
         responses = (row.token_ids[row.num_prompt_tokens :].tolist() for row in rows)

@@ -1,4 +1,4 @@
-"""Training on fixed data: the loop of `megarl sft` and `megarl train-reward`, and what each of the two trains."""
+"""Train on fixed data: the loop of `megarl sft` and `megarl train-reward`, and the task of each of the two."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedTask:
-    """What such a run trains, and on what.
+    """Says what a supervised run trains, and on what data.
 
-    rows: those of the examples with these indices. paired: the second half of them are the others of pairs; see
-    `RoleUpdater.update`. validate: asked before the first step, every `validate_every` steps and after the last.
+    rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
+    the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
+    the last.
     """
 
     command: Command
@@ -50,7 +51,7 @@ class SupervisedTask:
 
 
 class SupervisedTrainer:
-    """One run on a cluster."""
+    """Trains one supervised run on a cluster."""
 
     def __init__(self, task: SupervisedTask, config: Config, cluster: "Cluster", recorder: RunRecorder) -> None:
         self.task, self.config, self.cluster, self.recorder = task, config, cluster, recorder
@@ -60,7 +61,9 @@ class SupervisedTrainer:
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train up to the last step, from a checkpoint if there is one, then export.
+        """Train up to the last step, then export the model.
+
+        checkpoint: where to continue from; None starts at step 0.
 
         Raises:
             RunStopped: a signal ended the run early; its checkpoint is complete.
@@ -83,7 +86,7 @@ class SupervisedTrainer:
         export_model(self.cluster.workers, task.role, self.recorder.paths.export)
 
     def _restore(self, checkpoint: Checkpoint) -> int:
-        """Continue where a checkpoint was taken; returns its step."""
+        """Restore everything from a checkpoint, and return its step."""
         self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(self.config))
         self.sampler.load_state_dict(checkpoint.state.sampler)
         self.updater.num_optimizer_steps = checkpoint.state.num_optimizer_steps
@@ -120,7 +123,7 @@ class SupervisedTrainer:
         )
 
     def _validate(self, step: int, log: MetricsLogger, progress: Progress) -> float | None:
-        """Validate if it is due; returns the score."""
+        """Validate if it is due, and return the score; None if it is not."""
         due = step % self.task.validate_every == 0 or step == self.task.total_steps
         if self.task.validate is None or not due:
             return None
@@ -132,7 +135,7 @@ class SupervisedTrainer:
 
 
 def sft_task(inputs: SftInputs) -> SupervisedTask:
-    """Training up to step `sft.total_steps`, on `sft.batch_size` demonstrations a step."""
+    """Make the task that trains up to step `sft.total_steps`, on `sft.batch_size` demonstrations a step."""
     config = inputs.config
     return SupervisedTask(
         command="sft",
@@ -146,7 +149,7 @@ def sft_task(inputs: SftInputs) -> SupervisedTask:
 
 
 def train_reward_task(inputs: TrainRewardInputs) -> SupervisedTask:
-    """Training up to step `train_reward.total_steps`, on `train_reward.batch_size` pairs a step."""
+    """Make the task that trains up to step `train_reward.total_steps`, on `train_reward.batch_size` pairs a step."""
     settings, val = inputs.config.train_reward, inputs.val
     return SupervisedTask(
         command="train-reward",
@@ -163,7 +166,7 @@ def train_reward_task(inputs: TrainRewardInputs) -> SupervisedTask:
 
 
 def validate_pairs(data: PreferenceDataset, scorer: RoleScorer, *, step: int) -> Validation:
-    """Accuracy, loss and mean difference over held-out pairs; the score is the accuracy."""
+    """Measure accuracy, loss and mean difference over held-out pairs; the score is the accuracy."""
     rows = data.rows(range(len(data)))
     scores = np.concatenate(scorer.score(rows, step=step)["values"])
     margins = np.concatenate([row.scores[MARGIN] for row in rows[: len(data)]])
@@ -177,7 +180,7 @@ def validate_pairs(data: PreferenceDataset, scorer: RoleScorer, *, step: int) ->
 
 
 def pair_metrics(chosen: FloatArray, rejected: FloatArray, margins: FloatArray) -> dict[str, float]:
-    """Means over pairs, as of `BradleyTerry`: share in order, difference, loss."""
+    """Compute the means over pairs of `BradleyTerry`: share in the right order, difference of scores, loss."""
     difference = chosen.astype(np.float64) - rejected
     return {
         "accuracy": float((difference > 0).mean()),

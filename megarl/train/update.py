@@ -1,4 +1,4 @@
-"""Scoring passes and optimizer steps of a role, and the update stage of a step."""
+"""Run the scoring passes and optimizer steps of a role, and the update stage of a step."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class CountedObjective(Objective[Any], Protocol):
-    """An objective that knows what its sums are divided by: an `Algorithm`, or a critic's `ValueLoss`."""
+    """This objective knows the counts its sums are divided by: an `Algorithm`, or a critic's `ValueLoss`."""
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Global counts of an optimizer mini-batch."""
+        """Return the global counts of an optimizer mini-batch."""
 
 
 class RoleScorer:
@@ -31,17 +31,17 @@ class RoleScorer:
         self._workers, self._role, self._temperature = workers, role, temperature
 
     def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """All that the role says of the rows in one pass, by name, in row order: `RoleWorkers.score`.
+        """Compute all that the role says of the rows in one pass, by name and in row order.
 
         Log-probs and entropies are those at the training temperature.
         """
         return self._score(rows, step, paired=False)
 
     def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """`score` of `rows` followed by `others`, which are the same rows with other prompts, in one pass; and `kl`:
-        KL(policy on `others` ‖ policy on `rows`) over the vocabulary, per response token, of `rows`.
+        """Score rows and the same rows with other prompts in one pass, and compute the KL between the two.
 
-        A pair shares a micro-batch.
+        Return what `score` returns of `rows` followed by `others`, and `kl`: KL(policy on `others` ‖ policy on `rows`)
+        over the vocabulary, per response token, of `rows`. A pair shares a micro-batch.
         """
         found = self._score([*rows, *others], step, paired=True)
         return {**found, "kl": found["kl"][: len(rows)]}
@@ -52,12 +52,14 @@ class RoleScorer:
         return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired), request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """Rows with no more than a pass of this role reads."""
+        """Strip the rows of everything that a pass of this role does not read."""
         return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
 
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> MicroBatchPlan:
-        """Micro-batches of the rows; if `paired`, of rows of the first half followed in the same order by their
-        counterparts in the second.
+        """Plan the rows' micro-batches.
+
+        paired: each micro-batch holds rows of the first half, followed in the same order by their counterparts in the
+        second.
         """
         layout, lengths, half = self._role.layout, [row.num_tokens for row in rows], len(rows) // 2
         if paired:
@@ -89,7 +91,7 @@ class RoleUpdater(RoleScorer):
         self.num_optimizer_steps = 0
 
     def update(self, rows: Sequence[Row], state: AlgoState, *, step: int, paired: bool = False) -> UpdateResult:
-        """One optimizer step on these rows; its `before` is in row order.
+        """Take one optimizer step on these rows; the result's `before` is in row order.
 
         paired: row i of the first half and row i of the second share a micro-batch.
         """
@@ -111,7 +113,10 @@ class RoleUpdater(RoleScorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchUpdate:
-    """Metrics averaged over the optimizer steps of a batch, and what the role said of each row before them."""
+    """This is the result of a batch's optimizer steps.
+
+    metrics: means over the steps. before: what the role computed for each row in its first mini-batch.
+    """
 
     metrics: Mapping[str, float]
     before: Sequence[FloatArray]
@@ -166,9 +171,10 @@ class UpdateStage:
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int
     ) -> tuple[dict[str, float], Sequence[FloatArray] | None]:
-        """Metrics of the updates, and the actor's log-probs before its own; None if only the critic learned.
+        """Update the trained roles, and return the metrics and the actor's log-probs before its own update.
 
-        Before step `critic.warmup_steps` the actor waits for its critic.
+        The log-probs are None if only the critic learned: before step `critic.warmup_steps` the actor waits for its
+        critic.
         """
         metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
         before = None
@@ -193,7 +199,7 @@ class UpdateStage:
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Compute the rate of optimizer step `step` (0-based) of `total_steps`.
+    """Compute the learning rate of optimizer step `step` (0-based) of `total_steps`.
 
     Linear warm-up to `lr` over `warmup_steps`; then constant; over the last `decay_frac` of the run the schedule
     falls, linearly or along a half cosine, to `lr · min_lr_frac`.

@@ -1,4 +1,4 @@
-"""Validation: the current policy's answers to held-out prompts, sampled and greedy."""
+"""Validate the current policy on its answers to held-out prompts, sampled and greedy."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Metrics on held-out data, the score that `checkpoint.keep_best` compares, and a one-line summary."""
+    """This is the result of a validation: its metrics, the score for `checkpoint.keep_best`, and a one-line summary."""
 
     metrics: Mapping[str, float]
     score: float | None
@@ -23,7 +23,10 @@ class Validation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validator:
-    """Measures a policy on validation prompts. `enter` is called with the phase before each generation."""
+    """Measures a policy on validation prompts.
+
+    enter: called with the phase before each generation, so that the engines are on their devices.
+    """
 
     config: Config
     data: PromptDataset
@@ -32,7 +35,7 @@ class Validator:
     enter: Callable[[residency.Phase], None]
 
     def validate(self, step: int) -> Validation:
-        """The mean score per data source, over the answers that could be judged.
+        """Compute the mean score per data source, over the answers that could be judged.
 
         Metrics: `val/test_score/{data_source}` (sampled), `val/test_score_greedy/…` and `val/num_prompts/…`.
         """

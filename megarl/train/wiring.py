@@ -1,4 +1,4 @@
-"""How the parts of a `Trainer` are made for a configuration."""
+"""Build the parts of a `Trainer` from a configuration."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from megarl.weights.safetensors_map import weight_specs
 
 
 def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
-    """A trainer of this run on this cluster. ConfigError if the cluster was started for another kind of run."""
+    """Build the trainer of a run. Raises ConfigError if the cluster was started for another kind of run."""
     config, workers, paths, timers = inputs.config, cluster.workers, recorder.paths, Timers()
     cluster.check_serves(config, inputs.roles)
     memory = residency.MemoryLedger(workers, cluster.engines, enabled=config.placement.offload)
@@ -89,7 +89,10 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
 def _reward_managers(
     inputs: TrainInputs, scorers: dict[Role, RoleScorer], memory: residency.MemoryLedger
 ) -> tuple[RewardManager, RewardManager]:
-    """Who judges in training, and who in validation: the rule alone, if it knows all data sources there."""
+    """Return the reward managers of training and of validation.
+
+    Validation uses the rule alone if the rule knows all of its data sources.
+    """
     model = None
     if inputs.conversations is not None:
         limit, scorer = max_reward_tokens(inputs.config), scorers[Role.REWARD]
@@ -102,7 +105,7 @@ def _reward_managers(
 
 
 def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.MemoryLedger, timers: Timers) -> UpdateStage:
-    """An updater for every trained role, each with an objective and a schedule of its own."""
+    """Make an updater for every trained role, each with an objective and a schedule of its own."""
     config, per_step = inputs.config, batch_counts(inputs.config).optimizer_steps_per_step
     has_critic = any(role.role is Role.CRITIC for role in inputs.roles)
     objectives: dict[Role, CountedObjective] = {
