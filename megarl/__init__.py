@@ -1,3 +1,3 @@
-"""Reinforcement-learning post-training of language models on Megatron-Core, vLLM and Ray."""
+"""Train language models by reinforcement learning (post-training) on Megatron-Core, vLLM and Ray."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The `megarl` command with its subcommands, from train to quickstart.
+"""Define the `megarl` command with its subcommands, from train to quickstart.
 
 Exit codes are those of `megarl.host.exit_codes`.
 """

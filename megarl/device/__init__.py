@@ -1,1 +1,1 @@
-"""The device that a process computes on, CPU or CUDA, and the accelerators of a host."""
+"""Wrap the device that a process computes on, CPU or CUDA, and look up the accelerators of a host."""

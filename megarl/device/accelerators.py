@@ -1,4 +1,4 @@
-"""The accelerators of a host, asked of the NVIDIA driver's own tool: looking must not take memory on any."""
+"""List the accelerators of a host by asking the NVIDIA driver's own tool: looking must not take memory on any."""
 
 import importlib.util
 import subprocess
@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator of this host."""
+    """This is an accelerator of this host."""
 
     name: str
     memory_gib: float
@@ -52,7 +52,7 @@ def peak_tflops(name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """Versions of CUDA and NCCL that torch was built with; None for a CPU build."""
+    """These are the versions of CUDA and NCCL that torch was built with; None for a CPU build."""
 
     cuda_version: str | None
     nccl_version: str | None

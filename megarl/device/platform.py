@@ -1,4 +1,4 @@
-"""The kind of device that this process computes on, CPU or CUDA, and what differs between the two.
+"""Choose the kind of device that this process computes on, CPU or CUDA, and hide what differs between the two.
 
 `platform()` works without importing torch, so that the driver can set the environment of the processes it starts.
 How Megatron and vLLM run on a device is said in `parallel/backend.py` and `rollout/engine.py`.
@@ -37,7 +37,7 @@ COMMON_ENVIRONMENT = {
 
 
 class Platform:
-    """A kind of device. Methods that a kind does not override do what suits a CPU: nothing has to be waited for.
+    """This is a kind of device. Methods that a kind does not override suit a CPU: nothing has to be waited for.
 
     Attributes:
         name: of the kind.
@@ -107,7 +107,7 @@ class Platform:
 
 
 class CpuPlatform(Platform):
-    """The host's cores, with Gloo between processes."""
+    """This platform is the host's cores, with Gloo between processes."""
 
     name = torch_device = "cpu"
     backend = "gloo"
@@ -126,7 +126,7 @@ class CpuPlatform(Platform):
 
 
 class CudaPlatform(Platform):
-    """An NVIDIA GPU, with NCCL between processes."""
+    """This platform is an NVIDIA GPU, with NCCL between processes."""
 
     name = "cuda"
     # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.

@@ -1,11 +1,11 @@
-"""The result of one check, as all checks of the doctor return it."""
+"""Define the result of one check, as all checks of the doctor return it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How serious a finding is: with `warn` a run can start, but see the advice; with `missing` none can."""
+    """Says how serious a finding is: with `warn` a run can start, but see the advice; with `missing` none can."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,7 +14,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A checked subject: what was found, and what to do about it (empty if nothing)."""
+    """This is the result of checking one subject: what was found, and what to do about it (empty if nothing)."""
 
     subject: str
     found: str

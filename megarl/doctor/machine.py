@@ -1,4 +1,4 @@
-"""Checks of the machine: devices, memory, shared memory, open files, and whether programs can be isolated."""
+"""Check the machine: devices, memory, shared memory, open files, and whether programs can be isolated."""
 
 import os
 import resource

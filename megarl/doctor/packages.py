@@ -1,4 +1,4 @@
-"""Checks of the installed packages against the requirements in megarl's metadata for this platform."""
+"""Check the installed packages against the requirements in megarl's metadata for this platform."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""`megarl doctor` prints what it found as a table or as JSON."""
+"""Print what `megarl doctor` found, as a table or as JSON."""
 
 import json
 from collections.abc import Callable, Sequence

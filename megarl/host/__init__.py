@@ -1,1 +1,1 @@
-"""The process on its host: signals, exit codes, and the janitor that leaves nothing behind."""
+"""Manage the process on its host: signals, exit codes, and the janitor that leaves nothing behind."""

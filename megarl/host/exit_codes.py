@@ -1,4 +1,4 @@
-"""What the exit code of a megarl command says, and how errors become one.
+"""Define the exit codes of a megarl command, and turn errors into them.
 
 | exit code | meaning |
 |---|---|
@@ -38,7 +38,7 @@ _STDOUT = 1
 
 @contextlib.contextmanager
 def exit_on_errors() -> Iterator[None]:
-    """Around a command: what ends it becomes one line and an exit code of the module's table."""
+    """Run a command inside; an error that ends it becomes one line and an exit code of the module's table."""
     received = leave_on_signals()
     try:
         yield
@@ -57,7 +57,7 @@ def exit_on_errors() -> Iterator[None]:
 
 
 def _require_reader() -> None:
-    """Leave without a word if whoever read the output has gone: whether a print failed of it, or is yet to."""
+    """Exit silently if the reader of the output has gone, whether a print has failed already or would later."""
     poll = select.poll()
     poll.register(_STDOUT)
     if any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -1,4 +1,4 @@
-"""Leaves nothing behind: one janitor per host ends a run's processes and removes its files when its owner is gone.
+"""Leave nothing behind: one janitor per host ends a run's processes and removes its files when its owner is gone.
 
 Every process of a run inherits MEGARL_RUN_ID. The janitor is started by its owner (the driver; where a run has several
 hosts, what keeps Ray on each), in a session of its own, and reads a pipe that only the owner can write to. When the
@@ -35,13 +35,13 @@ WATCH_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunScope:
-    """The processes of a run and the names it may create outside its run directory; all carry its id."""
+    """This names the processes of a run and what it may create outside its run directory; all carry its id."""
 
     run_id: str
 
     @property
     def temp_dir(self) -> Path:
-        """Directory of Ray's session files; its path is short because socket paths are limited to 107 bytes."""
+        """Return the directory of Ray's session files, short because socket paths are limited to 107 bytes."""
         return Path(tempfile.gettempdir()) / f"mr-{self.run_id}"
 
     def shm_file(self, name: str) -> Path:
@@ -172,7 +172,7 @@ def _all_processes() -> list[int]:
 
 
 def main(argv: list[str]) -> None:
-    """`python -m megarl.host.janitor READ_FD RUN_ID`, started by `Janitor`."""
+    """Watch the owner's pipe, then clean up: `python -m megarl.host.janitor READ_FD RUN_ID`, started by `Janitor`."""
     read_end, run_id = int(argv[0]), argv[1]
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What Ray reads from the environment, in the driver and on every host, and where it leaves logs."""
+"""Define the environment that Ray gets in the driver and on every host, and keep the logs that it leaves."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What SIGINT, SIGTERM and SIGUSR1 do to a command.
+"""Decide what SIGINT, SIGTERM and SIGUSR1 do to a command.
 
 Outside training steps each ends the process at once with 128 + n. Around training steps SIGTERM and SIGUSR1 ask for a
 stop at the end of the current step, once; SIGINT, and a second signal of any kind, ends the process at once.
@@ -18,15 +18,15 @@ _STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(slots=True)
 class StopRequest:
-    """The signal that asked for a stop, if one has."""
+    """This holds the signal that asked for a stop, or None."""
 
     signum: signal.Signals | None = None
 
 
 def leave_on_signals() -> list[int]:
-    """Every signal ends the process at once, by SystemExit, so that clean-up runs.
+    """Make every signal end the process at once, by SystemExit, so that clean-up runs.
 
-    The list will hold the signal that did: where Ray waits, it replaces the exit code by its own.
+    The returned list will hold the signal that ended it: where Ray waits, it replaces the exit code by its own.
     """
     received: list[int] = []
 
@@ -44,7 +44,7 @@ def leave_on_signals() -> list[int]:
 
 @contextmanager
 def keep_handlers() -> Iterator[None]:
-    """Around `ray.init`, which would put a handler of its own in place of ours."""
+    """Keep our signal handlers around `ray.init`, which would replace them by its own."""
     previous = {each: signal.getsignal(each) for each in _LEAVING}
     try:
         yield
@@ -59,13 +59,19 @@ _last = StopRequest()
 
 
 def last_stop_signal() -> signal.Signals | None:
-    """What asked the last training steps for a stop; a run that was at its end is finished all the same."""
+    """Return the signal that asked the last training steps to stop, if one did.
+
+    A run that had reached its last step is finished all the same.
+    """
     return _last.signum
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Around training steps: the first SIGTERM or SIGUSR1 sets the request and restores the handlers of before."""
+    """Let the first SIGTERM or SIGUSR1 during training steps set the yielded request.
+
+    That signal also restores the previous handlers, so a second one ends the process.
+    """
     global _last
     request = _last = StopRequest()
 

@@ -1,1 +1,1 @@
-"""A run inside a Slurm allocation: Ray on every host, the driver on the first, restarts, and how to submit it."""
+"""Run inside a Slurm allocation: Ray on every host, the driver on the first, restarts, and how to submit it."""

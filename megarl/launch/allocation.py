@@ -1,4 +1,4 @@
-"""Reads what Slurm gave this job, and works out Ray's ports and addresses from it."""
+"""Read what Slurm gave this job, and work out Ray's ports and addresses from it."""
 
 import ipaddress
 import os
@@ -19,7 +19,7 @@ PORTS_PER_JOB = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """Equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
+    """These are equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
 
     hosts: tuple[str, ...]
     cpus_per_host: int
@@ -27,7 +27,7 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A job's groups of hosts; this host is the first of the first group.
+    """These are a job's groups of hosts; this host is the first of the first group.
 
     `num_requeues` counts how often the job has been put back into the queue.
     """
@@ -38,7 +38,7 @@ class Allocation:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts of all groups, in the groups' order."""
+        """List the hosts of all groups, in the groups' order."""
         return tuple(host for group in self.groups for host in group.hosts)
 
     @classmethod
@@ -70,7 +70,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPorts:
-    """The ports of Ray that cannot be left to chance; those of jobs that share a host differ."""
+    """These are the ports of Ray that cannot be left to chance; jobs that share a host have different ones."""
 
     gcs: int
     client: int

@@ -1,4 +1,4 @@
-"""Command-line arguments of `megarl slurm run` and `megarl slurm submit`."""
+"""Parse the command-line arguments of `megarl slurm run` and `megarl slurm submit`."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""Reads from a megarl command line what the Slurm job that runs it needs to know."""
+"""Read from a megarl command line what the Slurm job that runs it needs to know."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCommand:
-    """A command line of megarl, the directory that it writes to, and the settings of its Ray cluster."""
+    """This is a command line of megarl, the directory that it writes to, and the settings of its Ray cluster."""
 
     argv: tuple[str, ...]
     directory: Path
@@ -21,7 +21,7 @@ class JobCommand:
 
     @property
     def logs(self) -> Path:
-        """Directory of the logs of all jobs that run this command."""
+        """Return the directory of the logs of all jobs that run this command."""
         return (self.directory / "logs").resolve()
 
     def on(self, address: str, hosts: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Keeps Ray running on one host of a run and cleans up after it: `python -m megarl.launch.host`, started by srun."""
+"""Keep Ray running on one host of a run and clean up after it: `python -m megarl.launch.host`, started by srun."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ HURRY_S = 1.0
 
 
 def main() -> None:
-    """Start Ray, wait until it ends or SIGTERM comes, clean up; the exit code is Ray's."""
+    """Start Ray, wait until it ends or SIGTERM comes, and clean up; the exit code is Ray's."""
     parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--job-id", type=int, required=True)

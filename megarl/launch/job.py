@@ -1,4 +1,4 @@
-"""Runs a megarl command as a Slurm job: Ray on every host, the driver here, restarts, and requeueing.
+"""Run a megarl command as a Slurm job: Ray on every host, the driver here, restarts, and requeueing.
 
 It runs as the batch script itself, so that the signals that Slurm sends to the script arrive here.
 """
@@ -36,7 +36,7 @@ REQUEUE_S = 120.0
 
 @dataclass(slots=True)
 class _Driver:
-    """The driver's process, if it runs, and the signals that were passed on to it."""
+    """This is the driver's process, if it runs, and the signals that were passed on to it."""
 
     process: subprocess.Popen[bytes] | None = None
     signals: list[signal.Signals] = field(default_factory=list)
@@ -181,7 +181,10 @@ def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs:
 
 
 def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
-    """End the step; its tasks clean up at SIGTERM. (A signal to srun itself would leave them no time.)"""
+    """End the job step that runs Ray; its tasks clean up at SIGTERM.
+
+    A signal to srun itself would leave them no time.
+    """
     deadline = time.monotonic() + CLEAN_UP_S
     while hosts.poll() is None and time.monotonic() < deadline:
         # Again and again: a step that is just starting takes no signals.

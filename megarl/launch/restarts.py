@@ -1,4 +1,4 @@
-"""The failures of a job so far, kept beside its logs: they outlive the process, and the job's place in the queue."""
+"""Record the failures of a job beside its logs, where they outlive the process and the job's place in the queue."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from megarl.host.exit_codes import EXIT_STOPPED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
+    """This is one start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
 
     started: float
     ended: float
@@ -20,30 +20,30 @@ class Attempt:
 
 
 class AttemptLog:
-    """LOGS/attempts.jsonl."""
+    """Keeps the attempts of a job in LOGS/attempts.jsonl."""
 
     def __init__(self, logs: Path) -> None:
         self._path = logs / "attempts.jsonl"
 
     def add(self, started: float, exit_code: int, reason: str) -> None:
-        """Note the attempt that has just ended."""
+        """Append the attempt that has just ended."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         attempt = Attempt(started=started, ended=time.time(), exit_code=exit_code, reason=reason)
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(attempt)) + "\n")
 
     def read(self) -> list[Attempt]:
-        """All attempts, the first one first."""
+        """Return all attempts, the first one first."""
         if not self._path.exists():
             return []
         return [Attempt(**json.loads(line)) for line in self._path.read_text().splitlines()]
 
     def num_failures(self) -> int:
-        """Attempts that a failure ended, not a signal that asked for it."""
+        """Count the attempts that ended in a failure rather than by a signal that asked for the end."""
         return sum(attempt.reason == FAILED for attempt in self.read())
 
     def num_fruitless(self) -> int:
-        """Of the last attempts how many, one after the other, a signal ended before there was a checkpoint to take."""
+        """Count the latest attempts in a row that a signal ended before a checkpoint was written."""
         fruitless = itertools.takewhile(
             lambda attempt: attempt.reason == STOPPED and attempt.exit_code != EXIT_STOPPED, reversed(self.read())
         )

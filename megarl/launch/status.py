@@ -1,4 +1,4 @@
-"""What a run is doing, for who looks from elsewhere: the driver keeps RUN/status.json, `megarl status` reads it."""
+"""Report what a run is doing: the driver keeps RUN/status.json, and `megarl status` reads it from elsewhere."""
 
 import json
 import os
@@ -33,9 +33,10 @@ _SHOWN_METRICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What the driver wrote last. state: running, finished, stopped (by a signal), failed; times in seconds since 1970.
+    """This is the state of a run as its driver last wrote it.
 
-    phase: what the driver waits for, since when.
+    state: running, finished, stopped (by a signal), failed. phase, phase_since: what the driver waits for, and since
+    when. Times are in seconds since 1970.
     """
 
     command: str
@@ -54,7 +55,10 @@ class Heartbeat:
     """Writes RUN/status.json every `BEAT_S` while a command runs, and at its end."""
 
     def __init__(self, path: Path, command: str, phase: Callable[[], tuple[str, float] | None]) -> None:
-        """`phase`: what the driver waits for now, and since when (seconds since 1970); None: for nothing."""
+        """Prepare the status of a command that has just started.
+
+        phase: returns what the driver waits for now, and since when (seconds since 1970); None if for nothing.
+        """
         self._path, self._phase, now = path, phase, time.time()
         self._status = Status(
             command=command,

@@ -1,4 +1,4 @@
-"""Writes and submits the job script of a run file, after checking that the run fits the requested nodes."""
+"""Write and submit the job script of a run file, after checking that the run fits the requested nodes."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesRequest:
-    """A request for equal nodes, with further options of sbatch for them."""
+    """This is a request for equal nodes, with further options of sbatch for them."""
 
     num_nodes: int
     gpus_per_node: int
@@ -27,7 +27,7 @@ class NodesRequest:
 
     @property
     def devices_per_node(self) -> int:
-        """Devices for ranks on each node; without GPUs a rank takes a CPU."""
+        """Return the number of devices for ranks on each node; without GPUs a rank takes a CPU."""
         return self.gpus_per_node or self.cpus_per_node
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class NodesRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """What to run on which nodes; see `megarl slurm submit --help`.
+    """This says what to run on which nodes, as the options of `megarl slurm submit` do.
 
     engine_nodes: nodes of another kind for the engines: a heterogeneous job; None: all nodes are equal.
     """

@@ -1,1 +1,1 @@
-"""The training side: the only room that imports megatron. One process holds one Megatron layout."""
+"""Run the training side: the only room that imports megatron. One process holds one Megatron layout."""

@@ -1,4 +1,4 @@
-"""How Megatron-Core runs on each kind of device.
+"""Say how Megatron-Core runs on each kind of device.
 
 Nothing of Megatron is imported before it is needed: on a CPU the shim must come first, and `megarl doctor` calls
 `check_megatron` where Megatron may not be installed.
@@ -17,7 +17,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """How Megatron runs on a kind of device.
+    """Says how Megatron runs on a kind of device.
 
     needs_shim: whether `cpu_shim` must stand in for CUDA. uses_transformer_engine: whether layers are Transformer
     Engine's, not Megatron's local ones with our norm and attention. options: of Megatron's TransformerConfig.

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: trained roles in Megatron's torch_dist format, and its RNG states in files.
+"""Save and load a rank's part of a checkpoint: trained roles in Megatron's torch_dist format, RNG states in files.
 
 The format does not depend on the layout: what tp=2 × dp=2 wrote, tp=1 × pp=2 reads, optimizer state included. Nor does
 it depend on which roles share processes: each has a directory, and RNG states are kept under the name of every role

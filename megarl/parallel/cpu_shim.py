@@ -39,12 +39,12 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Immediate:
-    """A stream or an event of a device that does everything at once."""
+    """This is a stream or an event of a device that does everything at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait(self, *_: Any) -> None:
-        """Return: nothing is under way."""
+        """Return at once, as nothing is under way."""
 
     record = synchronize = wait_stream = wait_event = wait
 
@@ -56,7 +56,7 @@ class _Immediate:
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """AdamW with the contract of the fused CUDA optimizers: `step` in the group, exp_avg and exp_avg_sq as state."""
+    """This AdamW has the contract of the fused CUDA ones: `step` in the group, exp_avg and exp_avg_sq as state."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def _replace_rng_tracker() -> None:
 
 
 def _replace_dispatch() -> None:
-    """Bring tokens to experts and back where Megatron counts on CUDA tensors and on NCCL."""
+    """Make Megatron bring tokens to experts and back without CUDA tensors and NCCL."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 

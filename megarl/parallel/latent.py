@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2, arXiv:2405.04434) on Megatron's local layers."""
+"""Build latent attention (DeepSeek-V2, arXiv:2405.04434) on Megatron's local layers."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from megarl.weights.rope import YarnRope
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """y = x·Wᵀ with all of W on every tensor-parallel rank, of which each has its own tokens.
+    """Computes y = x·Wᵀ with all of W on every tensor-parallel rank, of which each has its own tokens.
 
     Megatron's local layers would split the rows of W, and lose part of the gradient of what all heads share.
     """

@@ -1,4 +1,4 @@
-"""The process groups of one worker process. Nothing else in megarl reads Megatron's global state."""
+"""Set up the process groups of one worker process. Nothing else in megarl reads Megatron's global state."""
 
 import datetime
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megarl.device.platform import platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Groups and coordinates of this rank under a `LayoutConfig`."""
+    """Holds the process groups and coordinates of this rank under a `LayoutConfig`."""
 
     config: LayoutConfig
     rank: int
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its data-parallel replica: it has complete results."""
+        """Return whether this rank has complete results, which it reports for its data-parallel replica."""
         return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 
 
@@ -74,7 +74,10 @@ def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, time
 
 
 def destroy_layout() -> None:
-    """Undo `initialize_layout`. Groups that only lose their last reference would keep their threads."""
+    """Undo `initialize_layout` by destroying its process groups.
+
+    Groups that only lose their last reference would keep their threads.
+    """
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Actor, reference and critic as Megatron GPT models that return log-probs or values instead of logits."""
+"""Define actor, reference and critic as Megatron GPT models that return log-probs or values instead of logits."""
 
 import functools
 import itertools
@@ -42,13 +42,13 @@ from megarl.weights.tables import VALUE_HEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """What a scalar head says of the kept labels: [N] float32 values."""
+    """These are the values that a scalar head gives the kept labels: [N] float32."""
 
     values: torch.Tensor
 
 
 class PackedModel(GPTModel):
-    """A `GPTModel` over packs of rows, without an output of its own: heads are subclasses.
+    """This is a `GPTModel` over packs of rows, without an output of its own: heads are subclasses.
 
     Positions outside the loss mask are dropped before the head, so prompt tokens never meet it.
     """
@@ -114,7 +114,7 @@ class PackedModel(GPTModel):
 
 
 class PolicyModel(PackedModel):
-    """Answers log-probs and entropies of a pack's kept labels."""
+    """Computes log-probs and entropies of a pack's kept labels."""
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -138,7 +138,7 @@ class PolicyModel(PackedModel):
 
 
 class ScalarHead(torch.nn.Module):
-    """v = w·h in float32. One output cannot be split over ranks: every tensor-parallel rank holds all of w."""
+    """Computes v = w·h in float32. One output cannot be split over ranks: every tensor-parallel rank holds all of w."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class ScalarHead(torch.nn.Module):
 
 
 class ValueModel(PackedModel):
-    """Answers one value per kept label: the state before that token was chosen."""
+    """Computes one value per kept label: that of the state before the token was chosen."""
 
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)
@@ -161,7 +161,7 @@ class ValueModel(PackedModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the parameters as for any module: a language model's own method expects the output layer."""
+        """Describe the parameters as any module does: a language model's own method expects the output layer."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 

@@ -18,7 +18,7 @@ from megarl.types.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
-    """A storage of the device, and its bytes on the host."""
+    """Holds a storage of the device, and its bytes on the host."""
 
     storage: torch.UntypedStorage
     content: torch.Tensor

@@ -1,4 +1,4 @@
-"""Rows → one packed sequence for the model, and per-token results back to rows.
+"""Pack rows into one sequence for the model, and bring per-token results back to rows.
 
 A pack lays rows end to end, ordered by length so that equal ones are neighbours, with one filler sequence at the
 end where tensor parallelism needs a multiple. This is the place where labels are shifted: position i of a row
@@ -19,7 +19,10 @@ from megarl.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackAlignment:
-    """What a layout asks of a pack: `tp` > 1 under sequence parallelism, and this rank's context-parallel place."""
+    """Says what a layout asks of a pack.
+
+    tp: above 1 only under sequence parallelism. cp, cp_rank: the context-parallel size and this rank's place in it.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -40,14 +43,14 @@ class PackAlignment:
 
 @dataclass
 class PackSeqParams(PackedSeqParams):
-    """What Megatron carries to every layer, with the pack that it describes."""
+    """These parameters are what Megatron carries to every layer, with the pack that they describe."""
 
     pack: "Pack | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """A micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
+    """This is a micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
 
     cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
     rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]

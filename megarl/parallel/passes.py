@@ -1,4 +1,4 @@
-"""Forward-only and forward-backward passes of a model over micro-batches, on Megatron's schedules."""
+"""Run forward-only and forward-backward passes of a model over micro-batches, on Megatron's schedules."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The models a rank hosts: actor, reference, critic, and around trained ones Megatron's DDP and (distributed) AdamW."""
+"""Load the models a rank hosts: actor, reference, critic; trained ones with Megatron's DDP and (distributed) AdamW."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from megarl.weights.families import ModelSpec, read_model_spec
 
 @dataclass(slots=True, kw_only=True)
 class LoadedRole:
-    """A role on this rank. `ddp` and `optimizer` are empty and None for a frozen one."""
+    """Holds a role on this rank. `ddp` and `optimizer` are empty and None for a frozen one."""
 
     spec: RoleSpec
     model_spec: ModelSpec

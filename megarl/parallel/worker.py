@@ -1,4 +1,4 @@
-"""One Megatron rank: builds the roles of its layout, scores rows, updates the trained roles, writes their weights.
+"""Run one Megatron rank: build the roles of its layout, score rows, update trained roles, write their weights.
 
 `PolicyWorker` is a plain synchronous class: Ray actors wrap it, tests call it in ordinary processes.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWorker:
-    """One rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
+    """This is one rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -133,13 +133,13 @@ class PolicyWorker:
         self.bridge = BridgeSender(share, self.bridge_wire)
 
     def largest_weights(self) -> dict[str, float]:
-        """Return `BridgeSender.largest` of the actor's weights."""
+        """Return the largest magnitude on this rank of each of the actor's tensors that travels with a scale."""
         from megarl.parallel.model import model_slices
 
         return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
 
     def send_over_bridge(self, transfer: int, **options: Any) -> dict[int, dict[str, int]]:
-        """Send what the plan says of the actor; `BridgeSender.send` with its options."""
+        """Send this rank's part of the actor's weights to the engines as the plan says."""
         from megarl.parallel.model import model_slices
 
         loaded = self._role(Role.ACTOR, Part.PARAMS)

@@ -1,1 +1,1 @@
-"""What a run writes down while it works: metrics, progress, profiles, sampled rollouts."""
+"""Write down what a run does while it works: metrics, progress, profiles, sampled rollouts."""

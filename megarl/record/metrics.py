@@ -1,4 +1,4 @@
-"""Files that a run writes and reads back: metrics (JSON lines, TensorBoard, Weights & Biases) and sampled rollouts."""
+"""Write and read back the files of a run: metrics (JSON lines, TensorBoard, Weights & Biases) and sampled rollouts."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ from megarl.errors import ConfigError, DataError
 
 
 class RunPaths:
-    """The files and directories of one run, all below its root directory RUN."""
+    """This names the files and directories of one run, all below its root directory RUN."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,7 +59,7 @@ class RunPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    """Metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
+    """These are metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
 
     step: int
     time_s: float
@@ -75,7 +75,7 @@ class MetricsRecord:
 
 
 class MetricsSink(Protocol):
-    """A destination for metrics records."""
+    """This is a destination for metrics records."""
 
     def write(self, record: MetricsRecord) -> None: ...
 
@@ -222,7 +222,7 @@ def _drop_torn_line(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Mean, maximum and minimum of a batch's values."""
+    """These are the mean, the maximum and the minimum of a batch's values."""
 
     mean: float
     max: float
@@ -264,7 +264,7 @@ class Timers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """One sampled response as text, with its reward: a row of RUN/rollouts/step_*.parquet."""
+    """This is one sampled response as text, with its reward: a row of RUN/rollouts/step_*.parquet."""
 
     step: int
     uid: str

@@ -1,4 +1,4 @@
-"""Trainer performance: model FLOPs per second against the device's peak, and profiler traces of chosen steps."""
+"""Measure model FLOPs per second against the device's peak, and take profiler traces of chosen steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,7 +78,7 @@ class PerformanceMeter:
 
 
 class ProfiledWorkers(Protocol):
-    """The calls that `StepProfiler` makes on a group of ranks."""
+    """These are the calls that `StepProfiler` makes on a group of ranks."""
 
     def start_profile(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Live progress: one line rewritten in place on a terminal; in a log file a line per step, at most every 2 seconds."""
+"""Show live progress: one line rewritten in place on a terminal; in a log file a line at most every 2 seconds."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressValues:
-    """Values that the progress line shows for a step; those that are None are left out."""
+    """These are the values that the progress line shows for a step; those that are None are left out."""
 
     reward: float | None = None
     loss: float | None = None

@@ -1,4 +1,4 @@
-"""The run directory: the resolved configuration, the metrics' sinks, sampled rollouts, and metrics of a batch."""
+"""Keep the run directory: the resolved configuration, the metrics' sinks, sampled rollouts, and metrics of a batch."""
 
 import contextlib
 import importlib.metadata

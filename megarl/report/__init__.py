@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page and one picture, from the run directory alone."""
+"""Write the report of a run: one self-contained HTML page and one picture, from the run directory alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,16 @@ __all__ = ["ReportPaths", "write_report"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportPaths:
-    """The files written."""
+    """These are the files of a written report."""
 
     html: Path
     png: Path
 
 
 def write_report(run_dir: Path, others: Sequence[Path] = ()) -> ReportPaths:
-    """Writes RUN/report.html and RUN/report.png; `others` are runs to compare with (seeds, algorithms).
+    """Write RUN/report.html and RUN/report.png.
+
+    others: runs to compare with (seeds, algorithms).
 
     A running or killed run is reported up to its last complete metrics line. A directory that is not a run,
     or has no metrics yet, raises `DataError`.

@@ -1,4 +1,4 @@
-"""Runs of several algorithms against each other: means over seeds, their spread, and what exceeds it."""
+"""Compare runs of several algorithms: means over seeds, their spread, and which differences exceed it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ def _algorithm_of(run: Run) -> str:
 
 
 def _name_of(run: Run) -> str:
-    """`cpo-wide-seed2` → `cpo-wide`."""
+    """Return the run's name without its seed: `cpo-wide-seed2` → `cpo-wide`."""
     return str(run.config.get("run", {}).get("name")).rpartition("-seed")[0] or run.label
 
 
@@ -31,9 +31,10 @@ GROUPINGS: Mapping[str, Callable[[Run], str]] = {"algo": _algorithm_of, "name": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """One run. Scores are means over validation answers; `before` is None if step 0 was not validated.
+    """This is the result of one run, with scores that are means over validation answers.
 
-    reward: mean training reward of the last `REWARD_EDGE_STEPS` steps. mismatch_nats, step_s: means over all steps.
+    before: None if step 0 was not validated. reward: mean training reward of the last `REWARD_EDGE_STEPS` steps.
+    mismatch_nats, step_s: means over all steps.
     """
 
     label: str
@@ -48,7 +49,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """The runs of one algorithm, a seed each.
+    """This is the result of a group: the runs of one algorithm, one per seed.
 
     binomial_std_error: root mean square over the runs of √(p(1 − p)/n), the noise that n validation answers alone give
     one run's final score. difference: of the mean final score from the baseline's; None for the baseline.
@@ -68,7 +69,7 @@ class GroupResult:
 
     @property
     def verdict(self) -> str:
-        """Whether the difference exceeds what seeds explain."""
+        """Return in words whether the difference from the baseline exceeds what seeds explain."""
         if self.difference is None:
             return "baseline"
         if self.difference.std_error is None:
@@ -82,14 +83,17 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All groups, in the order in which their first runs were given; `notes` say what makes them hard to compare."""
+    """This compares groups of runs, which stand in the order in which their first runs were given.
+
+    notes: what makes the groups hard to compare.
+    """
 
     baseline: str
     groups: tuple[GroupResult, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with verdicts and the standard errors of scores."""
+        """Return the comparison as plain data, with verdicts and the standard errors of scores."""
         data = asdict(self)
         for group, fields in zip(self.groups, data["groups"], strict=True):
             fields["verdict"] = group.verdict
@@ -101,7 +105,9 @@ class Comparison:
 
 
 def group_runs(runs: Sequence[Run], by: str) -> dict[str, list[Run]]:
-    """Runs by algorithm (`algo`: algo.name) or by name (`name`: run.name without `-seedN`), in order of appearance.
+    """Group runs by algorithm or by name, in order of appearance.
+
+    by: `algo` (algo.name) or `name` (run.name without `-seedN`).
 
     Raises:
         DataError: two runs of a group have the same seed.
@@ -121,7 +127,9 @@ def group_runs(runs: Sequence[Run], by: str) -> dict[str, list[Run]]:
 
 
 def compare(groups: Mapping[str, Sequence[Run]], baseline: str | None = None) -> Comparison:
-    """Results of each group, and their differences from the baseline (the first group if none is named).
+    """Compute each group's results and their differences from the baseline.
+
+    baseline: the name of a group; None takes the first.
 
     Raises:
         ConfigError: no group has the baseline's name.
@@ -196,7 +204,7 @@ def _unfinished(runs: Sequence[Run]) -> list[str]:
 
 
 def _differing_settings(groups: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Settings outside the algorithm in which some runs differ: a reader must know whether budgets were equal."""
+    """List the settings outside the algorithm in which some runs differ, which tells whether budgets were equal."""
     settings = [(name, dict(_leaves(run.config))) for name, members in groups.items() for run in members]
     keys = dict.fromkeys(key for _, values in settings for key in values if not key.startswith(_OWN_SETTINGS))
     notes = []
@@ -211,7 +219,7 @@ def _differing_settings(groups: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values."""
+    """Yield the settings of a nested configuration as dotted keys with their values."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{key}.")

@@ -1,4 +1,4 @@
-"""A comparison as one picture: a panel of validation curves per group, and the final scores side by side."""
+"""Draw a comparison as one picture: a panel of validation curves per group, and the final scores beside them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,16 @@ Points = Mapping[int, float]
 
 
 def mean_curve(curves: Sequence[Points]) -> dict[int, float]:
-    """Step → mean score, at the steps that every run has."""
+    """Return the mean score by step, at the steps that every run has."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     return {step: math.fsum(curve[step] for curve in curves) / len(curves) for step in steps}
 
 
 def write_comparison_png(comparison: Comparison, groups: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """Small multiples of validation scores over steps (thin: seeds, thick: their mean, dashed grey: the baseline's
-    mean), and every seed's final score beside them."""
+    """Draw the validation scores of all groups over steps, and every seed's final score beside them.
+
+    Thin lines: seeds; thick: their mean; dashed grey: the baseline's mean.
+    """
     curves = {
         name: [{point.step: point.score for point in validation_curve(run, SAMPLED)} for run in runs]
         for name, runs in groups.items()
@@ -77,7 +79,7 @@ def _draw_curves(ax: Axes, group: GroupResult, curves: Sequence[Points], baselin
 
 
 def _draw_scores(ax: Axes, comparison: Comparison) -> None:
-    """Final scores: a dot per seed, a stroke at their mean, and whether the mean differs clearly."""
+    """Draw the final scores: a dot per seed, a stroke at their mean, and whether the mean differs clearly."""
     ax.set_title("Final score")
     baseline = next(group for group in comparison.groups if group.difference is None)
     ax.axvline(baseline.after.mean, color=BASELINE, linestyle=(0, (4, 2)), linewidth=1.4, zorder=1)

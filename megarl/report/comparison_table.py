@@ -1,4 +1,4 @@
-"""A comparison as text."""
+"""Format a comparison as text."""
 
 from megarl.report.comparison import CLEAR_P_VALUE, Comparison, GroupResult
 from megarl.report.summary import REWARD_EDGE_STEPS
@@ -8,7 +8,7 @@ _NONE = "-"
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """A row per group, what its columns mean, and what to keep in mind."""
+    """Return a table with a row per group, what its columns mean, and the notes of the comparison."""
     header = (
         "algorithm",
         "seeds",

@@ -1,4 +1,4 @@
-"""Example rollouts for a report: which ones, and their text with everything invisible made visible."""
+"""Pick example rollouts for a report, and make everything invisible in their text visible."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ def is_right(row: RolloutRecord) -> bool:
 
 
 def pick_examples(rows: Sequence[RolloutRecord], num: int = NUM_EXAMPLES) -> list[RolloutRecord]:
-    """Up to `num` right, then up to `num` wrong rows, each of another prompt as far as there are enough."""
+    """Pick up to `num` right, then up to `num` wrong rows, of different prompts as far as there are enough."""
     return [row for right in (True, False) for row in _pick([r for r in rows if is_right(r) is right], num)]
 
 
@@ -36,7 +36,7 @@ def _pick(rows: Sequence[RolloutRecord], num: int) -> list[RolloutRecord]:
 
 
 def visible_text(text: str) -> Markup:
-    """Escaped HTML: special tokens marked, control characters as pictures."""
+    """Escape text for HTML, with special tokens marked and control characters shown as pictures."""
     return Markup("").join(_pieces(text.translate(_CONTROL_PICTURES)))
 
 

@@ -1,4 +1,4 @@
-"""Panels on paper: one SVG each for the page, all of them on one PNG."""
+"""Draw the panels of a report: as one SVG each for the page, and all of them on one PNG."""
 
 import textwrap
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ TITLE_WIDTH_CHARS = 120
 
 
 def available_panels(runs: Sequence[Run]) -> list[Panel]:
-    """Panels that the first run has metrics for."""
+    """List the panels that the first run has metrics for."""
     return [panel for panel in PANELS if any(name.startswith(panel.needs) for name in runs[0].series)]
 
 
 def panel_svg(panel: Panel, runs: Sequence[Run]) -> str:
-    """The panel as inline SVG. Its ids depend on the panel's name: several figures share a page."""
+    """Draw a panel as inline SVG, with ids of its own because several figures share a page."""
     with figure_style(panel.name):
         figure = Figure(figsize=PANEL_SIZE_INCHES, layout="constrained")
         _draw(panel, figure.add_subplot(), runs)
@@ -33,7 +33,7 @@ def panel_svg(panel: Panel, runs: Sequence[Run]) -> str:
 
 
 def write_png(runs: Sequence[Run], path: Path) -> None:
-    """All panels under the headlines of the runs."""
+    """Draw all panels under the headlines of the runs, and write them as a PNG file."""
     panels = available_panels(runs)
     num_rows = -(-len(panels) // NUM_COLUMNS)
     sentences = [f"{run.label}: {headline(run).sentence}" for run in runs]

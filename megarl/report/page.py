@@ -1,4 +1,4 @@
-"""The HTML page: numbers, tables and examples put into the template."""
+"""Render the HTML page: put numbers, tables and examples into the template."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ KEY_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """An inline figure of the page."""
+    """This is an inline figure of the page."""
 
     svg: Markup
     caption: str
@@ -58,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRow:
-    """A line of a validation table."""
+    """This is a line of a validation table."""
 
     name: str
     decoding: str
@@ -68,7 +68,7 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A rollout as shown."""
+    """This is a rollout as the page shows it."""
 
     row: RolloutRecord
     is_right: bool
@@ -78,7 +78,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleGroup:
-    """The examples of one recorded step."""
+    """These are the examples of one recorded step."""
 
     step: int
     num_rows: int
@@ -88,14 +88,14 @@ class ExampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """First, last and extreme values of one metric."""
+    """This is a line of the table of metrics: the first, the last, the mean and the extreme values of one."""
 
     name: str
     values: tuple[str, ...]
 
 
 def render_page(runs: Sequence[Run]) -> str:
-    """The report of `runs[0]`, compared with the rest."""
+    """Render the report of `runs[0]`, compared with the other runs, as HTML."""
     run = runs[0]
     settings = dict(flatten(run.config))
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
@@ -119,7 +119,7 @@ def render_page(runs: Sequence[Run]) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested sections as dotted keys; lists joined by commas, null as "none"."""
+    """Yield nested sections as dotted keys with text values; lists are joined by commas, null is "none"."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
@@ -130,7 +130,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def score_rows(run: Run) -> list[ScoreRow]:
-    """Before and after per data source and decoding."""
+    """Return the validation scores before and after training, per data source and decoding."""
     rows = []
     for index, source in enumerate(data_sources(run)):
         for decoding, prefix in (("sampled", SAMPLED), ("greedy", GREEDY)):
@@ -141,7 +141,10 @@ def score_rows(run: Run) -> list[ScoreRow]:
 
 
 def comparison_rows(runs: Sequence[Run]) -> list[ScoreRow]:
-    """Before and after per run, data sources pooled; a run validated fewer than two times is left out."""
+    """Return each run's scores before and after training, data sources pooled.
+
+    A run that was validated fewer than two times is left out.
+    """
     rows = []
     for index, run in enumerate(runs):
         change = validation_change(run, SAMPLED)
@@ -151,7 +154,7 @@ def comparison_rows(runs: Sequence[Run]) -> list[ScoreRow]:
 
 
 def example_group(rows: Sequence[RolloutRecord]) -> ExampleGroup:
-    """Right and wrong responses of one step."""
+    """Pick right and wrong responses of one recorded step."""
     examples = tuple(
         Example(
             row=row,
@@ -166,7 +169,7 @@ def example_group(rows: Sequence[RolloutRecord]) -> ExampleGroup:
 
 
 def metric_rows(run: Run) -> list[MetricRow]:
-    """Every metric, by name."""
+    """Return a table line for every metric, sorted by name."""
     rows = []
     for name, series in sorted(run.series.items()):
         summary = summarize(series.values)

@@ -1,4 +1,4 @@
-"""The curves of a report. A panel draws one run into given axes, or several where it compares."""
+"""Draw the curves of a report. A panel draws one run into given axes, or several where it compares."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ MISMATCH_NAMES = {"abs_max": "max |Δ|", "abs_mean": "mean |Δ|", "k3": "k3"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """`needs`: a metric name or prefix without which there is nothing to draw."""
+    """This is a panel of the report: one plot with its texts.
+
+    needs: a metric name or prefix without which there is nothing to draw.
+    """
 
     name: str
     title: str
@@ -36,7 +39,7 @@ class Panel:
 
 
 def smooth(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Centred moving mean over the values there are: at both ends the window is cut off."""
+    """Compute the centred moving mean of values; at both ends the window is cut off."""
     share = round(SMOOTHING_FRAC * len(values))
     half = min(max(share, MIN_SMOOTHING_STEPS), MAX_SMOOTHING_STEPS) // 2
     total = np.concatenate([[0.0], np.cumsum(values)])
@@ -46,7 +49,7 @@ def smooth(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def _plot_smoothed(ax: Axes, series: Series, color: str, label: str = "_nolegend_") -> None:
-    """Every step faint, the moving mean on top; a lone step as a dot."""
+    """Plot every step faintly and the moving mean on top; a lone step becomes a dot."""
     ax.plot(series.steps, series.values, color=color, alpha=0.35, linewidth=0.9)
     marker = "o" if len(series.steps) == 1 else ""
     ax.plot(series.steps, smooth(series.values), color=color, marker=marker, label=label)
@@ -62,7 +65,7 @@ def draw_reward(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_validation(ax: Axes, runs: Sequence[Run]) -> None:
-    """One run: a colour per data source. Several: a colour per run, data sources pooled."""
+    """Draw validation scores: one run in a colour per data source, several in a colour per run, sources pooled."""
     if len(runs) > 1:
         for index, run in enumerate(runs):
             _draw_score(ax, run, None, color_of(index), run.label)
@@ -81,7 +84,7 @@ def draw_validation(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_score(ax: Axes, run: Run, source: str | None, color: str, label: str) -> list[EndLabel]:
-    """Draws both decodings; returns a label per line drawn, the sampled one first."""
+    """Draw the sampled and greedy scores, and return a label per line drawn, the sampled one first."""
     labels = []
     sampled, greedy = validation_curve(run, SAMPLED, source), validation_curve(run, GREEDY, source)
     if sampled:
@@ -133,7 +136,7 @@ def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_line(metric: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """A panel of one metric of the first run."""
+    """Return a function that draws a panel of one metric of the first run."""
 
     def draw(ax: Axes, runs: Sequence[Run]) -> None:
         _plot_smoothed(ax, runs[0].get(metric), color_of(0))
@@ -166,7 +169,10 @@ def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float64]]]:
-    """Seconds of each phase at every timed step; small phases and what none claims of `step` are "other"."""
+    """Return the timed steps, and the seconds of each phase at each of them.
+
+    Small phases, and the time of `step` that no phase claims, are summed as "other".
+    """
     timings = run.under("timing_s/")
     whole = timings.pop("step", Series())
     steps = sorted({step for series in (whole, *timings.values()) for step in series.steps})

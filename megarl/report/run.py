@@ -1,4 +1,4 @@
-"""A run read back from its directory: metric series, configuration, recorded rollouts."""
+"""Read a run back from its directory: metric series, configuration, recorded rollouts."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One metric over steps, steps ascending. Falsy when it was never logged."""
+    """This is one metric over ascending steps. It is falsy if the metric was never logged."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
@@ -27,7 +27,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run directory holds. `elapsed_s` is first to last metrics line, pauses included."""
+    """This is what a run directory holds, read back for a report.
+
+    elapsed_s: seconds from the first to the last metrics line, pauses included.
+    """
 
     label: str
     series: Mapping[str, Series]
@@ -42,24 +45,27 @@ class Run:
         return self.series.get(name, Series())
 
     def under(self, prefix: str) -> dict[str, Series]:
-        """Series whose name starts with `prefix`, by the rest of the name."""
+        """Return the series whose names start with `prefix`, keyed by the rest of the name."""
         return {name[len(prefix) :]: s for name, s in self.series.items() if name.startswith(prefix)}
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """Reads the runs; labels are the shortest path endings that tell them apart."""
+    """Read runs from their directories, labelled by the shortest path endings that tell them apart."""
     return [_load_run(path, label) for path, label in zip(run_dirs, run_labels(run_dirs), strict=True)]
 
 
 def run_labels(run_dirs: Sequence[Path]) -> list[str]:
-    """`path_labels` of runs; the same run twice raises `DataError`."""
+    """Return labels that tell runs apart. Raises DataError if the same run is given twice."""
     if len({os.path.abspath(path) for path in run_dirs}) < len(run_dirs):
         raise DataError(f"got the same run twice in {[str(p) for p in run_dirs]}, expected different runs to compare")
     return path_labels(run_dirs)
 
 
 def path_labels(paths: Sequence[Path]) -> list[str]:
-    """Shortest endings that tell paths apart: `["a/run", "b/run"]` keep the parent's name, `["x/a", "x/b"]` do not."""
+    """Return the shortest endings that tell paths apart.
+
+    `["a/run", "b/run"]` keep the parent's name, `["x/a", "x/b"]` do not.
+    """
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     depth = 1
     while len({part[-depth:] for part in parts}) < len(parts):
@@ -99,7 +105,7 @@ def _read_config(paths: RunPaths) -> Mapping[str, Any]:
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
-    """Gathers each metric over steps; where a resumed run went back, its values replace the earlier ones."""
+    """Gather each metric over steps; where a resumed run went back, its values replace the earlier ones."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.metrics.items():

@@ -1,4 +1,4 @@
-"""What a few seeds say: mean and spread of each group, and whether two means differ by more than the seeds do."""
+"""Compute what a few seeds say: mean and spread of each group, and whether two means differ by more than that."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,10 @@ _NUM_NODES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Mean, extremes and sample standard deviation (divided by count − 1; None for a single value) of some values."""
+    """This is the spread of some values: mean, extremes and sample standard deviation.
+
+    std: divided by count − 1; None for a single value.
+    """
 
     count: int
     mean: float
@@ -22,7 +25,7 @@ class Spread:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """The spread of at least one value."""
+    """Compute the mean and spread of one or more values."""
     mean = math.fsum(values) / len(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
     std = math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else None
@@ -31,7 +34,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A mean minus another one.
+    """This is the difference of two groups' means.
 
     std_error: √(s₁²/n₁ + s₂²/n₂); None if a group has a single value. p_value: two-sided, of Welch's t-test; None if
     there is no standard error, or it is 0.
@@ -43,8 +46,9 @@ class Difference:
 
 
 def difference_of(group: Spread, baseline: Spread) -> Difference:
-    """Welch's t-test: the groups need not vary alike. Degrees of freedom by Welch and Satterthwaite:
-    (v₁ + v₂)² / (v₁²/(n₁ − 1) + v₂²/(n₂ − 1)) with v = s²/n.
+    """Compare the means of two groups by Welch's t-test, which does not assume equal variances.
+
+    Degrees of freedom by Welch and Satterthwaite: (v₁ + v₂)² / (v₁²/(n₁ − 1) + v₂²/(n₂ − 1)) with v = s²/n.
     """
     mean = group.mean - baseline.mean
     if group.std is None or baseline.std is None:
@@ -58,7 +62,7 @@ def difference_of(group: Spread, baseline: Spread) -> Difference:
 
 
 def two_sided_p(t: float, dof: float) -> float:
-    """P(|T| > |t|) of Student's t distribution with `dof` ≥ 1 degrees of freedom.
+    """Compute P(|T| > |t|) of Student's t distribution with `dof` ≥ 1 degrees of freedom.
 
     With T = √dof · tan θ the density becomes c · cos^(dof − 1) θ, smooth on a finite interval:
     p = 2c ∫ from arctan(|t|/√dof) to π/2, with c = Γ((dof + 1)/2) / (√π Γ(dof/2)).
@@ -72,7 +76,7 @@ def two_sided_p(t: float, dof: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values of several comparisons, corrected so that all of them together err as rarely as one (Holm, 1979).
+    """Correct the p-values of several comparisons, so that all together err as rarely as one (Holm, 1979).
 
     The smallest is multiplied by their number m, the next by m − 1, …; none becomes smaller than one before it.
     """

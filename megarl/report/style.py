@@ -1,4 +1,4 @@
-"""How figures look: a colour-blind safe palette, and the same figure as PNG or as theme-following SVG."""
+"""Style the figures: a colour-blind safe palette, and the same figure as PNG or as theme-following SVG."""
 
 import io
 import re
@@ -54,7 +54,7 @@ LABEL_GAP_FRAC = 0.085
 
 
 class EndLabel(NamedTuple):
-    """Text beside the right end of a line, at data height `y`."""
+    """This is a text beside the right end of a line, at data height `y`."""
 
     y: float
     text: str
@@ -62,7 +62,10 @@ class EndLabel(NamedTuple):
 
 
 def figure_style(svg_salt: str = "") -> AbstractContextManager[None]:
-    """Applies the style while figures are made and saved; `svg_salt` makes the ids in an SVG its own."""
+    """Apply the style while figures are made and saved.
+
+    svg_salt: makes the ids in an SVG differ from those of other figures.
+    """
     params: Any = {**_RC_PARAMS, "svg.hashsalt": svg_salt}
     return matplotlib.rc_context(params)
 
@@ -72,7 +75,7 @@ def color_of(index: int) -> str:
 
 
 def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
-    """Writes the labels right of the axes in their lines' colours, moved apart where they would touch."""
+    """Write the labels right of the axes in their lines' colours, moved apart where they would touch."""
     if not labels:
         return
     to_axes = ax.transScale + ax.transLimits
@@ -93,7 +96,7 @@ def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Moves ascending heights apart to at least `gap`, then back down as far as the top label passed 1."""
+    """Move ascending heights apart to at least `gap`, then back down as far as the top label passed 1."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + gap) if placed else max(height, 0.0))
@@ -109,7 +112,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """An inline `<svg>` whose colours are the page's variables, with `label` for screen readers."""
+    """Return a figure as inline `<svg>` whose colours are the page's variables, with `label` for screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()

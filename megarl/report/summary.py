@@ -1,4 +1,4 @@
-"""The numbers a report leads with: validation before and after, their standard errors, and the sentence."""
+"""Compute the numbers a report leads with: validation before and after, their standard errors, and the headline."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ REWARD_EDGE_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean score over `num_prompts` prompts (None: not logged)."""
+    """This is a mean score over `num_prompts` prompts (None: not logged)."""
 
     step: int
     score: float
@@ -26,7 +26,7 @@ class Estimate:
 
     @property
     def std_error(self) -> float | None:
-        """sqrt(p (1 - p) / n); None if n is unknown or the score is no share in [0, 1]."""
+        """Return sqrt(p (1 - p) / n); None if n is unknown or the score is no share in [0, 1]."""
         if not self.num_prompts or not 0.0 <= self.score <= 1.0:
             return None
         return math.sqrt(self.score * (1.0 - self.score) / self.num_prompts)
@@ -37,7 +37,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Validation before and after training, `before` at step 0 unless that was not measured."""
+    """This compares validation before and after training; `before` is at step 0 unless that was not measured."""
 
     before: Estimate
     after: Estimate
@@ -48,7 +48,7 @@ class Change:
 
     @property
     def gain_std_error(self) -> float | None:
-        """Errors of the two ends added in quadrature, as if their prompts were independent."""
+        """Add the errors of the two ends in quadrature, as if their prompts were independent."""
         before, after = self.before.std_error, self.after.std_error
         return None if before is None or after is None else math.hypot(before, after)
 
@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The result in one sentence, and what the sentence leaves out."""
+    """This is the result in one sentence, and the details which the sentence leaves out."""
 
     sentence: str
     details: tuple[str, ...]
@@ -75,7 +75,9 @@ def data_sources(run: Run) -> list[str]:
 
 
 def validation_curve(run: Run, prefix: str, data_source: str | None = None) -> list[Estimate]:
-    """Scores over steps of one data source, or of all pooled by numbers of prompts (equally if unknown).
+    """Return the validation scores over steps, of one data source or of all pooled.
+
+    Scores are pooled by numbers of prompts, or equally if these are unknown.
 
     Pooled points exist only at steps that measured every source.
     """
@@ -103,13 +105,13 @@ def _pool(step: int, scores: list[float], counts: list[float | None]) -> Estimat
 
 
 def validation_change(run: Run, prefix: str, data_source: str | None = None) -> Change | None:
-    """First against last validation; None before there are two."""
+    """Compare the first with the last validation; return None if there are fewer than two."""
     curve = validation_curve(run, prefix, data_source)
     return Change(before=curve[0], after=curve[-1]) if len(curve) > 1 else None
 
 
 def format_duration(seconds: float) -> str:
-    """`42 s`, `34 min`, `2 h 05 min`."""
+    """Format a duration as `42 s`, `34 min` or `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -117,7 +119,7 @@ def format_duration(seconds: float) -> str:
 
 
 def headline(run: Run) -> Headline:
-    """The validation score before and after RL; without validation, the training reward."""
+    """Summarize a run: its validation score before and after RL, or without validation its training reward."""
     total = run.config.get("trainer", {}).get("total_steps")
     is_partial = isinstance(total, int) and run.last_step < total
     steps = f"{run.last_step} of {total} steps" if is_partial else f"{run.last_step} steps"

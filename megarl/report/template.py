@@ -1,4 +1,4 @@
-"""Style sheet and Jinja template of the report page."""
+"""Define the style sheet and the Jinja template of the report page."""
 
 STYLE = """
 :root {

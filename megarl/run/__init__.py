@@ -1,1 +1,1 @@
-"""Whole runs and queues of runs, from a configuration to a report."""
+"""Run whole runs and queues of runs, from a configuration to a report."""

@@ -1,4 +1,4 @@
-"""From nothing to a report: make a tiny model and data, warm it up on demonstrations, then train it by RL."""
+"""Go from nothing to a report: make a tiny model and data, warm it up on demonstrations, then train it by RL."""
 
 from pathlib import Path
 
@@ -16,9 +16,10 @@ NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
 
 
 def quickstart(*, algo: str, task: str, seed: int) -> None:
-    """Leaves everything under runs/TASK-seedN: data, base model, the supervised run `sft` and the run `algo`.
+    """Make data and a model, and train it; everything is left under runs/TASK-seedN.
 
-    A finished supervised run is used again, so that algorithms are compared from the same start.
+    The directory holds the data, the base model, the supervised run `sft` and the run `algo`. A finished supervised run
+    is used again, so that algorithms are compared from the same start.
     """
     root = RUNS / f"{task}-seed{seed}"
     warm = root / "sft" / "export"

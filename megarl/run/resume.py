@@ -1,4 +1,4 @@
-"""Which checkpoint `--resume` continues from, and whether the configuration still fits it."""
+"""Find the checkpoint that `--resume` continues from, and check that the configuration still fits it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -58,7 +58,7 @@ _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
 
 
 def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """`dotted.key: old → new` of every setting in which two configurations differ."""
+    """Yield `dotted.key: old → new` for every setting in which two configurations differ."""
     for field in fields(old):
         before, after = getattr(old, field.name), getattr(new, field.name)
         key = f"{path}{field.name}"
@@ -69,7 +69,7 @@ def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 
 def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
-    """The run directory's last complete checkpoint; None if the run has to start from scratch.
+    """Return the run directory's last complete checkpoint; None if the run has to start from scratch.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with this configuration, or the run ended without one.
@@ -109,7 +109,7 @@ def _is_continuable(change: str) -> bool:
 
 
 def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """What a user should know of a continued run: where it starts, and what is not as it was."""
+    """List what a user should know about a continued run: where it starts, and what has changed."""
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
     notes += [f"changed since the checkpoint: {change}" for change in changed_keys(checkpoint.state.config, config)]
     if len(checkpoint.same_layout(config)) < len(Role):

@@ -1,4 +1,4 @@
-"""A whole run from a configuration: check everything, start the cluster, train, report."""
+"""Start a whole run from a configuration: check everything, start the cluster, train, report."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """A reinforcement-learning run, from checks to report. Raises RunStopped if a signal ends it early."""
+    """Do a reinforcement-learning run, from checks to report. Raises RunStopped if a signal ends it early."""
     inputs = open_train_inputs(config)
     checkpoint = find_checkpoint(config, "train") if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
@@ -39,13 +39,13 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
 
 
 def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """A supervised run, from checks to export. Raises RunStopped if a signal ends it early."""
+    """Do a supervised run, from checks to export. Raises RunStopped if a signal ends it early."""
     task = sft_task(open_sft_inputs(config))
     return _train_supervised(task, config, overwrite=overwrite, resume=resume)
 
 
 def train_reward(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Training of a reward model, from checks to report. Raises RunStopped if a signal ends it early."""
+    """Train a reward model, from checks to report. Raises RunStopped if a signal ends it early."""
     task = train_reward_task(open_train_reward_inputs(config))
     recorder = _train_supervised(task, config, overwrite=overwrite, resume=resume)
     write_report(recorder.paths.root)
@@ -83,7 +83,10 @@ def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: 
 def started_cluster(
     config: Config, log_dir: Path, roles: Sequence[RoleSpec], *, with_engine: bool = True, with_trainer: bool = True
 ) -> Iterator["Cluster"]:
-    """A cluster for one command. From here on bad input is a failed run; messages say where the logs are."""
+    """Start a cluster for one command, and close it at the end.
+
+    Inside, bad input raises RunError, as the run has started; messages say where the logs are.
+    """
     from megarl.cluster import Cluster
 
     try:

@@ -1,4 +1,4 @@
-"""A study: a queue of reinforcement-learning runs, one after the other on one live cluster.
+"""Run a study: a queue of reinforcement-learning runs, one after the other on one live cluster.
 
     base: configs/run/sums-rl.yaml
     dir: runs/study
@@ -49,7 +49,7 @@ _INCIDENTAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRun:
-    """A run of the study: a file of configs/algo, a seed, and settings of its own."""
+    """This is a run that a study asks for: a file of configs/algo, a seed, and settings of its own."""
 
     algo: str
     seed: int = 0
@@ -63,7 +63,10 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A study file. `overrides` hold for all runs; those of a run come after them."""
+    """This is the content of a study file.
+
+    overrides: settings of all runs; those of a run come after them.
+    """
 
     base: str
     dir: str
@@ -73,7 +76,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A checked run that is still to do; `place` counts all runs of the study from 1."""
+    """This is a checked run that is still to do; `place` counts all runs of the study from 1."""
 
     place: int
     config: Config
@@ -87,7 +90,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyPlan:
-    """The names of finished runs by place, and the runs that wait."""
+    """This plan holds the names of finished runs by place, and the runs that are still to do."""
 
     num_runs: int
     finished: Mapping[int, str]
@@ -95,17 +98,17 @@ class StudyPlan:
 
     @property
     def cluster_config(self) -> Config:
-        """What engines and ranks are started with: of the waiting runs, the one with the longest context."""
+        """Return the configuration that the cluster is started with: the waiting run's with the longest context."""
         return max((run.config for run in self.waiting), key=lambda config: engine_spec(config).max_model_tokens)
 
     @property
     def roles(self) -> tuple[RoleSpec, ...]:
-        """What the ranks must have room for: every role in every layout that a waiting run asks for."""
+        """Return every role in every layout that a waiting run asks for: the ranks must have room for all of them."""
         return tuple({(role.role, role.layout): role for run in self.waiting for role in run.roles}.values())
 
 
 def load_study(path: Path) -> Study:
-    """A study file, strictly: an unknown key or a wrong type is a ConfigError that names the file."""
+    """Read a study file. An unknown key or a wrong type raises a ConfigError that names the file."""
     try:
         study = from_dict(Study, read_yaml(path))
     except ConfigError as error:
@@ -119,7 +122,7 @@ def load_study(path: Path) -> Study:
 
 
 def run_config(study: Study, run: QueuedRun) -> Config:
-    """The configuration of one run."""
+    """Return the configuration of one run of a study."""
     for override in (*study.overrides, *run.overrides):
         if (key := override.partition("=")[0].strip()) in OWN_KEYS:
             raise ConfigError(f"{run.full_name}: overrides set {key}, which the study decides; remove it")
@@ -128,7 +131,7 @@ def run_config(study: Study, run: QueuedRun) -> Config:
 
 
 def is_finished(config: Config) -> bool:
-    """Whether the run's directory holds its export and the metrics of its last step.
+    """Return whether the run's directory holds its export and the metrics of its last step.
 
     Raises:
         ConfigError: it does, but the run had other settings.
@@ -168,7 +171,7 @@ def plan_study(study: Study) -> StudyPlan:
 
 
 def plan_text(plan: StudyPlan) -> str:
-    """A line per run, in the order of the study."""
+    """Return a line per run, in the order of the study: finished, or to do."""
     lines = {place: f"{name}: finished" for place, name in plan.finished.items()}
     lines |= {run.place: f"{run.name}: to do" for run in plan.waiting}
     return "\n".join(f"[{place}/{plan.num_runs}] {lines[place]}" for place in sorted(lines))
@@ -191,7 +194,7 @@ def _check_cluster_serves(plan: StudyPlan) -> None:
 
 
 def run_study(study: Study) -> list[str]:
-    """Run what is still to do; a line per run. Returns the names of the runs that failed.
+    """Run what is still to do, and print a line per run. Returns the names of the runs that failed.
 
     Raises:
         RunStopped: a signal ended the study early.
@@ -213,7 +216,10 @@ def _report(plan: StudyPlan, place: int, text: str) -> None:
 
 
 def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]) -> list[str]:
-    """Take runs from the queue on one cluster until none is left or one has failed; the name of that one."""
+    """Take runs from the queue on one cluster until none is left or one has failed.
+
+    Returns the name of the run that failed, if one did.
+    """
     from megarl.cluster import Cluster
 
     logs = Path(study.dir) / "logs"
@@ -241,7 +247,7 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
 
 
 def _train(run: PlannedRun, cluster: "Cluster") -> str:
-    """One run, from fresh weights to its report; its result in words."""
+    """Train one run from fresh weights to its report, and return its result in words."""
     from megarl.train.wiring import build_trainer
 
     inputs = open_train_inputs(run.config)
@@ -254,7 +260,10 @@ def _train(run: PlannedRun, cluster: "Cluster") -> str:
 
 
 def _result(root: Path) -> str:
-    """`validation 0.441 ± 0.031 → 0.965 ± 0.012`, or the reward of the last step of a run without validation."""
+    """Describe a run's result in words.
+
+    `validation 0.441 ± 0.031 → 0.965 ± 0.012`, or the reward of the last step of a run without validation.
+    """
     (run,) = load_runs([root])
     if curve := validation_curve(run, SAMPLED):
         return f"validation {' → '.join(str(point) for point in dict.fromkeys((curve[0], curve[-1])))}"
@@ -263,7 +272,7 @@ def _result(root: Path) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """One line; an error that is not megarl's own leaves its traceback above it."""
+    """Describe an error in one line; if it is not megarl's own, print its traceback first."""
     if not type(error).__module__.startswith("megarl"):
         traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,4 +1,4 @@
-"""The log-prob head: hidden states × output weight → log-probs and entropies, with the vocabulary in shards.
+"""Compute log-probs and entropies from hidden states × output weight, with the vocabulary in shards.
 
 logprobs        the entry: which regime, which kernels
 differentiable  what is kept between forward and backward: nothing, the logits, or the gradient already

@@ -17,7 +17,7 @@ TESTED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Kernels that may be unusable here; `errors` are what their first use raises then."""
+    """These kernels may be unusable here; `errors` are what their first use raises then."""
 
     name: str
     kernels: ChunkKernels

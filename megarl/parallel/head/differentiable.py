@@ -1,4 +1,4 @@
-"""Autograd functions of the head, by regime: what each keeps for backward, and what backward computes again.
+"""Define the head's autograd functions, by regime: what each keeps for backward, and what backward computes again.
 
 recompute   nothing but statistics: backward computes the logits again, chunk by chunk        8·N·H·V FLOP
 keep        the raw logits [N, V/tp], which their gradient overwrites                         6·N·H·V FLOP
@@ -53,7 +53,7 @@ def overwrite_by_gradient(
 
 
 class DeferredGradients(torch.autograd.Function):
-    """The regimes recompute and keep: (own hidden rows, weight) → (log p, H), differentiated in backward."""
+    """Implements the regimes recompute and keep: (own hidden rows, weight) → (log p, H), differentiated in backward."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class DeferredGradients(torch.autograd.Function):
 
 
 class GradientsInChunk(torch.autograd.Function):
-    """The regime in_chunk: (own hidden rows, weight) → (log p, H), with the inputs' gradients computed on the way.
+    """Implements the regime in_chunk: (own hidden rows, weight) → (log p, H), computing gradients on the way.
 
     Backward hands these out after comparing the loss's gradients with those they were computed from.
     """

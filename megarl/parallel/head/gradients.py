@@ -1,4 +1,4 @@
-"""Gradients of the head's inputs, from the gradients of chunks of logits."""
+"""Compute the gradients of the head's inputs, from the gradients of chunks of logits."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_REDUCTIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSinks:
-    """Where gradients go.
+    """Says where the head's gradients are written.
 
     owners: which rank each hidden row belongs to. overwrite_hidden: whether their gradient takes the place of the
     hidden rows. main_grad: the tensor to which the gradient of the weight is added; None: one of its own.
@@ -28,7 +28,7 @@ class GradientSinks:
 
 
 class HiddenGradient:
-    """∂L/∂h [N, H]: each rank's vocabulary gives a partial sum, reduced while the next chunk is computed."""
+    """Computes ∂L/∂h [N, H]: each rank's vocabulary gives a partial sum, reduced while the next chunk is computed."""
 
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
         self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
@@ -36,7 +36,7 @@ class HiddenGradient:
         self._works: deque[Sequence[dist.Work | None]] = deque()
 
     def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write dz·W of some rows, whose hidden states nobody reads from here on if they are overwritten."""
+        """Write dz·W of some rows. If `overwrite_hidden` is set, nobody may read their hidden states afterwards."""
         part = self._partial[rows]
         if len(weight):
             torch.mm(grad_logits, weight, out=part)
@@ -47,7 +47,7 @@ class HiddenGradient:
             wait_all(self._works.popleft())
 
     def finish(self) -> torch.Tensor:
-        """Return this rank's rows, complete."""
+        """Return this rank's rows of the gradient, complete."""
         for works in self._works:
             wait_all(works)
         # Of its own for autograd, which copies what others hold.
@@ -55,7 +55,9 @@ class HiddenGradient:
 
 
 class WeightGradient:
-    """∂L/∂W of a vocabulary shard, summed over chunks in float32: into Megatron's main gradient where there is one.
+    """Computes ∂L/∂W of a vocabulary shard, summed over chunks in float32.
+
+    The sum goes into Megatron's main gradient where there is one.
 
     Sums in bfloat16 would depend on the size of a chunk. Of a frozen weight no gradient is wanted, and none is summed.
     """

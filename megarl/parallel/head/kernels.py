@@ -1,4 +1,4 @@
-"""The two passes over a chunk of logits: three statistics per row, and the gradient written over the logits.
+"""Define the two passes over a chunk of logits: three statistics per row, and the gradient written over the logits.
 
 For raw logits r = h·Wᵀ of one vocabulary shard, temperature T and label y:  z = r/T.
 """
@@ -14,7 +14,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class ChunkKernels(Protocol):
-    """An implementation of both passes. Labels are local: −1 where another rank owns the label."""
+    """This is an implementation of both passes. Labels are local: −1 where another rank owns the label."""
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
         """Write the statistics of each row of z into `out` [3, n]: lse, entropy of the local softmax, z of the label.
@@ -43,7 +43,9 @@ class ChunkKernels(Protocol):
 
 
 class TorchKernels:
-    """`ChunkKernels` in PyTorch, for every device and dtype; statistics are float32, or float64 of float64 logits.
+    """Implements `ChunkKernels` in PyTorch, for every device and dtype.
+
+    Statistics are float32, or float64 of float64 logits.
 
     It works in blocks of rows with two workspaces of one block each, so that the several passes over a block find it
     in the cache and the float32 copies of bfloat16 logits stay small.

@@ -1,4 +1,4 @@
-"""Log-probs and entropies on tensor-parallel-sharded logits; the vocabulary is never gathered.
+"""Compute log-probs and entropies on tensor-parallel-sharded logits; the vocabulary is never gathered.
 
 For a row with hidden state h, temperature T and label y:  z = h·Wᵀ/T,  lse = log Σ_v e^{z_v},
     log p(y) = z_y − lse,                      H = lse − Σ_v p_v z_v   (nats),
@@ -28,7 +28,7 @@ from megarl.parallel.head.statistics import NOT_OWNED, HeadInputs, TopLogprobs, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probs of the labels and entropies, [N] float32 in nats. `entropy` has no graph unless asked for."""
+    """These are log-probs of labels and entropies, [N] float32 in nats. `entropy` has no graph unless asked for."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

@@ -1,4 +1,4 @@
-"""Log-probs of rows and of their twins with other prompts, and the KL between the two distributions, in one pass.
+"""Score rows and their twins with other prompts, and compute the KL between the two distributions, in one pass.
 
 For hidden states h of a twin and g of its row under one output weight W and temperature T, z = h·Wᵀ/T, u = g·Wᵀ/T:
 
@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPairs:
-    """What the head says of rows and their twins: [N] float32 each, in nats.
+    """These are the head's results for rows and their twins: [N] float32 each, in nats.
 
     kl: KL(twin ‖ row) at the labels of the pack's first half of rows, whose twins are its second half; 0 at the labels
     of the twins.

@@ -1,4 +1,4 @@
-"""The log-prob head of a packed model: which rows, which regime, whose gradient buffer."""
+"""Apply the log-prob head to a packed model: which rows, which regime, whose gradient buffer."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from megarl.parallel.packing import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """How the head scores.
+    """Says how the log-prob head scores a pack.
 
     temperature: of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the loss
     is a sum over tokens. paired: the second half of a pack's rows are the first half's with another prompt, and the
@@ -34,7 +34,7 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHead:
-    """A rank's rows of the output weight [V/tp, H], padding included, and the groups that share them."""
+    """Holds a rank's rows of the output weight [V/tp, H], padding included, and the groups that share them."""
 
     weight: torch.Tensor
     shard: VocabShard

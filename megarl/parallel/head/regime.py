@@ -10,7 +10,7 @@ AUTO = "auto"
 
 
 class Regime(StrEnum):
-    """What the head keeps between forward and backward: nothing, the logits, or the inputs' gradients already."""
+    """Says what the head keeps between forward and backward: nothing, the logits, or the inputs' gradients already."""
 
     RECOMPUTE = "recompute"
     KEEP = "keep"

@@ -1,4 +1,4 @@
-"""Rows that the ranks of a group hold in uneven parts: gathered once, and their gradient reduced back to the owners."""
+"""Gather rows that the ranks of a group hold in uneven parts, and reduce their gradient back to the owners."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOwners:
-    """How many consecutive rows each rank of a group holds, in rank order; None: every rank holds all of them."""
+    """Says how many consecutive rows each rank of a group holds, in rank order; None: every rank holds all of them."""
 
     group: dist.ProcessGroup
     counts: tuple[int, ...] | None

@@ -17,7 +17,10 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn; every third label is not owned."""
+    """This case has logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
+
+    Every third label is not owned.
+    """
 
     name: str
     num_columns: int
@@ -48,7 +51,7 @@ def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """|got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
+    """This comparison holds if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
 
     name: str
     got: Tensor
@@ -57,7 +60,7 @@ class _Comparison:
     rtol: float = 0.0
 
     def disagreement(self) -> str:
-        """Say by how much it does not hold; "" if it holds. A NaN is a disagreement."""
+        """Return by how much the comparison fails in words, or "" if it holds. A NaN is a disagreement."""
         difference = (self.got.double().cpu() - self.expected).abs().nan_to_num(nan=torch.inf).flatten()
         allowed = (self.atol + self.rtol * self.expected.abs()).flatten()
         worst = int((difference - allowed).argmax())
@@ -68,7 +71,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """A shard's logits as columns of a wider buffer, and what float64 makes of them; float64 on CPU throughout.
+    """Holds a shard's logits as columns of a wider buffer, and what float64 makes of them; float64 on CPU throughout.
 
     buffer: [n, V + 16], in the dtype of the logits. labels: [n], −1 where not owned. statistics: [3, n].
     gradient: [n, V]. lse, entropy: [n], of the whole vocabulary.

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from three floats a row and one all-gather, without the vocabulary in one place.
+"""Compute log-probs and entropies from three floats a row and one all-gather, without the vocabulary in one place.
 
 Each rank reduces its shard of a row's logits z to the local lse, the entropy H_i of the local softmax and z of the
 label if it owns it. From all ranks' three: lse = logsumexp_i lse_i, log p = Σ_i z_i − lse, and with the shards' masses
@@ -23,7 +23,7 @@ MAX_ID = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """Rows [start, start + size) of the true vocabulary on this rank; padded rows are excluded by `size`."""
+    """This rank holds rows [start, start + size) of the true vocabulary; padded rows are excluded by `size`."""
 
     group: dist.ProcessGroup
     start: int
@@ -38,8 +38,11 @@ def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInputs:
-    """The inputs of a chunked head. hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's
-    rows; inverse_temperature: [N]; chunk_tokens: rows of logits at a time."""
+    """These are the inputs of a chunked head.
+
+    hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's rows; inverse_temperature: [N];
+    chunk_tokens: rows of logits at a time.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -81,7 +84,7 @@ class HeadInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """The k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
+    """These are the k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
 
     logprobs: torch.Tensor
     ids: torch.Tensor
@@ -89,7 +92,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """What all shards together say of each row: [N] each, over the whole vocabulary, in nats."""
+    """These are the statistics of each row over the whole vocabulary: [N] each, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

@@ -1,4 +1,4 @@
-"""The two passes over a chunk of logits as Triton kernels: one read, and one read with a write in place.
+"""Implement the two passes over a chunk of logits as Triton kernels: one read, and one read with a write in place.
 
 Only the passes are Triton's, not the product that makes the logits: that stays with the vendor's library. A pass is
 bound by memory: of bfloat16 logits it moves 2 bytes for the 2·H FLOP of the product, which at H = 4096 on a device with
@@ -113,7 +113,7 @@ def _gradient_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonKernels:
-    """`ChunkKernels` for logits of 16 or 32 bits on a GPU, float32 inside.
+    """Implements `ChunkKernels` for logits of 16 or 32 bits on a GPU, float32 inside.
 
     Rows of a stride and length that are multiples of 16 are read 16 bytes at a time; others are slower, not wrong.
     block: columns that a program works on at a time, a power of 2. By default a multiprocessor of Hopper holds eight
@@ -124,7 +124,10 @@ class TritonKernels:
     num_warps: int = 4
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Run a pass of `ChunkKernels`; ValueError for other types, or columns that are not next to each other."""
+        """Compute the statistics of `ChunkKernels`.
+
+        Raises ValueError for other types, or columns that are not next to each other.
+        """
         _check_layout(logits)
         if len(logits):
             _statistics_kernel[(len(logits),)](
@@ -150,7 +153,10 @@ class TritonKernels:
         a: Tensor,
         b: Tensor | None,
     ) -> None:
-        """Run a pass of `ChunkKernels`; ValueError for other types, or columns that are not next to each other."""
+        """Write the gradient of `ChunkKernels`.
+
+        Raises ValueError for other types, or columns that are not next to each other.
+        """
         _check_layout(logits)
         if len(logits):
             _gradient_kernel[(len(logits) * triton.cdiv(logits.shape[1], self.block),)](

@@ -1,1 +1,1 @@
-"""Layers with experts: routing over packs, load balancing, replayed routing."""
+"""Train layers with experts: routing over packs, load balancing, replayed routing."""

@@ -1,4 +1,4 @@
-"""Megarl's router: Megatron's, over the tokens of a pack, with a balance loss by row and with forced experts.
+"""Route the tokens of a pack with Megatron's router, a balance loss by row and, if asked, forced experts.
 
 A layer tells its router which pack it is about to see, also when it runs again in backward, so any number of
 micro-batches may be in flight.
@@ -29,7 +29,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class PackRouter(TopKRouter):
-    """A router over packs that counts the load of its experts.
+    """This router works over packs and counts the load of its experts.
 
     pack: what the next forward is over. `begin` starts an optimizer mini-batch; after its passes `loads` [E] and
     `balance` hold this rank's sums over it (`moe/routing.py`).
@@ -91,7 +91,7 @@ class PackRouter(TopKRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """A decoder layer with experts that tells its router which pack it is over."""
+    """This decoder layer with experts tells its router which pack it is over."""
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
         assert isinstance(packed_seq_params, PackSeqParams)
@@ -117,7 +117,7 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
 
 
 class MiniBatchLoad:
-    """The load of experts over an optimizer mini-batch, on all ranks.
+    """Holds the load of experts over an optimizer mini-batch, on all ranks.
 
     Routers count from the construction until `metrics`; of a model without experts both do nothing.
     """

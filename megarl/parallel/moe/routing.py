@@ -1,4 +1,4 @@
-"""Routing in plain tensors: which experts see a token, how evenly they are used, and the loss that makes it even.
+"""Compute routing in plain tensors: which experts see a token, how evenly they are used, and the balance loss.
 
 Of a layer with E experts, k of which see a token, and a row of n tokens (prompt and response),
 
@@ -27,7 +27,7 @@ _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """The choice of experts, in place of Megatron's top-k routing; scores stay the router's.
+    """Chooses the experts in place of Megatron's top-k routing; scores stay the router's.
 
     Where experts lie in groups, a group is rated by the sum of its `group_rating` best scores: 1 in DeepSeek-V2
     (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437), while Megatron takes k / (groups of a token).
