@@ -30,7 +30,7 @@ class PackAlignment:
 
     @property
     def sequence_multiple(self) -> int:
-        """Return what lengths of sequences are multiples of.
+        """Return the number that the length of every sequence in a pack is a multiple of.
 
         Under context parallelism a rank takes one early and one late of 2·cp chunks, so that all have equal work.
         """
@@ -106,7 +106,9 @@ def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray
 def pack_rows(
     rows: Sequence[Row], *, alignment: PackAlignment, device: torch.device, replay_routing: bool = False
 ) -> Pack:
-    """Pack rows. Under context parallelism each is padded to 2·cp tokens; a filler sequence ends the pack where
+    """Pack rows into one sequence for the model.
+
+    Under context parallelism each row is padded to a multiple of 2·cp tokens; a filler sequence ends the pack where
     tensor parallelism needs a multiple.
 
     A pack without rows is a filler alone: a rank that has nothing to score still takes part in every collective.

@@ -192,8 +192,10 @@ def accumulate_gradients(
 def _loss_gradients(
     request: UpdateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Differentiate a token-local loss at the labels of this rank's pack, from its own [N] values alone: the labels
-    of other context-parallel ranks do not matter to them."""
+    """Differentiate a token-local loss at the labels of this rank's pack, from its own [N] values alone.
+
+    The labels of other context-parallel ranks do not matter to such a loss.
+    """
     differentiated = [values.detach().requires_grad_() for values in (logprobs, entropy)]
     out = PolicyOutputs(logprobs=pack.scatter(differentiated[0]), entropy=pack.scatter(differentiated[1]))
     loss = request.objective.loss(batch, out, request.state).total(request.denominators)
@@ -204,7 +206,7 @@ def _loss_gradients(
 
 
 def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:
-    """Clip, step at `request.lr`, and return the gradient norm before clipping."""
+    """Clip the gradients, take a step at `request.lr`, and return the gradient norm before clipping."""
     assert loaded.optimizer is not None
     for group in loaded.optimizer.param_groups:
         group["lr"] = request.lr * group.get("lr_mult", 1.0)
@@ -223,7 +225,7 @@ _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOu
 
 
 def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
-    """Name a head's outputs; the first is the one that a pass is about."""
+    """Return a head's outputs by name; the first is the one that a pass is about."""
     return {field.name: getattr(out, field.name) for field in fields(out)}
 
 

@@ -36,7 +36,7 @@ class PolicyWorker:
         self.rank = rank
 
     def prepare(self) -> str:
-        """Import what takes long, and offer an address for the process group (rank 0's is used)."""
+        """Import the heavy modules, and return an address for the process group (rank 0's is used)."""
         from megarl.parallel.backend import prepare_megatron
 
         prepare_megatron()
@@ -49,7 +49,7 @@ class PolicyWorker:
         return f"tcp://{os.environ.get('MEGARL_HOST_ADDRESS', '127.0.0.1')}:{port}"
 
     def join(self, layout: LayoutConfig, init_method: str, timeout_s: float) -> int:
-        """Join the layout's process groups; returns this process's id."""
+        """Join the layout's process groups, and return this process's id."""
         from megarl.parallel.layout import initialize_layout
 
         self.layout = initialize_layout(layout, rank=self.rank, init_method=init_method, timeout_s=timeout_s)
@@ -109,7 +109,7 @@ class PolicyWorker:
         return _owned(loaded, with_checksums=with_checksums)
 
     def offer_meeting(self, address: str) -> int:
-        """Open the store at which ranks and engine workers meet; returns its port."""
+        """Open the store at which ranks and engine workers meet, and return its port."""
         from megarl.sync.wire.meetings import open_store
 
         self.meeting_store = open_store(address)
@@ -165,7 +165,7 @@ class PolicyWorker:
         self.checkpoints.load(Path(directory), same_layout=same_layout)
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
-        """Move parts of a role to the host; returns the bytes released on this rank's device."""
+        """Move parts of a role to the host, and return the bytes released on this rank's device."""
         return self.offloaders[role].offload(parts)
 
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
@@ -202,7 +202,7 @@ class PolicyWorker:
 
 
 def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
-    """Count, and sum up if asked, what this rank writes of a role's Hugging Face tensors."""
+    """Count the elements that this rank writes of a role's Hugging Face tensors, and add up checksums if asked."""
     from megarl.parallel.model import model_slices
     from megarl.weights.slices import count_elements, slice_checksums
 

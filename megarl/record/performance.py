@@ -86,7 +86,7 @@ class ProfiledWorkers(Protocol):
 
 
 class StepProfiler:
-    """Profiles from the start of the first to the end of the last of `steps`, or nothing if `steps` is None."""
+    """Profiles the steps from the first to the last of `steps`, or nothing if `steps` is None."""
 
     def __init__(self, workers: ProfiledWorkers, steps: tuple[int, int] | None, directory: Path) -> None:
         self._workers, self._steps, self._directory = workers, steps, directory
@@ -94,7 +94,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Wrap one step of the run; a run resumed inside the window starts profiling there."""
+        """Run one step inside, and profile it if it is due; a run resumed inside the window starts profiling there."""
         if self._steps is not None and self._steps[0] <= step <= self._steps[1] and not self._is_running:
             self._workers.start_profile()
             self._is_running = True

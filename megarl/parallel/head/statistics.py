@@ -70,7 +70,7 @@ class HeadInputs:
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
-        """Allocate room for the raw logits of so many rows, each of which begins where wide loads can."""
+        """Allocate room for the raw logits of `num_rows` rows, each aligned for wide loads."""
         width = -(-self.shard.size // ROW_MULTIPLE) * ROW_MULTIPLE
         return self.hidden.new_empty(num_rows, width)[:, : self.shard.size]
 

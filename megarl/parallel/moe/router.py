@@ -42,7 +42,10 @@ class PackRouter(TopKRouter):
         self.begin(aux_loss_scale=0.0)
 
     def begin(self, *, aux_loss_scale: float) -> None:
-        """Forget the last mini-batch; in the loss of the next one Σ_r n_r · aux(r) has this weight."""
+        """Start a new mini-batch with empty sums.
+
+        aux_loss_scale: the weight of Σ_r n_r · aux(r) in the mini-batch's loss.
+        """
         self._aux_loss_scale = aux_loss_scale
         self.loads: torch.Tensor | float = 0.0
         self.balance: torch.Tensor | float = 0.0
