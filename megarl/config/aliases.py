@@ -1,4 +1,4 @@
-"""Option names of verl, OpenRLHF and vLLM, and what they are called here; unknown keys are answered from this table."""
+"""Map option names of verl, OpenRLHF and vLLM to keys here, to advise users who set an unknown key."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megarl.config.aliases_roles import OPENRLHF_REWARDS, OPENRLHF_ROLES, VERL_R
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """An option of another framework, and the keys that it corresponds to here.
+    """This is an option of another framework, with the keys that it corresponds to here.
 
     `key` has one key or several, or is empty if there is nothing to set; `note` says what differs, or why it is empty.
     """
@@ -20,7 +20,7 @@ class Alias:
 
     @property
     def advice(self) -> str:
-        """The text that follows the unknown key in a message."""
+        """Return the text that follows the unknown key in an error message."""
         name = " and ".join(repr(key) for key in self.key.split())
         here = f"{self.framework}'s name for {name}" if name else f"of {self.framework}"
         return f"{here}{f' ({self.note})' if self.note else ''}"

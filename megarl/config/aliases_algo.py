@@ -1,4 +1,4 @@
-"""Names of algorithm options in verl, its CPO, PPO-critic and LUFFY forks, and OpenRLHF, in the form of `aliases`."""
+"""List names of algorithm options in verl, its CPO, PPO-critic and LUFFY forks, and OpenRLHF, for `aliases`."""
 
 from megarl.config.aliases_roles import Entries
 

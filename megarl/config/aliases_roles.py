@@ -1,4 +1,4 @@
-"""Option names of verl and OpenRLHF for reference, critic, reward model and rewards, in the form of `aliases`."""
+"""List option names of verl and OpenRLHF for reference, critic, reward model and rewards, for `aliases`."""
 
 from collections.abc import Mapping
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""Counts the rows and optimizer steps of a training step, and the steps in which the actor learns."""
+"""Count the rows and optimizer steps of a training step, and the steps in which the actor learns."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """The counts of one training step, in rows: one per sample. (Batch sizes of the configuration count prompts.)"""
+    """These are the counts of one training step, in rows (one per sample). Batch sizes in the config count prompts."""
 
     rows_per_step: int
     rows_per_optimizer_step: int
@@ -15,7 +15,7 @@ class BatchCounts:
 
 
 def mini_batch_prompts(config: Config) -> int:
-    """Return the number of prompts of an optimizer step."""
+    """Return the number of prompts that one optimizer step trains on."""
     return config.trainer.mini_batch_prompts or config.trainer.prompts_per_step
 
 

@@ -1,4 +1,4 @@
-"""Checks what a configuration must satisfy beyond its types: ranges, relations of keys, the model's dimensions.
+"""Check what a configuration must satisfy beyond its types: ranges, relations of keys, the model's dimensions.
 
 Each rule is a function that raises ConfigError, and a member of one of the lists below.
 """

@@ -1,4 +1,4 @@
-"""Rules of what is counted: rows, micro-batches, optimizer steps, against every role's layout and each other."""
+"""Check that counts of rows, micro-batches and optimizer steps fit each other and every role's layout."""
 
 from megarl.config.batches import batch_counts, mini_batch_prompts, num_actor_steps
 from megarl.config.schema import Config, OptimizerConfig, role_settings
@@ -19,7 +19,7 @@ def max_row_terms(config: Config) -> str:
 
 
 def check_row_fits_micro_batch(config: Config) -> None:
-    """The longest row fits a micro-batch of every role."""
+    """Raise ConfigError unless the longest row fits into one micro-batch of every role."""
     longest = max_row_tokens(config)
     for role, settings in role_settings(config).items():
         if settings.micro_batch_tokens < longest:
@@ -30,7 +30,7 @@ def check_row_fits_micro_batch(config: Config) -> None:
 
 
 def check_row_fits_engine(config: Config) -> None:
-    """The longest row fits the engine."""
+    """Raise ConfigError unless the longest row fits into the engine's context."""
     limit, longest = config.rollout.engine.max_model_tokens, max_row_tokens(config)
     if limit is not None and limit < longest:
         raise ConfigError(
@@ -40,7 +40,7 @@ def check_row_fits_engine(config: Config) -> None:
 
 
 def check_whole_mini_batches(config: Config) -> None:
-    """A step's prompts are a whole number of mini-batches."""
+    """Raise ConfigError unless the prompts of a step divide into whole mini-batches."""
     trainer = config.trainer
     if trainer.prompts_per_step % mini_batch_prompts(config):
         raise ConfigError(
@@ -50,7 +50,7 @@ def check_whole_mini_batches(config: Config) -> None:
 
 
 def check_dp_divides_rows(config: Config) -> None:
-    """Replicas of every role get equally many rows: of an optimizer step, or of a step where a role only scores."""
+    """Raise ConfigError unless each role's dp divides the rows of an optimizer step, or of a step if it only scores."""
     samples = config.rollout.num_samples
     update, step = (mini_batch_prompts(config), "an optimizer step"), (config.trainer.prompts_per_step, "a step")
     counted = {"actor": update, "reference": step, "critic": update, "reward_model": step}
@@ -65,7 +65,7 @@ def check_dp_divides_rows(config: Config) -> None:
 
 
 def check_dp_divides_sft_batch(config: Config) -> None:
-    """Replicas get equally many demonstrations."""
+    """Raise ConfigError unless the actor's dp divides the batch of demonstrations."""
     dp, batch_size = config.actor.layout.dp, config.sft.batch_size
     if batch_size % dp:
         raise ConfigError(
@@ -74,7 +74,7 @@ def check_dp_divides_sft_batch(config: Config) -> None:
 
 
 def check_dp_divides_pairs(config: Config) -> None:
-    """Replicas get equally many pairs."""
+    """Raise ConfigError unless the actor's dp divides the batch of preference pairs."""
     dp, batch_size = config.actor.layout.dp, config.train_reward.batch_size
     if batch_size % dp:
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_dp_divides_pairs(config: Config) -> None:
 
 
 def check_pair_fits_micro_batch(config: Config) -> None:
-    """A pair, whose loss needs both its scores, shares a micro-batch."""
+    """Raise ConfigError unless a micro-batch holds both sides of the longest preference pair: its loss needs both."""
     longest = 2 * (max_row_tokens(config) + 1)
     if config.actor.micro_batch_tokens < longest:
         raise ConfigError(
@@ -94,7 +94,7 @@ def check_pair_fits_micro_batch(config: Config) -> None:
 
 
 def check_train_outlasts_warmup(config: Config) -> None:
-    """Actor and critic have optimizer steps left after their warm-up."""
+    """Raise ConfigError unless actor and critic have optimizer steps left after their warm-up."""
     trainer, critic = config.trainer, config.critic
     if critic.warmup_steps > trainer.total_steps:
         raise ConfigError(
@@ -107,12 +107,12 @@ def check_train_outlasts_warmup(config: Config) -> None:
 
 
 def check_sft_outlasts_warmup(config: Config) -> None:
-    """There are optimizer steps left after the warm-up."""
+    """Raise ConfigError unless optimizer steps are left after the warm-up."""
     _require_warmup_below(config.actor.optimizer, config.sft.total_steps, "actor")
 
 
 def check_train_reward_outlasts_warmup(config: Config) -> None:
-    """There are optimizer steps left after the warm-up."""
+    """Raise ConfigError unless optimizer steps are left after the warm-up."""
     _require_warmup_below(config.actor.optimizer, config.train_reward.total_steps, "actor")
 
 

@@ -1,4 +1,4 @@
-"""Rules of models with experts: what splits them, and what is only for them."""
+"""Check the settings of mixture-of-experts models, and that other models have none of them."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
 def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Expert parallelism divides the experts, and Megatron can train them; a dense model has none of it."""
+    """Raise ConfigError unless ep and etp divide the experts and Megatron can train them; dense models need 1 and 1."""
     where, key = f"{role}.layout", _first(_NUM_EXPERTS, hf_config)
     if key is None:
         for name in ("ep", "etp"):
@@ -32,13 +32,16 @@ def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: s
 
 
 def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
-    """Settings for experts are those of a model that has some."""
+    """Raise ConfigError if `actor.moe` is set for a model without experts."""
     if _first(_NUM_EXPERTS, hf_config) is None and config.actor.moe != MoeConfig():
         raise ConfigError("actor.moe: is set, but the model has no experts; remove it")
 
 
 def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple: int) -> None:
-    """Engines can take new weights of experts whose width per worker is a multiple of `multiple`: others are padded."""
+    """Raise ConfigError unless an expert's width per engine worker is a multiple of `multiple`.
+
+    vLLM pads other widths, and padded experts cannot take new weights.
+    """
     name, tp = _first(_WIDTHS, hf_config), config.rollout.engine.tp
     if _first(_NUM_EXPERTS, hf_config) is None or name is None:
         return
@@ -54,7 +57,7 @@ def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple
 
 
 def check_replayed_routing(config: Config) -> None:
-    """Experts to replay come from a record: vLLM returns none on CPUs, and engines are not asked for them."""
+    """Raise ConfigError if routing is to be replayed but samples do not come from a record, which alone has experts."""
     if config.actor.moe.replay_routing and config.rollout.source != "replay":
         raise ConfigError(
             f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "

@@ -1,4 +1,4 @@
-"""Rules of a parallel layout: what must divide what, and what Megatron computes wrongly."""
+"""Check parallel layouts: what must divide what, and what Megatron computes wrongly."""
 
 from collections.abc import Mapping
 from math import gcd
@@ -8,7 +8,7 @@ from megarl.errors import ConfigError
 
 
 def check_layout(layout: LayoutConfig, where: str) -> None:
-    """Apply the rules that need nothing but the layout; `where` is its key, such as `actor.layout`."""
+    """Raise ConfigError unless a layout is consistent in itself; `where` is its key, such as `actor.layout`."""
     if layout.sequence_parallel and layout.tp == 1:
         raise ConfigError(
             f"{where}.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
@@ -39,7 +39,7 @@ def check_layout(layout: LayoutConfig, where: str) -> None:
 
 
 def check_role_layouts(config: Config) -> None:
-    """Layouts that roles have of their own are sound, and the actor's ranks have devices for them."""
+    """Raise ConfigError unless each role's own layout is consistent and needs no more ranks than the actor's."""
     size = config.actor.layout.world_size
     own = {
         "reference": config.reference.layout,
@@ -73,7 +73,7 @@ def divisors(number: int) -> str:
 
 
 def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Tensor parallelism divides heads and widths of a role's model."""
+    """Raise ConfigError unless tensor parallelism divides the heads and widths of a role's model."""
     names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
     if hf_config.get("num_key_value_heads") is None:  # as many as query heads
         names.remove("num_key_value_heads")
@@ -88,7 +88,7 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
-    """The model's layers fill the pipeline's stages (and their model chunks) evenly, but for named exceptions."""
+    """Raise ConfigError unless layers split evenly over stages and model chunks, except stages with a set number."""
     if layout.pp == 1:
         return
     num_layers = int(str(hf_config["num_hidden_layers"]))

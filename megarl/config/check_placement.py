@@ -1,4 +1,4 @@
-"""Rules of where processes run: engines and trainer fit on the nodes they are given."""
+"""Check that engines and trainer fit on their nodes, and that the way of weight sync suits the placement."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,13 @@ from megarl.errors import ConfigError
 
 
 def check_trainer_nodes(config: Config) -> None:
-    """The layout's ranks fill the trainer's nodes."""
+    """Raise ConfigError unless the actor's ranks fill the trainer's nodes."""
     size = config.actor.layout.world_size
     _require_full_nodes(config.placement.trainer, "placement.trainer", size, f"the {size} ranks of actor.layout")
 
 
 def check_engines(config: Config) -> None:
-    """The engines fit on the trainer's devices, or fill their own nodes; each lies on one node."""
+    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes, each on a single node."""
     engine, placement = config.rollout.engine, config.placement
     num_devices = engine.num_engines * engine.tp
     wanted = f"rollout.engine.num_engines={engine.num_engines} × rollout.engine.tp={engine.tp}"
@@ -46,7 +46,7 @@ def check_engines(config: Config) -> None:
 
 
 def check_sync(config: Config) -> None:
-    """Refuse ways of weight sync that exclude each other, or that the placement or the device does not allow."""
+    """Raise ConfigError for ways of weight sync that exclude each other or that the placement does not allow."""
     sync = config.sync
     # A process group over devices has one member per device, so trainer and engines must not share any.
     if sync.host_group == "device" and config.placement.mode == "colocated":
@@ -69,7 +69,7 @@ def check_sync(config: Config) -> None:
 
 
 def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
-    """The engine's tensor parallelism divides the model as vLLM does it: key-value heads may be repeated."""
+    """Raise ConfigError unless the engine's tensor parallelism divides the model; vLLM may repeat key-value heads."""
     tp = config.rollout.engine.tp
     sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
     kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))

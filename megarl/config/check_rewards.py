@@ -1,4 +1,4 @@
-"""Rules of the section `rewards`: what belongs together, and what would have no effect."""
+"""Check that settings of the section `rewards` go together, and that none is without effect."""
 
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
@@ -11,7 +11,7 @@ _REMOTE, _HYBRID = "rewards.remote", "rewards.hybrid"
 
 
 def check_rewards(config: Config) -> None:
-    """Raises ConfigError with the remedy."""
+    """Raise ConfigError for settings of the section `rewards` that contradict each other or have no effect."""
     rewards = config.rewards
     _check_verifier(rewards)
     _check_custom(rewards)
@@ -20,7 +20,7 @@ def check_rewards(config: Config) -> None:
 
 
 def check_group_scores(config: Config) -> None:
-    """A z-score within a group needs one."""
+    """Raise ConfigError if rewards are z-scored within groups of a single sample."""
     for key, part in _parts(config.rewards):
         if part.transform == "group_zscore" and config.rollout.num_samples < 2:
             raise ConfigError(
@@ -30,12 +30,12 @@ def check_group_scores(config: Config) -> None:
 
 
 def judges(rewards: RewardsConfig, manager: str) -> bool:
-    """Whether this manager has a say in rewards."""
+    """Return whether this manager judges samples, alone or as a part of the mixture."""
     return manager in (rewards.manager, *(part.manager for _, part in _parts(rewards)))
 
 
 def _parts(rewards: RewardsConfig) -> Iterator[tuple[str, HybridPartConfig]]:
-    """Key and settings of the parts that a run has."""
+    """Yield the key and the settings of each part of the mixture; there are none unless the manager is `hybrid`."""
     if rewards.manager == "hybrid":
         yield from ((f"{_HYBRID}.parts.{name}", part) for name, part in rewards.hybrid.parts.items())
 
@@ -100,7 +100,7 @@ def _check_part(key: str, part: HybridPartConfig) -> None:
 
 
 def _check_single(rewards: RewardsConfig) -> None:
-    """There is one rule and one reward model; only services differ from part to part."""
+    """Raise ConfigError if several parts use the rule or the reward model, of which a run has one each."""
     for manager in ("rule", "model"):
         names = [name for name, part in rewards.hybrid.parts.items() if part.manager == manager]
         if len(names) > 1:

@@ -1,4 +1,4 @@
-"""The key reference and the JSON schema, both written from the configuration classes.
+"""Write the key reference and the JSON schema from the configuration classes.
 
 `python -m megarl.config.document` writes docs/configuration.md, for people, and docs/config.schema.json, with which
 editors check and complete run files.
@@ -37,7 +37,7 @@ _JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "numbe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One key of the reference: its name, the values it takes, its default and what it means."""
+    """This is one key of the reference: its name, the values it takes, its default and what it means."""
 
     key: str
     expects: str
@@ -80,7 +80,7 @@ def render_json_schema() -> str:
 
 
 def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
-    """Describe a section, whose numbers without a range of their own have the default one."""
+    """Describe a section as JSON schema; numbers without a range of their own have the default one."""
     hints, comments = get_type_hints(cls), _comments(cls)
     properties = {}
     for field in fields(cls):
@@ -101,7 +101,7 @@ def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
 
 
 def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
-    """Describe the values of one type; the range applies to the numbers in it."""
+    """Describe the values of a type as JSON schema; the range applies to the numbers in it."""
     args, origin = get_args(hint), get_origin(hint)
     if is_dataclass(hint):
         return _object_schema(cast(type, hint), allowed)

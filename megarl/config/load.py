@@ -1,4 +1,4 @@
-"""Builds a `Config` from YAML files and dotted overrides.
+"""Build a `Config` from YAML files and dotted overrides.
 
 A run file may name files to build upon, and then holds only what differs:
 
@@ -90,7 +90,10 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
 def _collect(
     run_file: Path, use_overrides: Mapping[str, str], above: tuple[Path, ...]
 ) -> tuple[dict[str, Path], list[Tree]]:
-    """Return the file of each group, and the bodies of the run files, base first. `above`: those that led here."""
+    """Return the file of each group, and the bodies of the run files, base first.
+
+    above: the run files that named this one, to find circles.
+    """
     if run_file.resolve() in above:
         raise ConfigError(f"{run_file}: builds upon itself; remove the circle of use.run")
     body = read_yaml(run_file)
@@ -155,7 +158,7 @@ def _parse_yaml(text: bytes, where: str) -> Any:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which PyYAML keeps the last."""
+    """This YAML loader refuses duplicate keys, of which PyYAML keeps the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -1,4 +1,4 @@
-"""Parses a mapping into a frozen dataclass tree, strictly: an unknown key or a wrong type is an error."""
+"""Parse a mapping into a frozen dataclass tree, strictly: an unknown key or a wrong type is an error."""
 
 import math
 import re

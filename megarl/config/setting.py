@@ -1,4 +1,4 @@
-"""What a field of the configuration says about itself: the numbers it takes, and what a change of it affects."""
+"""Declare the fields of a configuration: the numbers that each takes, and what a change of it affects."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -17,7 +17,7 @@ Affected: TypeAlias = Literal["engines", "workers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The numbers that a setting takes: those within all bounds, but not `never`, and `also`.
+    """These are the numbers that a setting takes: those within all bounds except `never`, and the number `also`.
 
     `at_least` and `at_most` are inclusive bounds, `above` and `below` exclusive ones. `expected` says the same in
     the words of an error message.
@@ -32,7 +32,7 @@ class Range:
     never: float | None = None
 
     def holds(self, number: float) -> bool:
-        """Whether the setting may have this value. All bounds count, and NaN is within none."""
+        """Return whether the setting may have this value. All bounds count, and NaN is within none."""
         within = self.at_least <= number <= self.at_most and self.above < number < self.below
         return (within and number != self.never) or number == self.also
 
@@ -69,7 +69,7 @@ def range_of(each: Field[Any], default: Range | None) -> Range | None:
 
 
 def affected(before: T, now: T, by: Affected) -> list[str]:
-    """Return the dotted names, in the schema's order, of what differs between two configurations and affects `by`.
+    """Return the dotted names, in the schema's order, of settings that differ and whose change affects `by`.
 
     A section that is declared with `affects=by` is named as a whole if anything in it differs, and is not looked
     into. Every other section is searched for fields that are declared so. Where one of two sections is null, or

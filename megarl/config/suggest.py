@@ -1,4 +1,4 @@
-"""Suggests the key of the configuration that an unknown key was meant to be."""
+"""Suggest the key of the configuration that an unknown key was meant to be."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher

@@ -1,1 +1,1 @@
-"""What a run would do and need, computed from its configuration and the model's config.json alone."""
+"""Plan what a run would do and need from its configuration and the model's config.json alone."""

@@ -1,4 +1,4 @@
-"""Works out the plan of a run from its configuration and config.json, without starting anything or opening weights."""
+"""Work out the plan of a run from its configuration and config.json, without starting anything or opening weights."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Plans the shards of every role, and adds up those that share a device, phase by phase of a step."""
+"""Plan the shards of every role, and add up those that share a device, phase by phase of a step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,10 @@ from megarl.weights.shards import num_local_experts, num_stage_layers, num_stage
 
 
 def plan_shard(role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches: int) -> ShardPlan:
-    """Plan a role's shard of one pipeline stage. `num_micro_batches`: of one optimizer step on one replica."""
+    """Plan a role's shard of one pipeline stage.
+
+    num_micro_batches: micro-batches of one optimizer step on one replica.
+    """
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
     num = num_stage_parameters(spec, layout, stage, vocab_multiple=multiple, scalar_head=scalar)
@@ -73,7 +76,7 @@ def plan_devices(
     shards: Sequence[ShardPlan],
     engine: EnginePlan,
 ) -> list[DevicePlan]:
-    """Plan the devices of the actor's ranks, equal ones together. Rank i of every layout uses device i."""
+    """Plan the memory of the actor's devices, grouping equal ones. Rank i of every layout uses device i."""
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(config.actor.layout.world_size):

@@ -1,4 +1,4 @@
-"""Device memory in bytes, phase by phase. P: parameters of a rank; b: bytes of the model's dtype (2 or 4).
+"""Estimate device memory in bytes. P: parameters of a rank; b: bytes of the model's dtype (2 or 4).
 
     weights      b·P
     gradients    4·P                    (Megatron accumulates them in float32)

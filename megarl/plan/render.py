@@ -1,4 +1,4 @@
-"""Writes a plan as text for people and as JSON for programs."""
+"""Write a plan as text for people and as JSON for programs."""
 
 import itertools
 import json

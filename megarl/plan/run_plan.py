@@ -1,4 +1,4 @@
-"""The plan of a run as data; sizes are in bytes."""
+"""Define the plan of a run as data; sizes are in bytes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megarl.sync.plan.build import PlanStatistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """A model of the run; `num_parameters` is the whole model's, without vocabulary padding.
+    """This is a model of the run; `num_parameters` is that of the whole model, without vocabulary padding.
 
     num_expert_parameters: those of them that belong to experts.
     """
@@ -23,7 +23,10 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """The processes of one layout, and the roles that share them: rank i uses device i. `groups`: ranks by axis."""
+    """These are the processes of one layout and the roles that share them; rank i uses device i.
+
+    groups: ranks of each process group, by axis.
+    """
 
     roles: tuple[str, ...]
     num_ranks: int
@@ -33,7 +36,10 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Batch arithmetic. Micro-batches are those of one optimizer step on one replica if every row has full length."""
+    """This is the batch arithmetic of a step.
+
+    Micro-batches are those of one optimizer step on one replica if every row has full length.
+    """
 
     rows_per_step: int
     rows_per_optimizer_step: int
@@ -46,7 +52,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """What a role has on each rank of a pipeline stage of its layout: all hold equally much.
+    """This is what a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
 
     `resident` holds by part what lies on a rank between passes if nothing is offloaded; `activations` and `head` are
     those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds. Of every layer with
@@ -68,7 +74,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """Bytes on one device during a phase: what the trainer's ranks keep, what a pass adds, what an engine holds."""
+    """These are the bytes on one device during a phase: what the ranks keep, what a pass adds, what an engine holds."""
 
     trainer: int
     activations: int
@@ -81,7 +87,7 @@ class PhasePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Devices that hold the same shards, those of all layouts together, and the phases of a step on each of them.
+    """These devices hold the same shards, those of all layouts together; `phases` are those of a step on each of them.
 
     Devices have the numbers of the actor's ranks. `resident`: bytes of all shards on one.
     """
@@ -93,7 +99,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The vLLM engines. Bytes are those of one device; `kv_cache` is None where vLLM will measure what it can take."""
+    """These are the vLLM engines, with bytes per device; `kv_cache` is None if vLLM is to measure what it can take."""
 
     num_engines: int
     tp: int
@@ -105,7 +111,10 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """What runs on a node. `offloaded`: bytes of host memory that its trainer ranks need while engines generate."""
+    """This is what runs on a node.
+
+    offloaded: bytes of host memory that its trainer ranks need while engines generate.
+    """
 
     ranks: tuple[int, ...]
     engines: tuple[int, ...]
@@ -114,7 +123,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Everything that `train --dry-run` reports; the actor's layout comes first, `nodes` are those of its ranks."""
+    """This is all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last."""
 
     run: str
     roles: tuple[RolePlan, ...]
