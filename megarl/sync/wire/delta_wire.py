@@ -13,7 +13,7 @@ from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Message
 from megarl.sync.wire.delta import Span, apply, encode
 from megarl.sync.wire.meetings import is_said
-from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, Staged, pack
+from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, pack
 from megarl.weights.boxes import num_elements
 
 _Key = tuple[int, int, int]
@@ -131,7 +131,7 @@ class DeltaReceiver:
             assert key_of(message) in self._versions.kept, "changes of a message that was never sent in full"
             kept = self._versions.kept[key_of(message)]
             apply(payload.numpy(), kept.numpy(), self._versions.spans(message))
-        return Staged(self._versions.kept[key_of(message)])
+        return Arrival(self._versions.kept[key_of(message)])
 
     def release(self, message: Message) -> None:
         self._wire.release(self.sent(message))

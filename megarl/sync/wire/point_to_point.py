@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.device.platform import platform
 from megarl.sync.plan.build import Message
-from megarl.sync.wire.wires import DEPTH, Arrival, Share, Staged, pack
+from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Member:
@@ -94,7 +94,7 @@ class PointToPointReceiver(_Member):
             self._post(message)
         self._wait(_slot(message))
         self._held.add(_slot(message))
-        return Staged(self._bytes_of(message))
+        return Arrival(self._bytes_of(message))
 
     def release(self, message: Message) -> None:
         """The message has been read, so its buffer is free."""

@@ -14,53 +14,52 @@ from megarl.errors import WeightSyncError
 from megarl.sync.plan.build import Message
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.meetings import is_said
-from megarl.sync.wire.wires import DEPTH, Arrival, Share, Staged, pack
+from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Segments:
     """The segments of a process's pairs: each as large as the largest message that uses it, mapped on first use."""
 
     def __init__(self, share: Share) -> None:
-        meeting, self._prefix, self._timeout_s = share.meeting, share.segments, share.meeting.timeout_s
-        self._store = meeting.connect()
-        self.sizes, self.on_device = defaultdict[Path, int](int), set[Path]()
+        self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
+        self._store = share.meeting.connect()
+        self._sizes, self._on_device = defaultdict[Path, int](int), set[Path]()
         self._paths = dict[tuple[int, int, int], Path]()
         for message in share.messages:
-            path = self.path(message)
-            self.sizes[path] = max(self.sizes[path], message.num_bytes)
+            path = self._path(message)
+            self._sizes[path] = max(self._sizes[path], message.num_bytes)
             if share.cuda_ipc and message.local:
-                self.on_device.add(path)
-        self.device = DeviceSegments(self._store)
-        self.maps: dict[Path, torch.Tensor] = {}
+                self._on_device.add(path)
+        self._device = DeviceSegments(self._store)
+        self._maps = dict[Path, torch.Tensor]()
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
+        """Begin a transfer."""
         self._transfer = transfer
 
-    def path(self, message: Message) -> Path:
+    def _path(self, message: Message) -> Path:
         pair = (message.source, message.sink, message.turn % DEPTH)
         if pair not in self._paths:
             self._paths[pair] = Path("-".join(map(str, (self._prefix, *pair))))
         return self._paths[pair]
 
-    def bytes_of(self, message: Message) -> torch.Tensor:
-        path = self.path(message)
-        if path not in self.maps:
-            self.maps[path] = self._open(path)
-        return self.maps[path][: message.num_bytes]
+    def _bytes_of(self, message: Message) -> torch.Tensor:
+        path = self._path(message)
+        if path not in self._maps:
+            if path in self._on_device:
+                self._maps[path] = self._device.open(path)
+            else:
+                self._maps[path] = torch.from_file(str(path), shared=True, size=self._sizes[path], dtype=torch.uint8)
+        return self._maps[path][: message.num_bytes]
 
-    def _open(self, path: Path) -> torch.Tensor:
-        if path in self.on_device:
-            return self.device.open(path)
-        return torch.from_file(str(path), shared=True, size=self.sizes[path], dtype=torch.uint8)
-
-    def say(self, what: str, message: Message) -> None:
-        if self.path(message) in self.on_device:
-            self.device.synchronize()
+    def _say(self, what: str, message: Message) -> None:
+        if self._path(message) in self._on_device:
+            self._device.synchronize()
         self._store.set(self._key(what, message), "")
 
-    def wait(self, what: str, message: Message) -> None:
-        """For the other end to say it."""
+    def _wait(self, what: str, message: Message) -> None:
+        """Wait for the other end to say it."""
         key = self._key(what, message)
         if not is_said(self._store, key, self._transfer, self._timeout_s):
             raise WeightSyncError(
@@ -73,63 +72,61 @@ class _Segments:
         return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"
 
 
-class SharedMemorySender:
+class SharedMemorySender(_Segments):
     """`SendingEnd` that makes the segments; they live until `close`."""
 
     def __init__(self, share: Share) -> None:
-        self._segments = _Segments(share)
-        for path, size in self._segments.sizes.items():
-            if path in self._segments.on_device:
-                self._segments.maps[path] = self._segments.device.create(path, size)
+        super().__init__(share)
+        for path, size in self._sizes.items():
+            if path in self._on_device:
+                self._maps[path] = self._device.create(path, size)
             else:
                 create_segment(path, size)
         self._under_way = list[Message]()
 
     def start(self, transfer: int) -> None:
-        # What an earlier transfer left behind when it failed is not waited for.
+        """Begin a transfer; what an earlier one left behind when it failed is not waited for."""
+        super().start(transfer)
         self._under_way.clear()
-        self._segments.start(transfer)
 
     def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
-        path = self._segments.path(message)
-        for earlier in [each for each in self._under_way if self._segments.path(each) == path]:
+        """Pack a message into its segment, once the message before it there has been taken."""
+        path = self._path(message)
+        for earlier in [each for each in self._under_way if self._path(each) == path]:
             self._wait_taken(earlier)
-        pack(parts, self._segments.bytes_of(message))
-        self._segments.say("sent", message)
+        pack(parts, self._bytes_of(message))
+        self._say("sent", message)
         self._under_way.append(message)
 
     def flush(self) -> None:
+        """Return when every message has been taken."""
         for message in list(self._under_way):
             self._wait_taken(message)
 
     def close(self) -> None:
         """Unlink the segments."""
-        for path in self._segments.sizes:
+        for path in self._sizes:
             path.unlink(missing_ok=True)
 
     def _wait_taken(self, message: Message) -> None:
-        self._segments.wait("taken", message)
+        self._wait("taken", message)
         self._under_way.remove(message)
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(_Segments):
     """`ReceivingEnd` of a `SharedMemorySender`."""
 
-    def __init__(self, share: Share) -> None:
-        self._segments = _Segments(share)
-
-    def start(self, transfer: int) -> None:
-        self._segments.start(transfer)
-
     def expect(self, messages: Iterable[Message]) -> None:
-        """Senders need not be told."""
+        """Do nothing: senders need not be told."""
 
     def receive(self, message: Message) -> Arrival:
-        self._segments.wait("sent", message)
-        return Staged(self._segments.bytes_of(message))
+        """Wait until a message has been sent."""
+        self._wait("sent", message)
+        return Arrival(self._bytes_of(message))
 
     def release(self, message: Message) -> None:
-        self._segments.say("taken", message)
+        """Tell the sender that a message has been taken."""
+        self._say("taken", message)
 
 
 def create_segment(path: Path, num_bytes: int) -> None:

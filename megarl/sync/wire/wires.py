@@ -60,14 +60,18 @@ class SendingEnd(Protocol):
         """Return when nothing of what was sent is read from its tensors any more."""
 
 
-class Arrival(Protocol):
-    """A message at its sink, read once and from its beginning."""
+class Arrival:
+    """A message at its sink, in a buffer; it is read once and from its beginning."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._rest = buffer
 
     def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Fill tensors of any strides, end to end, with the message's next bytes; each once it is full.
-
-        They are taken from `targets` as late as the wire can.
-        """
+        """Fill tensors of any strides, end to end, with the next bytes of the message; yield each once it is full."""
+        for target in targets:
+            target.copy_(_first(self._rest, target))
+            self._rest = self._rest[target.nbytes :]
+            yield target
 
 
 class ReceivingEnd(Protocol):
@@ -84,20 +88,6 @@ class ReceivingEnd(Protocol):
 
     def release(self, message: Message) -> None:
         """The message has been read."""
-
-
-class Staged:
-    """`Arrival` in a buffer."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._rest = buffer
-
-    def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Copy from the buffer."""
-        for target in targets:
-            target.copy_(_first(self._rest, target))
-            self._rest = self._rest[target.nbytes :]
-            yield target
 
 
 def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
