@@ -50,14 +50,14 @@ def gold_answer(ground_truth: str) -> str:
 
 
 def compare_strings(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """AnswerComparison answers as strings: normalised as `doc` and `ref` do, or spelled alike."""
+    """Compare answers as strings: normalised as `doc` and `ref` do, or spelled alike."""
     if options.textual:
         return Equality.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
     return Equality.of(same_string(answer, gold))
 
 
 def compare_either(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """AnswerComparison answers as strings, and by meaning where the strings differ."""
+    """Compare answers as strings, and by meaning where the strings differ."""
     same = compare_strings(answer, gold, options)
     return same if same is Equality.EQUAL else compare_answers(answer, gold, options)
 
@@ -71,7 +71,7 @@ def gold_letter(ground_truth: str) -> str:
 
 
 def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """AnswerComparison the letter of a choice, which stands alone or before the choice's text.
+    """Compare the letter of a choice, which stands alone or before the choice's text.
 
     `doc` and `ref` take the first letter of any word.
     """
