@@ -8,7 +8,7 @@ from megarl.cluster.processes import wait_all
 from megarl.cluster.roster import Process
 from megarl.errors import EngineDiedError, WeightSyncError
 from megarl.rollout.engine import Received
-from megarl.sync.plan.build import Holding, Message, Plan, build_plan
+from megarl.sync.plan.build import Holding, Parcel, Plan, build_plan
 from megarl.sync.wire.casts import SCALED, scale_of
 from megarl.sync.wire.meetings import Meeting, give_up
 from megarl.sync.wire.wires import Share
@@ -140,7 +140,7 @@ class BridgeSync:
         hosts = [rank.location.host for rank in self._ranks]
         hosts += [engine.location.host for engine in self._engines for _ in range(self._tp)]
 
-        def share(process: int, messages: list[Message]) -> Share:
+        def share(process: int, messages: list[Parcel]) -> Share:
             return Share(
                 messages=tuple(messages),
                 specs=plan.specs,

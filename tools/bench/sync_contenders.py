@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.device.platform import gloo_group
-from megarl.sync.plan.build import Message, Plan, build_plan
+from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender
 from megarl.sync.wire.meetings import Meeting
 from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
@@ -136,7 +136,7 @@ def bridge(wire: str, rank: Rank, *, full_shape: bool = False) -> Contender:
 
 
 def receive(
-    sink: ReceivingEnd, messages: Sequence[Message], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+    sink: ReceivingEnd, messages: Sequence[Parcel], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
 ) -> None:
     """All messages of a transfer, bucket by bucket, straight into shards."""
     buckets = [list(each) for _, each in itertools.groupby(messages, key=lambda message: message.bucket)]
@@ -150,7 +150,7 @@ def receive(
 
 
 def loads_of(
-    messages: Sequence[Message], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
+    messages: Sequence[Parcel], got: Mapping[str, torch.Tensor], wanted: Mapping[str, Box]
 ) -> dict[str, list[tuple[torch.Tensor, Index]]]:
     """Tensor → where in shards, and from where in the tensor of full shape, what messages bring of it is copied."""
     loads = defaultdict[str, list[tuple[torch.Tensor, Index]]](list)
@@ -160,7 +160,7 @@ def loads_of(
     return loads
 
 
-def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Message]) -> Share:
+def _share(rank: Rank, plan: Plan, name: str, messages: Sequence[Parcel]) -> Share:
     meeting = Meeting(address="127.0.0.1", port=rank.job.port, rank=rank.number, size=NUM_RANKS, timeout_s=TIMEOUT_S)
     return Share(
         messages=tuple(message for message in messages if not message.local),

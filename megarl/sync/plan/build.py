@@ -26,7 +26,7 @@ _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Fragment:
     """A box of a tensor in a message; `offset` is where its bytes start there."""
 
     tensor: str
@@ -34,7 +34,7 @@ class Part:
     offset: int
 
 
-class Message(NamedTuple):
+class Parcel(NamedTuple):
     """What a source sends to a sink in one bucket, end to end: the `turn`-th message of this pair.
 
     local: the two share memory, and nothing goes over the wire.
@@ -49,12 +49,12 @@ class Message(NamedTuple):
     num_bytes: int
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Fragment, ...]:
         """Every box of every tensor in the message, made on demand since plans of large models have millions."""
         found, offset = [], 0
         for run in self.runs:
             for tensor in run.tensors:
-                found.append(Part(tensor, run.box, offset))
+                found.append(Fragment(tensor, run.box, offset))
                 offset += run.num_bytes
         return tuple(found)
 
@@ -65,20 +65,20 @@ class Plan:
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
-    messages: tuple[Message, ...]
+    messages: tuple[Parcel, ...]
 
     @functools.cached_property
-    def _by_end(self) -> tuple[Mapping[int, list[Message]], Mapping[int, list[Message]]]:
-        sent, received = dict[int, list[Message]](), dict[int, list[Message]]()
+    def _by_end(self) -> tuple[Mapping[int, list[Parcel]], Mapping[int, list[Parcel]]]:
+        sent, received = dict[int, list[Parcel]](), dict[int, list[Parcel]]()
         for message in self.messages:
             sent.setdefault(message.source, []).append(message)
             received.setdefault(message.sink, []).append(message)
         return sent, received
 
-    def of_source(self, source: int) -> list[Message]:
+    def of_source(self, source: int) -> list[Parcel]:
         return self._by_end[0].get(source, [])
 
-    def of_sink(self, sink: int) -> list[Message]:
+    def of_sink(self, sink: int) -> list[Parcel]:
         return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
@@ -151,7 +151,7 @@ class _Open:
         self.bucket, self.turn, self.runs, self.num_bytes = bucket, self.turn + 1, [], 0
 
 
-def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
+def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
     """Pack transfers into messages, one per pair and bucket.
 
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
@@ -160,7 +160,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
     # Of every source and every sink, over the wire or locally: the bucket that it is at, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
     growing = defaultdict[tuple[int, int, bool], _Open](_Open)
-    buckets = defaultdict[int, list[Message]](list)
+    buckets = defaultdict[int, list[Parcel]](list)
     for source, sink, local, whole in transfers:
         sources, sinks = at[local]
         out, into, message = sources[source], sinks[sink], growing[source, sink, local]
@@ -183,11 +183,11 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Message]:
     return [message for bucket in sorted(buckets) for message in buckets[bucket]]
 
 
-def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Message:
+def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Parcel:
     if len(grown.runs) > 1:
         # Widest items first: all are aligned without gaps.
         grown.runs.sort(key=_ITEM_BYTES, reverse=True)
-    return Message(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
+    return Parcel(grown.bucket, grown.turn, source, sink, local, tuple(grown.runs), grown.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
     )
 
 
-def _staged(messages: Iterable[Message], depth: int) -> int:
+def _staged(messages: Iterable[Parcel], depth: int) -> int:
     """The most bytes that `depth` buckets in succession have."""
     by_bucket = defaultdict[int, int](int)
     for message in messages:

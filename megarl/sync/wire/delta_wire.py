@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.sync.plan.build import Message
+from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.delta import Span, apply, encode
 from megarl.sync.wire.meetings import is_said
 from megarl.sync.wire.wires import Arrival, ReceivingEnd, SendingEnd, Share, pack
@@ -29,23 +29,23 @@ class _Versions:
         self.kept = dict[_Key, torch.Tensor]()
         self.transfer = 0
 
-    def spans(self, message: Message) -> list[Span]:
+    def spans(self, message: Parcel) -> list[Span]:
         widths = {part.tensor: self._specs[part.tensor].dtype.itemsize for part in message.parts}
         return [
             (part.tensor, part.offset, part.offset + num_elements(part.box) * widths[part.tensor], widths[part.tensor])
             for part in message.parts
         ]
 
-    def keep(self, message: Message, data: torch.Tensor) -> None:
+    def keep(self, message: Parcel, data: torch.Tensor) -> None:
         if (kept := self.kept.get(key_of(message))) is None:
             self.kept[key_of(message)] = data.clone()
         else:
             kept.copy_(data)
 
-    def say_length(self, message: Message) -> None:
+    def say_length(self, message: Parcel) -> None:
         self._store.set(self._name(message), str(message.num_bytes))
 
-    def with_length(self, message: Message) -> Message:
+    def with_length(self, message: Parcel) -> Parcel:
         """The message as its sender says that it is."""
         name = self._name(message)
         if not is_said(self._store, name, self.transfer, self._timeout_s):
@@ -57,7 +57,7 @@ class _Versions:
         self._store.delete_key(name)
         return message._replace(num_bytes=num_bytes)
 
-    def _name(self, message: Message) -> str:
+    def _name(self, message: Parcel) -> str:
         return f"length/{self.transfer}/{message.source}/{message.sink}/{message.turn}"
 
 
@@ -77,7 +77,7 @@ class DeltaSender:
         self._versions.transfer = transfer
         self._wire.start(transfer)
 
-    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         if message.local:
             self._wire.send(message, parts)
             return
@@ -101,17 +101,17 @@ class DeltaReceiver:
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
         # Messages of this transfer by those of the plan.
-        self._sent = dict[_Key, Message]()
+        self._sent = dict[_Key, Parcel]()
 
     def start(self, transfer: int) -> None:
         self._versions.transfer = transfer
         self._sent.clear()
         self._wire.start(transfer)
 
-    def expect(self, messages: Iterable[Message]) -> None:
+    def expect(self, messages: Iterable[Parcel]) -> None:
         self._wire.expect([self.sent(message) for message in messages])
 
-    def sent(self, message: Message) -> Message:
+    def sent(self, message: Parcel) -> Parcel:
         """A message with the length that it has in this transfer."""
         if message.local:
             return message
@@ -119,7 +119,7 @@ class DeltaReceiver:
             self._sent[key_of(message)] = self._versions.with_length(message)
         return self._sent[key_of(message)]
 
-    def receive(self, message: Message) -> Arrival:
+    def receive(self, message: Parcel) -> Arrival:
         sent = self.sent(message)
         arrival = self._wire.receive(sent)
         if message.local:
@@ -133,10 +133,10 @@ class DeltaReceiver:
             apply(payload.numpy(), kept.numpy(), self._versions.spans(message))
         return Arrival(self._versions.kept[key_of(message)])
 
-    def release(self, message: Message) -> None:
+    def release(self, message: Parcel) -> None:
         self._wire.release(self.sent(message))
 
 
-def key_of(message: Message) -> _Key:
+def key_of(message: Parcel) -> _Key:
     """What tells a message apart from the plan's others."""
     return message.source, message.sink, message.turn

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.sync.plan.build import Message, Part
+from megarl.sync.plan.build import Fragment, Parcel
 from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
 from megarl.sync.wire.delta_wire import DeltaReceiver, DeltaSender, key_of
 from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
@@ -69,10 +69,10 @@ class BridgeSender:
         self._wire.flush()
         return dict(sums)
 
-    def _checksum(self, part: Part, box: Box, view: torch.Tensor) -> int:
+    def _checksum(self, part: Fragment, box: Box, view: torch.Tensor) -> int:
         return checksum(self._cast(part, view), slices_of(box), self._share.specs[part.tensor].shape)
 
-    def _cast(self, part: Part, view: torch.Tensor) -> torch.Tensor:
+    def _cast(self, part: Fragment, view: torch.Tensor) -> torch.Tensor:
         return to_wire(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
 
 
@@ -84,7 +84,7 @@ class _Coming(NamedTuple):
     size: int
 
 
-def _coming(part: Part) -> _Coming:
+def _coming(part: Fragment) -> _Coming:
     return _Coming(part.tensor, slices_of(part.box), num_elements(part.box))
 
 
@@ -148,7 +148,7 @@ class BridgeReceiver:
         index = slices_of(self._share.needs[name])
         return checksum(tensor[index], index, self._share.specs[name].shape)
 
-    def _num_bytes(self, message: Message) -> int:
+    def _num_bytes(self, message: Parcel) -> int:
         return message.num_bytes if self._delta is None else self._delta.sent(message).num_bytes
 
     def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tenso
             yield from _flat_views(((start + i * rows, start + (i + 1) * rows), *others), group)
 
 
-def _overlaps(parts: Iterable[Part], views: _Views) -> Iterator[tuple[Part, Box, torch.Tensor]]:
+def _overlaps(parts: Iterable[Fragment], views: _Views) -> Iterator[tuple[Fragment, Box, torch.Tensor]]:
     """What of each part each view holds: blocks of rows, end to end as they travel."""
     for part in parts:
         for box, view in views[part.tensor]:
@@ -184,5 +184,5 @@ def _overlaps(parts: Iterable[Part], views: _Views) -> Iterator[tuple[Part, Box,
                 yield part, common, view if common == box else view[slices_of(common, box)]
 
 
-def _add(sums: dict[str, int], part: Part, value: int) -> None:
+def _add(sums: dict[str, int], part: Fragment, value: int) -> None:
     sums[part.tensor] = (sums.get(part.tensor, 0) + value) % (1 << 64)

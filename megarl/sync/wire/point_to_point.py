@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.device.platform import platform
-from megarl.sync.plan.build import Message
+from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
@@ -25,7 +25,7 @@ class _Member:
             slot = _slot(message)
             self._sizes[slot] = max(self._sizes.get(slot, 0), message.num_bytes)
         self._buffers = dict[tuple[int, int, int], torch.Tensor]()
-        self._under_way = dict[tuple[int, int, int], tuple[Message, Any]]()
+        self._under_way = dict[tuple[int, int, int], tuple[Parcel, Any]]()
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
@@ -38,13 +38,13 @@ class _Member:
         self._under_way.clear()
         del self._group
 
-    def _bytes_of(self, message: Message) -> torch.Tensor:
+    def _bytes_of(self, message: Parcel) -> torch.Tensor:
         slot = _slot(message)
         if slot not in self._buffers:
             self._buffers[slot] = torch.empty(self._sizes[slot], dtype=torch.uint8, device=self._device)
         return self._buffers[slot][: message.num_bytes]
 
-    def _tag(self, message: Message) -> int:
+    def _tag(self, message: Parcel) -> int:
         """A number that tells a message apart from those of other turns, and of transfers that failed."""
         return self._transfer * self._num_turns[message.source, message.sink] + message.turn
 
@@ -57,7 +57,7 @@ class _Member:
 class PointToPointSender(_Member):
     """`SendingEnd` over a process group."""
 
-    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Pack the message and send it, once the message before it in the same buffer has been sent."""
         self._wait(_slot(message))
         buffer = self._bytes_of(message)
@@ -82,13 +82,13 @@ class PointToPointReceiver(_Member):
         super().start(transfer)
         self._held.clear()
 
-    def expect(self, messages: Iterable[Message]) -> None:
+    def expect(self, messages: Iterable[Parcel]) -> None:
         """Post receives for messages whose buffers are free; the others are posted when their turn comes."""
         for message in messages:
             if _slot(message) not in self._under_way and _slot(message) not in self._held:
                 self._post(message)
 
-    def receive(self, message: Message) -> Arrival:
+    def receive(self, message: Parcel) -> Arrival:
         """Wait for a message, posting its receive unless `expect` has."""
         if self._under_way.get(_slot(message), (None, None))[0] is not message:
             self._post(message)
@@ -96,14 +96,14 @@ class PointToPointReceiver(_Member):
         self._held.add(_slot(message))
         return Arrival(self._bytes_of(message))
 
-    def release(self, message: Message) -> None:
+    def release(self, message: Parcel) -> None:
         """The message has been read, so its buffer is free."""
         self._held.discard(_slot(message))
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: Parcel) -> None:
         work = self._group.recv([self._bytes_of(message)], message.source, self._tag(message))
         self._under_way[_slot(message)] = message, work
 
 
-def _slot(message: Message) -> tuple[int, int, int]:
+def _slot(message: Parcel) -> tuple[int, int, int]:
     return message.source, message.sink, message.turn % DEPTH

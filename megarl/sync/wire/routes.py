@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megarl.sync.plan.build import Message
+from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from megarl.sync.wire.wires import Arrival, Share
@@ -40,10 +40,10 @@ class _Routed(Generic[Near, Far]):
             self._far.close()
             self._far = None
 
-    def _is_near(self, message: Message) -> bool:
+    def _is_near(self, message: Parcel) -> bool:
         return self._hosts[message.source] == self._hosts[message.sink]
 
-    def _end(self, message: Message) -> Near | Far:
+    def _end(self, message: Parcel) -> Near | Far:
         return self._near if self._far is None or self._is_near(message) else self._far
 
 
@@ -53,7 +53,7 @@ class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemorySender, PointToPointSender)
 
-    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Send a message over the wire that its sink is reached by."""
         self._end(message).send(message, parts)
 
@@ -75,15 +75,15 @@ class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemoryReceiver, PointToPointReceiver)
 
-    def expect(self, messages: Iterable[Message]) -> None:
+    def expect(self, messages: Iterable[Parcel]) -> None:
         """Let messages from other hosts begin to arrive; those of this host wait in their segments."""
         if self._far is not None:
             self._far.expect(message for message in messages if not self._is_near(message))
 
-    def receive(self, message: Message) -> Arrival:
+    def receive(self, message: Parcel) -> Arrival:
         """Wait for a message on the wire that its source uses."""
         return self._end(message).receive(message)
 
-    def release(self, message: Message) -> None:
+    def release(self, message: Parcel) -> None:
         """The message has been read."""
         self._end(message).release(message)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.sync.plan.build import Message
+from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.cuda_ipc import DeviceSegments
 from megarl.sync.wire.meetings import is_said
 from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
@@ -38,13 +38,13 @@ class _Segments:
         """Begin a transfer."""
         self._transfer = transfer
 
-    def _path(self, message: Message) -> Path:
+    def _path(self, message: Parcel) -> Path:
         pair = (message.source, message.sink, message.turn % DEPTH)
         if pair not in self._paths:
             self._paths[pair] = Path("-".join(map(str, (self._prefix, *pair))))
         return self._paths[pair]
 
-    def _bytes_of(self, message: Message) -> torch.Tensor:
+    def _bytes_of(self, message: Parcel) -> torch.Tensor:
         path = self._path(message)
         if path not in self._maps:
             if path in self._on_device:
@@ -53,12 +53,12 @@ class _Segments:
                 self._maps[path] = torch.from_file(str(path), shared=True, size=self._sizes[path], dtype=torch.uint8)
         return self._maps[path][: message.num_bytes]
 
-    def _say(self, what: str, message: Message) -> None:
+    def _say(self, what: str, message: Parcel) -> None:
         if self._path(message) in self._on_device:
             self._device.synchronize()
         self._store.set(self._key(what, message), "")
 
-    def _wait(self, what: str, message: Message) -> None:
+    def _wait(self, what: str, message: Parcel) -> None:
         """Wait for the other end to say it."""
         key = self._key(what, message)
         if not is_said(self._store, key, self._transfer, self._timeout_s):
@@ -68,7 +68,7 @@ class _Segments:
             )
         self._store.delete_key(key)
 
-    def _key(self, what: str, message: Message) -> str:
+    def _key(self, what: str, message: Parcel) -> str:
         return f"{self._transfer}/{message.source}/{message.sink}/{message.turn}/{what}"
 
 
@@ -82,14 +82,14 @@ class SharedMemorySender(_Segments):
                 self._maps[path] = self._device.create(path, size)
             else:
                 create_segment(path, size)
-        self._under_way = list[Message]()
+        self._under_way = list[Parcel]()
 
     def start(self, transfer: int) -> None:
         """Begin a transfer; what an earlier one left behind when it failed is not waited for."""
         super().start(transfer)
         self._under_way.clear()
 
-    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Pack a message into its segment, once the message before it there has been taken."""
         path = self._path(message)
         for earlier in [each for each in self._under_way if self._path(each) == path]:
@@ -108,7 +108,7 @@ class SharedMemorySender(_Segments):
         for path in self._sizes:
             path.unlink(missing_ok=True)
 
-    def _wait_taken(self, message: Message) -> None:
+    def _wait_taken(self, message: Parcel) -> None:
         self._wait("taken", message)
         self._under_way.remove(message)
 
@@ -116,15 +116,15 @@ class SharedMemorySender(_Segments):
 class SharedMemoryReceiver(_Segments):
     """`ReceivingEnd` of a `SharedMemorySender`."""
 
-    def expect(self, messages: Iterable[Message]) -> None:
+    def expect(self, messages: Iterable[Parcel]) -> None:
         """Do nothing: senders need not be told."""
 
-    def receive(self, message: Message) -> Arrival:
+    def receive(self, message: Parcel) -> Arrival:
         """Wait until a message has been sent."""
         self._wait("sent", message)
         return Arrival(self._bytes_of(message))
 
-    def release(self, message: Message) -> None:
+    def release(self, message: Parcel) -> None:
         """Tell the sender that a message has been taken."""
         self._say("taken", message)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megarl.sync.plan.build import Holding, Message
+from megarl.sync.plan.build import Holding, Parcel
 from megarl.sync.wire.meetings import Meeting
 from megarl.weights.safetensors_map import TensorSpec
 
@@ -28,7 +28,7 @@ class Share:
     versions; cuda_ipc: whether what neighbours exchange stays on their device.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[Parcel, ...]
     specs: Mapping[str, TensorSpec]
     needs: Holding
     segments: str
@@ -53,7 +53,7 @@ class SendingEnd(Protocol):
     def start(self, transfer: int) -> None:
         """Begin a transfer; numbers do not repeat, and are the same at both ends."""
 
-    def send(self, message: Message, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Send the message: tensors of any strides, end to end. They must not change before `flush` returns."""
 
     def flush(self) -> None:
@@ -80,13 +80,13 @@ class ReceivingEnd(Protocol):
     def start(self, transfer: int) -> None:
         """As the source's."""
 
-    def expect(self, messages: Iterable[Message]) -> None:
+    def expect(self, messages: Iterable[Parcel]) -> None:
         """Messages to be received next; they may begin to arrive."""
 
-    def receive(self, message: Message) -> Arrival:
+    def receive(self, message: Parcel) -> Arrival:
         """The message, to be read."""
 
-    def release(self, message: Message) -> None:
+    def release(self, message: Parcel) -> None:
         """The message has been read."""
 
 

@@ -13,7 +13,7 @@ from megarl.cluster import bridge
 from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.rollout.engine import Received
-from megarl.sync.plan.build import Message
+from megarl.sync.plan.build import Parcel
 from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
 from megarl.sync.wire.meetings import give_up, open_store
 from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
@@ -61,7 +61,7 @@ class Rank:
 class Flipping(RoutedReceiver):
     """A wire that changes one bit of every message."""
 
-    def receive(self, message: Message) -> Arrival:
+    def receive(self, message: Parcel) -> Arrival:
         return Flipped(super().receive(message))
 
 

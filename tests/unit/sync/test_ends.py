@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.sync.plan.build import Message, Plan, build_plan
+from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
 from megarl.sync.wire import shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
@@ -83,7 +83,7 @@ def open_ends(
 ) -> tuple[list[Any], list[Any]]:
     store, size = open_store("127.0.0.1"), NUM_RANKS + ENGINE_TP
 
-    def share(process: int, messages: list[Message]) -> Share:
+    def share(process: int, messages: list[Parcel]) -> Share:
         meeting = Meeting(address="127.0.0.1", port=store.port, rank=process, size=size, timeout_s=timeout_s)
         return Share(
             messages=tuple(messages),
