@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -120,7 +120,10 @@ def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint |
         own = checkpoint.state.config
         return (replace(given, model=own.model) if given else own), checkpoint
     if (path / "config.json").is_file():
-        config = given or Config(model=ModelConfig(dtype=_stored_dtype(path)))
+        hf_config = read_hf_config(path)
+        # Weights run in float32 if they are stored so, otherwise in bfloat16.
+        stored = hf_config.get("dtype", hf_config.get("torch_dtype"))
+        config = given or Config(model=ModelConfig(dtype="float32" if stored == "float32" else "bfloat16"))
         return replace(config, model=replace(config.model, path=str(path))), None
     run = RunPaths(path)
     if run.export.is_dir() and run.config.is_file():
@@ -130,13 +133,6 @@ def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint |
         f"{path}: is no model; expected a Hugging Face directory (with config.json), a run with an export, or a "
         f"checkpoint (RUN/checkpoints/step_N, with {STATE_FILE})"
     )
-
-
-def _stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
-    """Return the type in which a model's weights run: float32 if stored so, otherwise bfloat16."""
-    hf_config = read_hf_config(path)
-    stored = hf_config.get("dtype", hf_config.get("torch_dtype"))
-    return "float32" if stored == "float32" else "bfloat16"
 
 
 def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) -> Config:

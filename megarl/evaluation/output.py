@@ -1,9 +1,8 @@
 """Write the results of an evaluation: the table on the terminal, table.parquet and samples.parquet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,13 +50,8 @@ def write_results(directory: Path, results: Sequence[SourceResult], answers: Seq
     samples, table = directory / SAMPLES, directory / TABLE
     pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_ANSWER_SCHEMA), samples)
     partial = table.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist([_flat(result) for result in results]), partial)
+    # Each pass@k is a column of its own: pass_at_1, pass_at_4, …
+    rows = [asdict(r) | {f"pass_at_{k}": value for k, value in r.pass_at.items()} for r in results]
+    pq.write_table(pa.Table.from_pylist([{k: v for k, v in row.items() if k != "pass_at"} for row in rows]), partial)
     partial.replace(table)
     return [table, samples]
-
-
-def _flat(result: SourceResult) -> Mapping[str, Any]:
-    """Return a result as columns, with pass@k as pass_at_1, pass_at_4, …"""
-    fields = asdict(result)
-    passed = fields.pop("pass_at")
-    return fields | {f"pass_at_{k}": value for k, value in passed.items()}

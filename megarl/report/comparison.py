@@ -139,18 +139,20 @@ def compare(groups: Mapping[str, Sequence[Run]], baseline: str | None = None) ->
     if baseline not in groups:
         raise ConfigError(f"baseline: got {baseline!r}, expected one of: {', '.join(groups)}")
     results = {name: _group_result(name, members) for name, members in groups.items()}
-    return Comparison(
-        baseline=baseline,
-        groups=tuple(_with_differences(list(results.values()), results[baseline])),
-        notes=(*_unfinished([r for members in groups.values() for r in members]), *_differing_settings(groups)),
-    )
-
-
-def _with_differences(groups: Sequence[GroupResult], baseline: GroupResult) -> list[GroupResult]:
-    others = {g.name: difference_of(g.after, baseline.after) for g in groups if g is not baseline}
+    totals = [(run, run.config.get("trainer", {}).get("total_steps")) for members in groups.values() for run in members]
+    unfinished = [
+        f"{run.label} is not finished: {run.last_step} of {total} steps"
+        for run, total in totals
+        if isinstance(total, int) and run.last_step < total
+    ]
+    others = {n: difference_of(g.after, results[baseline].after) for n, g in results.items() if n != baseline}
     p_values = {name: d.p_value for name, d in others.items() if d.p_value is not None}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
-    return [replace(g, difference=others.get(g.name), adjusted_p=adjusted.get(g.name)) for g in groups]
+    return Comparison(
+        baseline=baseline,
+        groups=tuple(replace(g, difference=others.get(n), adjusted_p=adjusted.get(n)) for n, g in results.items()),
+        notes=(*unfinished, *_differing_settings(groups)),
+    )
 
 
 def _seed_of(run: Run) -> int:
@@ -192,15 +194,6 @@ def _run_result(run: Run) -> RunResult:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
-
-
-def _unfinished(runs: Sequence[Run]) -> list[str]:
-    totals = [(run, run.config.get("trainer", {}).get("total_steps")) for run in runs]
-    return [
-        f"{run.label} is not finished: {run.last_step} of {total} steps"
-        for run, total in totals
-        if isinstance(total, int) and run.last_step < total
-    ]
 
 
 def _differing_settings(groups: Mapping[str, Sequence[Run]]) -> list[str]:

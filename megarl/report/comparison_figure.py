@@ -87,12 +87,9 @@ def _draw_scores(ax: Axes, comparison: Comparison) -> None:
         color = CURVES if group.difference else INK
         ax.plot([run.after.score for run in group.runs], [row] * len(group.runs), "o", color=color, alpha=0.6, ms=5)
         ax.plot([group.after.mean], [row], "|", color=color, markersize=15, markeredgewidth=2.2)
-    ax.set_yticks(range(len(comparison.groups)), [_score_label(group) for group in comparison.groups])
+    labels = [f"{group.name}\n{group.after.mean:.3f}, {group.verdict}" for group in comparison.groups]
+    ax.set_yticks(range(len(labels)), labels)
     ax.tick_params(axis="y", length=0, labelcolor=INK)
     ax.set_ylim(len(comparison.groups) - 0.5, -0.5)
     ax.grid(visible=False, axis="y")
     ax.margins(x=0.08)
-
-
-def _score_label(group: GroupResult) -> str:
-    return f"{group.name}\n{group.after.mean:.3f}, {group.verdict}"

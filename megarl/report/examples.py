@@ -1,7 +1,7 @@
 """Pick example rollouts for a report, and make everything invisible in their text visible."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
@@ -37,10 +37,7 @@ def _pick(rows: Sequence[RolloutRecord], num: int) -> list[RolloutRecord]:
 
 def visible_text(text: str) -> Markup:
     """Escape text for HTML, with special tokens marked and control characters shown as pictures."""
-    return Markup("").join(_pieces(text.translate(_CONTROL_PICTURES)))
-
-
-def _pieces(text: str) -> Iterator[Markup]:
     # re.split with one group alternates plain text and matches.
-    for index, piece in enumerate(_SPECIAL_TOKEN.split(text)):
-        yield Markup('<span class="token">{}</span>').format(piece) if index % 2 else Markup.escape(piece)
+    pieces = enumerate(_SPECIAL_TOKEN.split(text.translate(_CONTROL_PICTURES)))
+    marked = Markup('<span class="token">{}</span>')
+    return Markup("").join(marked.format(piece) if index % 2 else Markup.escape(piece) for index, piece in pieces)

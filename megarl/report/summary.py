@@ -53,10 +53,6 @@ class Change:
         return None if before is None or after is None else math.hypot(before, after)
 
     @property
-    def is_clear(self) -> bool:
-        return abs(self.gain) > CLEAR_CHANGE_STD_ERRORS * (self.gain_std_error or 0.0)
-
-    @property
     def gain_text(self) -> str:
         error = self.gain_std_error
         return f"{self.gain:+.3f}" if error is None else f"{self.gain:+.3f} ± {error:.3f}"
@@ -126,10 +122,17 @@ def headline(run: Run) -> Headline:
     duration = f"{steps} in {format_duration(run.elapsed_s)}"
     change = validation_change(run, SAMPLED)
     if run.get(PAIR_ACCURACY):
-        return Headline(sentence=_pairs_sentence(run.get(PAIR_ACCURACY)), details=(duration,))
+        accuracy = run.get(PAIR_ACCURACY)
+        sentence = (
+            f"The reward model puts {accuracy.values[-1]:.3f} of held-out pairs in order after step "
+            f"{accuracy.steps[-1]} ({accuracy.values[0]:.3f} after step {accuracy.steps[0]})."
+        )
+        return Headline(sentence=sentence, details=(duration,))
     if change is None:
         return Headline(sentence=_reward_sentence(run), details=(duration,))
-    details = [duration, _prompts_text(run, change)]
+    names, count = sorted(run.under(SAMPLED)), change.after.num_prompts
+    where = names[0] if len(names) == 1 else f"{len(names)} data sources"
+    details = [duration, f"validated on {where if count is None else f'{count} prompts of {where}'}"]
     greedy = validation_change(run, GREEDY)
     if greedy is not None:
         details.append(f"greedy decoding: {greedy.before} → {greedy.after}")
@@ -138,28 +141,14 @@ def headline(run: Run) -> Headline:
     return Headline(sentence=_validation_sentence(change), details=tuple(details))
 
 
-def _pairs_sentence(accuracy: Series) -> str:
-    before, after = accuracy.values[0], accuracy.values[-1]
-    return (
-        f"The reward model puts {after:.3f} of held-out pairs in order after step {accuracy.steps[-1]} "
-        f"({before:.3f} after step {accuracy.steps[0]})."
-    )
-
-
 def _validation_sentence(change: Change) -> str:
-    verb = ("rose" if change.gain > 0 else "fell") if change.is_clear else "did not clearly change:"
+    is_clear = abs(change.gain) > CLEAR_CHANGE_STD_ERRORS * (change.gain_std_error or 0.0)
+    verb = ("rose" if change.gain > 0 else "fell") if is_clear else "did not clearly change:"
     before = "before RL" if change.before.step == 0 else f"at step {change.before.step}"
     return (
         f"Validation score {verb} from {change.before} {before} to {change.after} "
         f"after {change.after.step} steps ({change.gain:+.3f})."
     )
-
-
-def _prompts_text(run: Run, change: Change) -> str:
-    names = sorted(run.under(SAMPLED))
-    where = names[0] if len(names) == 1 else f"{len(names)} data sources"
-    count = change.after.num_prompts
-    return f"validated on {where}" if count is None else f"validated on {count} prompts of {where}"
 
 
 def _reward_sentence(run: Run) -> str:

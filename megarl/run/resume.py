@@ -94,18 +94,14 @@ def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
             f"{section}.total_steps: got {total}, expected >= {checkpoint.state.step}, the steps that "
             f"{checkpoint.path} has done"
         )
-    refused = [change for change in changed_keys(checkpoint.state.config, config) if not _is_continuable(change)]
+    allowed = tuple(f"{key}{end}" for key in CONTINUABLE for end in (":", "."))
+    refused = [change for change in changed_keys(checkpoint.state.config, config) if not change.startswith(allowed)]
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: cannot be continued with other settings: {'; '.join(refused)}; "
             f"restore them, or choose another run.name"
         )
     return checkpoint
-
-
-def _is_continuable(change: str) -> bool:
-    key = change.partition(":")[0]
-    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in CONTINUABLE)
 
 
 def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
