@@ -143,7 +143,7 @@ class RuleJudge:
 
 @dataclass(slots=True)
 class RuleSession:
-    """The jobs for one batch, one for each sample."""
+    """This is the judging of one batch by rule: a job for each sample."""
 
     judge: RuleJudge
     _items: list[FinishedSample] = field(default_factory=list)

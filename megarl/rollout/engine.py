@@ -96,12 +96,12 @@ class Stepper:
         self._finished: dict[str, Any] = {}
 
     def finish(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
-        """vLLM's outputs of all prompts, in their order, when all have finished."""
+        """Wait for all prompts, and return vLLM's outputs in their order."""
         found = {i: output for part in self.stream(prompts, params) for i, output in part.items()}
         return [found[i] for i in range(len(prompts))]
 
     def stream(self, prompts: Sequence[Any], params: Sequence[Any]) -> Iterator[dict[int, Any]]:
-        """vLLM's outputs by the positions of their prompts, those that have finished as soon as they have."""
+        """Yield vLLM's outputs by the positions of their prompts, each as soon as it has finished."""
         with self._turn:
             queued = self._llm.enqueue(prompts, params, use_tqdm=False)
         # vLLM adds a random end to the ids that its outputs have.

@@ -33,7 +33,7 @@ def box_of(index: Index, shape: Sequence[int]) -> Box:
 
 
 def slices_of(box: Box, origin: Box | None = None) -> Index:
-    """The index of a box in its tensor, or in the part of it that `origin` covers."""
+    """Return the index of a box in its tensor, or in the part of the tensor that `origin` covers."""
     starts = [start for start, _ in origin] if origin else [0] * len(box)
     return tuple(slice(start - first, end - first) for (start, end), first in zip(box, starts, strict=True))
 

@@ -1,4 +1,4 @@
-"""Which source sends what: every piece that a sink needs comes from a neighbour, or from who has least to send."""
+"""Choose which source sends what: each piece that a sink needs comes from a neighbour, or from whoever sends least."""
 
 import heapq
 import itertools
@@ -20,7 +20,7 @@ _NOWHERE: _Places = {}
 
 
 class Run(NamedTuple):
-    """The same box of several tensors, end to end; `num_bytes` is that of one, `item_bytes` of an element."""
+    """This is the same box of several tensors, end to end. num_bytes: of one box; item_bytes: of one element."""
 
     tensors: tuple[str, ...]
     box: Box
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A run that goes from a source to a sink. Sinks that need the same share the run: large models have millions."""
+    """This is a run on its way from a source to a sink; sinks that need the same share one object."""
 
     source: int
     sink: int
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Tensors that follow each other in the model with the same shape and type, held and needed in the same places.
+    """These are successive tensors of the model that have the same shape and type, holders and needs.
 
     Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
     """
@@ -63,7 +63,7 @@ def alike_tensors(
 
 
 def layer_of(name: str) -> str:
-    """A tensor's layer, such as model.layers.3; "" for a tensor that is in none."""
+    """Return the layer of a tensor, such as model.layers.3; "" for a tensor outside of layers."""
     head, layers, rest = name.partition(".layers.")
     return f"{head}{layers}{rest.partition('.')[0]}" if layers else ""
 

@@ -1,4 +1,4 @@
-"""The plan of a transfer: which source sends which box of which tensor to which sink, and in which bucket.
+"""Plan a transfer: which source sends which box of which tensor to which sink, and in which bucket.
 
 A pure function of what sources hold and sinks need, computed once. Sink i receives
 
@@ -27,7 +27,7 @@ _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A box of a tensor in a message; `offset` is where its bytes start there."""
+    """This is a box of a tensor in a message; `offset` is where its bytes start there."""
 
     tensor: str
     box: Box
@@ -35,7 +35,7 @@ class Fragment:
 
 
 class Parcel(NamedTuple):
-    """What a source sends to a sink in one bucket, end to end: the `turn`-th message of this pair.
+    """This is what a source sends to a sink in one bucket, end to end: the `turn`-th message of this pair.
 
     local: the two share memory, and nothing goes over the wire.
     """
@@ -50,7 +50,7 @@ class Parcel(NamedTuple):
 
     @property
     def parts(self) -> tuple[Fragment, ...]:
-        """Every box of every tensor in the message, made on demand since plans of large models have millions."""
+        """Return every box of every tensor in the message; made on demand, as large models have millions."""
         found, offset = [], 0
         for run in self.runs:
             for tensor in run.tensors:
@@ -61,7 +61,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All messages of a transfer, by bucket; `specs` are the full tensors."""
+    """This is a transfer: all of its messages by bucket, and `specs` of the full tensors."""
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
@@ -82,12 +82,12 @@ class Plan:
         return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """The bytes R_i that a sink gets over the wire, or with `local` those that it copies from its neighbours."""
+        """Return the bytes R_i that a sink gets over the wire, or with `local` those it copies from neighbours."""
         return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
 
     @property
     def wire_bytes(self) -> int:
-        """All bytes that go over the wire: Σ R_i."""
+        """Return the bytes that go over the wire in all: Σ R_i."""
         return sum(message.num_bytes for message in self.messages if not message.local)
 
 
@@ -140,7 +140,7 @@ def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
 
 
 class _Open:
-    """A message that grows: the last one of its pair."""
+    """This is the last message of a pair, which still grows."""
 
     __slots__ = ("bucket", "num_bytes", "runs", "turn")
 
@@ -192,7 +192,7 @@ def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatistics:
-    """What a transfer costs. `staging_bytes`: the sum over processes of the most that each stages at a time."""
+    """Says what a transfer costs. staging_bytes: the sum over processes of the most that each stages at a time."""
 
     wire_bytes: int
     local_bytes: int
@@ -225,7 +225,7 @@ def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
 
 
 def _staged(messages: Iterable[Parcel], depth: int) -> int:
-    """The most bytes that `depth` buckets in succession have."""
+    """Return the most bytes that any `depth` successive buckets have."""
     by_bucket = defaultdict[int, int](int)
     for message in messages:
         by_bucket[message.bucket] += message.num_bytes

@@ -1,4 +1,4 @@
-"""Which box of each Hugging Face tensor a worker of a tensor-parallel vLLM engine needs: vLLM's layout, computed."""
+"""Compute vLLM's layout: the box of each Hugging Face tensor that a worker of a tensor-parallel engine needs."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ _LAYER = "model.layers.{}."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePosition:
-    """A worker's place in its engine. expert_parallel: workers share a layer's experts out whole, unsplit."""
+    """This is a worker's place in its engine. expert_parallel: each of a layer's experts is whole on one worker."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""Which sink shares memory with which source, so that as little as possible goes over the wire."""
+"""Choose which sink shares memory with which source, so that as little as possible goes over the wire."""
 
 import itertools
 from collections.abc import Mapping

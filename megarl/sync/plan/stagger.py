@@ -1,4 +1,4 @@
-"""The order in which sinks get what they need: each begins elsewhere in the model, and goes around.
+"""Order what sinks receive: each begins with another part of the model, and goes around.
 
 In the model's own order all sinks would at first want what the first stage holds, whose ranks have to serve all of them
 while the others have nothing to do.
@@ -14,7 +14,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 class _Place(NamedTuple):
-    """A tensor's place in bytes: where its layer begins in the model, that layer's size, and where it is in the layer.
+    """This is a tensor's place in bytes: where its layer begins, that layer's size, and its place in the layer.
 
     What stands between layers, such as embeddings, counts as a layer of size 0: it keeps its order.
     """

@@ -1,4 +1,4 @@
-"""Casts for the wire: weights travel in narrower types than the trainer's, at some loss of precision.
+"""Cast weights for the wire, where they travel in narrower types than the trainer's, at some loss of precision.
 
 bfloat16 is rounded to the nearest. float8_e4m3 has one scale s = 2^k per tensor, the smallest power of two with
 max |x| ≤ 448 s: a power of two costs no precision beside any other scale, and stays the same from step to step.
@@ -50,7 +50,7 @@ def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | No
 
 
 def scale_of(largest: float) -> float:
-    """The scale of a tensor with this largest magnitude; 1 if all are zeros."""
+    """Return the scale of a tensor whose largest magnitude is given; 1 if the tensor is all zeros."""
     if largest == 0:
         return 1.0
     mantissa, exponent = math.frexp(largest / _LARGEST)

@@ -1,4 +1,4 @@
-"""The lossless difference between two versions of a message: the elements whose bits changed.
+"""Encode the difference between two versions of a message without loss: the elements whose bits changed.
 
 Elements count in blocks of 2¹⁶. Of each block the payload has the number of changed elements (uint32) and their places:
 as uint16 each, or as a bitmap where that is shorter. Then the new values. With c of n elements of w bytes changed and
@@ -81,7 +81,7 @@ class _Reader:
         self._data, self._at = data, 0
 
     def take(self, count: int, dtype: np.dtype[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
-        """The next `count` numbers."""
+        """Return the next `count` numbers."""
         end = self._at + count * dtype.itemsize
         section, self._at = self._data[self._at : end], end
         return section.view(dtype)
@@ -110,7 +110,7 @@ def _size(counts: npt.NDArray[np.uint32], width: int) -> int:
 def _places(
     mask: npt.NDArray[np.bool_], changed: npt.NDArray[np.int64], counts: npt.NDArray[np.uint32]
 ) -> tuple[Bytes, npt.NDArray[np.uint16]]:
-    """The bitmaps of the blocks that have one, and the places in the others."""
+    """Return the bitmaps of the blocks that have one, and the places of changes in the others."""
     with_bitmap = _has_bitmap(counts)
     bitmaps = np.zeros((int(with_bitmap.sum()), BLOCK), np.bool_)
     for row, block in enumerate(np.flatnonzero(with_bitmap)):
@@ -121,7 +121,7 @@ def _places(
 
 
 def _positions(counts: npt.NDArray[np.unsignedinteger], reader: _Reader) -> npt.NDArray[np.int64]:
-    """Where a span changed, ascending."""
+    """Return the places in a span where elements changed, ascending."""
     with_bitmap = _has_bitmap(counts)
     blocks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     in_bitmap = with_bitmap[blocks]

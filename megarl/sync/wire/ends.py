@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.sync.plan.build import Fragment, Parcel
+from megarl.sync.plan.build import Fragment
 from megarl.sync.wire.casts import SCALED, from_wire, largest_magnitude, to_wire
 from megarl.sync.wire.delta_wire import DeltaReceiver, DeltaSender, key_of
 from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
 from megarl.weights.boxes import Box, box_of, intersection, num_elements, slices_of
-from megarl.weights.safetensors_map import TensorSpec
 from megarl.weights.slices import Index, Slice, checksum
 
 # Tensor → a box of it and the view that holds it, in the shape of the box.
@@ -20,12 +19,12 @@ _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
 def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
-    """What a rank holds, replicas of others included. A tensor held twice (tied, on one rank) counts once."""
+    """Return the box of each tensor that a rank holds, replicas included; a tensor held twice (tied) counts once."""
     return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
 
 
 class BridgeSender:
-    """A trainer rank's end."""
+    """This is a trainer rank's end of the bridge."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._share, self._scales = share, dict[str, float]()
@@ -35,7 +34,7 @@ class BridgeSender:
 
     @torch.no_grad()
     def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
-        """The largest magnitude here of each tensor that travels with a scale."""
+        """Return the largest magnitude on this rank of each tensor that travels with a scale."""
         found = dict[str, float]()
         for part in slices:
             if part.tensor in self._share.specs and self._share.specs[part.tensor].dtype == SCALED:
@@ -52,11 +51,17 @@ class BridgeSender:
         scales: Mapping[str, float] | None = None,
         full: bool = False,
     ) -> dict[int, dict[str, int]]:
-        """Send this rank's messages; returns sink → tensor → checksum of what was sent, empty unless asked for.
+        """Send this rank's messages; return the checksums of what was sent, as sink → tensor → checksum.
 
-        scales: of tensors that travel with one, the same on all ranks; full: send no differences this time.
+        with_checksums: compute them; the result is empty otherwise. scales: those of tensors that travel with one, the
+        same on all ranks. full: send everything this time, not differences.
         """
-        views, self._scales = _views_of(slices, self._share.specs), dict(scales or {})
+        specs, self._scales = self._share.specs, dict(scales or {})
+        views = {
+            part.tensor: list(_flat_views(box_of(part.index, specs[part.tensor].shape), part.view))
+            for part in slices
+            if part.tensor in specs
+        }
         sums = defaultdict[int, dict[str, int]](dict)
         if full and self._delta is not None:
             self._delta.forget()
@@ -65,31 +70,26 @@ class BridgeSender:
             self._wire.send(message, (self._cast(part, view) for part, _, view in _overlaps(parts, views)))
             if with_checksums:
                 for part, box, view in _overlaps(parts, views):
-                    _add(sums[message.sink], part, self._checksum(part, box, view))
+                    name, of_sink = part.tensor, sums[message.sink]
+                    added = checksum(self._cast(part, view), slices_of(box), specs[name].shape)
+                    of_sink[name] = (of_sink.get(name, 0) + added) % (1 << 64)
         self._wire.flush()
         return dict(sums)
-
-    def _checksum(self, part: Fragment, box: Box, view: torch.Tensor) -> int:
-        return checksum(self._cast(part, view), slices_of(box), self._share.specs[part.tensor].shape)
 
     def _cast(self, part: Fragment, view: torch.Tensor) -> torch.Tensor:
         return to_wire(view, self._share.specs[part.tensor].dtype, self._scales.get(part.tensor))
 
 
 class _Coming(NamedTuple):
-    """A part of a message, where in its tensor it belongs, and how many elements that is."""
+    """This is a part of a message: its tensor, its place there, and its number of elements."""
 
     tensor: str
     place: Index
     size: int
 
 
-def _coming(part: Fragment) -> _Coming:
-    return _Coming(part.tensor, slices_of(part.box), num_elements(part.box))
-
-
 class BridgeReceiver:
-    """An engine worker's end."""
+    """This is an engine worker's end of the bridge."""
 
     def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
         self._share, self._device = share, device
@@ -97,16 +97,20 @@ class BridgeReceiver:
         self._wire = self._delta or wire
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
         # What each message brings, and how many elements of each tensor come in all.
-        self._coming = {key_of(message): [_coming(part) for part in message.parts] for message in share.messages}
+        self._coming = {
+            key_of(message): [_Coming(p.tensor, slices_of(p.box), num_elements(p.box)) for p in message.parts]
+            for message in share.messages
+        }
         self._num_coming = Counter[str]()
         for part in itertools.chain.from_iterable(self._coming.values()):
             self._num_coming[part.tensor] += part.size
         self.wire_bytes = 0
 
     def receive(self, transfer: int, *, fill: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of full shape in which only what this worker needs is filled, each once it is complete.
+        """Yield tensors of full shape in which only what this worker needs is filled, each once it is complete.
 
-        fill: what the rest holds; by default anything. Counts what came over the wire in `wire_bytes`.
+        fill: the value of all other elements; by default they are undefined. `wire_bytes` then says how many bytes came
+        over the wire.
         """
         self.wire_bytes = 0
         missing, tensors = self._num_coming.copy(), dict[str, torch.Tensor]()
@@ -122,7 +126,9 @@ class BridgeReceiver:
             self._wire.expect([*bucket, *following])
             for message in bucket:
                 arrival, parts = self._wire.receive(message), self._coming[key_of(message)]
-                self.wire_bytes += 0 if message.local else self._num_bytes(message)
+                if not message.local:
+                    sent = message if self._delta is None else self._delta.sent(message)
+                    self.wire_bytes += sent.num_bytes
                 for part, _ in zip(parts, arrival.read(map(place_of, parts)), strict=True):
                     missing[part.tensor] -= part.size
                     if missing[part.tensor] == 0:
@@ -133,7 +139,7 @@ class BridgeReceiver:
     def restore(
         self, name: str, tensor: torch.Tensor, scale: float | None, *, fill: float | None = None
     ) -> torch.Tensor:
-        """A received tensor: in float32 if it travelled with a scale, else itself; `fill` as for `receive`."""
+        """Return a received tensor as it is, or in float32 if it travelled with a scale; `fill` is as for `receive`."""
         if scale is None:
             return tensor
         index = slices_of(self._share.needs[name])
@@ -144,12 +150,9 @@ class BridgeReceiver:
         return restored
 
     def checksum(self, name: str, tensor: torch.Tensor) -> int:
-        """Of the part of a received tensor that this worker needs, comparable with the sums of those who sent it."""
+        """Return the checksum of what this worker needs of a tensor; the senders' checksums must add up to it."""
         index = slices_of(self._share.needs[name])
         return checksum(tensor[index], index, self._share.specs[name].shape)
-
-    def _num_bytes(self, message: Parcel) -> int:
-        return message.num_bytes if self._delta is None else self._delta.sent(message).num_bytes
 
     def _allocate(self, name: str, fill: float | None) -> torch.Tensor:
         spec = self._share.specs[name]
@@ -157,16 +160,8 @@ class BridgeReceiver:
         return tensor if fill is None else tensor.fill_(fill)
 
 
-def _views_of(slices: Iterable[Slice], specs: Mapping[str, TensorSpec]) -> _Views:
-    views = defaultdict[str, list[tuple[Box, torch.Tensor]]](list)
-    for part in slices:
-        if part.tensor in specs:
-            views[part.tensor] = list(_flat_views(box_of(part.index, specs[part.tensor].shape), part.view))
-    return views
-
-
 def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A slice as views in the shape of boxes: one, or where its rows are interleaved with others' one per group."""
+    """Yield a slice as views in the shape of boxes: one, or one per group where groups of its rows lie apart."""
     try:
         yield box, view.view([end - start for start, end in box])
     except RuntimeError:
@@ -177,12 +172,8 @@ def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tenso
 
 
 def _overlaps(parts: Iterable[Fragment], views: _Views) -> Iterator[tuple[Fragment, Box, torch.Tensor]]:
-    """What of each part each view holds: blocks of rows, end to end as they travel."""
+    """Yield the blocks of rows that the views hold of each part, in the order in which they travel."""
     for part in parts:
         for box, view in views[part.tensor]:
             if (common := intersection(part.box, box)) is not None:
                 yield part, common, view if common == box else view[slices_of(common, box)]
-
-
-def _add(sums: dict[str, int], part: Fragment, value: int) -> None:
-    sums[part.tensor] = (sums.get(part.tensor, 0) + value) % (1 << 64)

@@ -1,4 +1,4 @@
-"""Which wire carries which message: shared memory within a host, a process group between hosts."""
+"""Carry each message over the right wire: shared memory within a host, a process group between hosts."""
 
 from collections.abc import Iterable
 from dataclasses import replace
