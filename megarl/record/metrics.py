@@ -277,7 +277,7 @@ class RolloutRecord:
     finish_reason: str
     num_prompt_tokens: int
     num_response_tokens: int
-    # Whether the response counts as right, and the scorer's other numbers by name, as JSON.
+    # Whether the response counts as right, and what else the scorer said, numbers or not, by name, as JSON.
     correct: bool = False
     details: str = "{}"
 

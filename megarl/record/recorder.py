@@ -144,7 +144,7 @@ class RunRecorder:
                     num_prompt_tokens=len(sample.prompt_token_ids),
                     num_response_tokens=len(sample.response_token_ids),
                     correct=reward.correct,
-                    details=json.dumps(dict(reward.details)),
+                    details=json.dumps({**reward.details, **reward.notes}),
                 )
             )
         write_rollouts(self.paths.rollouts(step), records)

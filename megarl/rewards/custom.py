@@ -1,12 +1,13 @@
 """Reward functions from a Python file of the user, with verl's signature or OpenRLHF's."""
 
+import contextlib
 import importlib.util
 import inspect
+import json
 import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from megarl.types import Reward
 # What verl's functions take, and what OpenRLHF's do.
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_PARAMETERS = ("queries", "prompts", "labels")
+
+# A worker's reply has a limit, and a rollout file is for reading.
+MAX_NOTE_CHARS = 16_384
 
 RewardFunction = Callable[..., Any]
 
@@ -43,9 +47,9 @@ def load_reward_function(
     """Load a function of a Python file as a scorer of responses to `prompt`.
 
     verl's `name(data_source, solution_str, ground_truth, extra_info)` returns a number, or a mapping with `score`,
-    optionally `acc` (whether the answer is right; else score > 0), and further numbers for the metrics. OpenRLHF's
-    `name(queries, prompts, labels, **kwargs)` is called with lists of one entry and returns
-    {"rewards": …, "scores": …, "extra_logs": {…}}, of which the last two may be missing.
+    optionally `acc` (whether the answer is right; else score > 0), and anything else: finite numbers are logged, the
+    rest is kept in the rollout files. OpenRLHF's `name(queries, prompts, labels, **kwargs)` is called with lists of one
+    entry and returns {"rewards": …, "scores": …, "extra_logs": {…}}, of which the last two may be missing.
 
     Raises:
         ConfigError: the file cannot be loaded, or has no such function; the message names file and line.
@@ -89,7 +93,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
     return loaded
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming_the_line(path: Path) -> Iterator[None]:
     """Turn what a call of the user's function raises into a RunError that names the line of the file."""
     try:
@@ -151,15 +155,28 @@ def score_custom(
             data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
         )
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
-    try:
-        numbers = {key: float(value) for key, value in values.items()}
-    except (TypeError, ValueError):
-        numbers = {}
-    if "score" not in numbers or not all(map(math.isfinite, numbers.values())):
+    numbers, notes = dict[str, float](), dict[str, Any]()
+    for key, value in values.items():
+        # What can be read as a number but is a text, such as an extracted answer, is no number.
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if not isinstance(value, str | bytes) and math.isfinite(number := float(value)):
+                numbers[str(key)] = number
+                continue
+        notes[str(key)] = _note(value)
+    if "score" not in numbers or "acc" in notes:
         raise RunError(
             f"{path}:{function.__code__.co_firstlineno if inspect.isfunction(function) else 1}: returned "
-            f"{str(result)[:120]}, expected a finite number, or finite numbers by name with 'score' among them"
+            f"{str(result)[:120]}, expected a finite number, or a mapping with 'score', a finite number, and, if there "
+            "is 'acc', a number or a boolean for it"
         )
     score = numbers.pop("score")
-    numbers.pop("acc", None)
-    return Reward(score=score, correct=bool(values.get("acc", score > 0)), details=numbers)
+    return Reward(score=score, correct=bool(numbers.pop("acc", score > 0)), details=numbers, notes=notes)
+
+
+def _note(value: Any) -> Any:
+    """Return a value as JSON can hold it, arrays as lists; what JSON cannot hold, or is too long, as text."""
+    try:
+        text = json.dumps(value, allow_nan=False, default=lambda other: getattr(other, "tolist", other.__str__)())
+    except (TypeError, ValueError):
+        text = json.dumps(str(value))
+    return json.loads(text) if len(text) <= MAX_NOTE_CHARS else text[:MAX_NOTE_CHARS]

@@ -111,7 +111,7 @@ class BatchJudging:
             if len(heard) > 1:
                 said = {f"{name}/score": opinion.score for name, opinion in heard.items() if not opinion.dropped}
                 details = {**details, **said}
-            rewards.append(Reward(score=total[row], correct=decisive.correct, details=details))
+            rewards.append(Reward(score=total[row], correct=decisive.correct, details=details, notes=decisive.notes))
         tallies: dict[str, Tally] = {name: tally for each in judged.values() for name, tally in each.tallies.items()}
         if len(opinions) > 1:
             for name, by_row in opinions.items():

@@ -179,12 +179,15 @@ class RolloutBatch:
 class Reward:
     """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty.
 
+    details: the scorer's other numbers, by the name that they have in metrics.
+    notes: what else it said, such as the answer it read, as JSON can hold it; only the rollout files show it.
     dropped: nobody could judge it, so it must not train; its score is NaN, which whoever reads it refuses.
     """
 
     score: float
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
     dropped: bool = False
 
 

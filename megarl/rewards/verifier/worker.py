@@ -97,7 +97,7 @@ def _reply_of(result: Any, function: str) -> WorkerReply:
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
     # JSON cannot hold NumPy's numbers.
     details = {str(name): float(value) for name, value in result.details.items()}
-    reward = Reward(score=float(result.score), correct=bool(result.correct), details=details)
+    reward = Reward(score=float(result.score), correct=bool(result.correct), details=details, notes=dict(result.notes))
     if not math.isfinite(reward.score):
         raise NonFiniteError(f"scorer {function!r} returned a score of {reward.score}; scores are finite numbers")
     return WorkerReply(outcome="parse_failed" if details.get(PARSE_FAILED) else "scored", reward=reward)

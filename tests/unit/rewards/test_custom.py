@@ -30,6 +30,33 @@ def test_a_mapping_has_accuracy_and_metrics(tmp_path: Path) -> None:
     assert (reward.score, reward.correct, reward.details) == (0.2, False, {"length": 2.0, "mine": 1.0})
 
 
+EXTRAS = """
+    import numpy as np
+    return {
+        "score": np.float32(0.5), "acc": np.bool_(True), "pred": "42", "format": True, "length": 3, "steps": [1, None],
+        "probs": np.asarray([0.5, 0.25]), "reason": None, "ratio": float("nan"), "huge": 10 ** 400, "odd": {(1, 2): 3},
+        "long": "ab" * 50_000,
+    }
+"""
+
+
+def test_what_is_no_number_is_kept_as_notes(tmp_path: Path) -> None:
+    """An answer that looks like a number is a text; 10**400 is no float; JSON has no NaN and no tuples as keys."""
+    reward = load(tmp_path, SIGNATURE + EXTRAS)("", "", {})
+    assert (reward.score, reward.correct, reward.details) == (0.5, True, {"format": 1.0, "length": 3.0})
+    notes = dict(reward.notes)
+    assert notes.pop("long") == '"' + "ab" * 8191 + "a"
+    assert notes == {
+        "pred": "42",
+        "steps": [1, None],
+        "probs": [0.5, 0.25],
+        "reason": None,
+        "ratio": "nan",
+        "huge": 10**400,
+        "odd": "{(1, 2): 3}",
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -60,7 +87,9 @@ def test_a_missing_file(tmp_path: Path) -> None:
         ("    return 'good'\n", r"reward\.py:1: returned good, expected a finite number"),
         ("    return float('nan')\n", r"reward\.py:1: returned nan, expected a finite number"),
         ("    return None\n", r"reward\.py:1: returned None, expected a finite number"),
-        ("    return {'acc': 1}\n", r"with 'score' among them"),
+        ("    return {'acc': 1}\n", r"a mapping with 'score', a finite number"),
+        ("    return {'score': '1'}\n", r"a mapping with 'score', a finite number"),
+        ("    return {'score': 1, 'acc': 'False'}\n", r"if there is 'acc', a number or a boolean"),
     ],
 )
 def test_calls_that_fail(tmp_path: Path, body: str, message: str) -> None:

@@ -2,15 +2,32 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.config.rewards import CustomConfig, RewardsConfig, SourceConfig, VerifierConfig
+from megarl.config.schema import Config, ModelConfig, RunConfig
+from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError, DataError, RunError
+from megarl.record.metrics import read_rollouts
+from megarl.record.recorder import RunRecorder
+from megarl.rewards.build import open_rewards
 from megarl.rewards.rule import Question, RuleJudge, Rules, outcome_of
 from megarl.rewards.verifier import JobResult
-from megarl.types import DROPPED, Reward
+from megarl.types import (
+    DROPPED,
+    FinishReason,
+    Prompt,
+    Reward,
+    RolloutBatch,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+)
 from tests.helpers.reward_items import item
 
 FILE = """
@@ -34,6 +51,9 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), "acc": solution_str == ground_truth, "index": extra_info["index"]}
+
+def tell_more(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, "pred": solution_str, "steps": ["a", None], "why": None, "chars": len(solution_str)}
 """
 
 
@@ -144,6 +164,37 @@ def test_verls_kind_of_function(file: str) -> None:
         assert ask(judge, "poems", "rose", "rose")[0] == Reward(score=4.0, correct=True, details={"index": 7.0})
     finally:
         judge.close()
+
+
+def test_what_a_function_says_besides_numbers_reaches_the_rollout_files(file: str, tmp_path: Path) -> None:
+    """verl's functions return texts, lists and None among their extras: the run goes on, and numbers are logged."""
+    tokenizer = make_byte_tokenizer()
+    ids = np.asarray(tokenizer("rose", add_special_tokens=False)["input_ids"], dtype=np.int64)
+    answer = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=ids,
+        loss_mask=np.ones(len(ids), dtype=np.bool_),
+        weight_versions=np.zeros(len(ids), dtype=np.int64),
+    )
+    prompt = Prompt(uid="q", token_ids=(65,), data_source="poems", ground_truth="rose")
+    sample = Sample(
+        uid="q",
+        sample_index=0,
+        seed=0,
+        segments=(prompt_segment([65]), answer),
+        finish_reason=FinishReason.STOP,
+    )
+    rewards = RewardsConfig(custom=CustomConfig(path=file, name="tell_more"), verifier=VerifierConfig(workers=1))
+    with closing(open_rewards(rewards, ["poems"], tokenizer)) as manager:
+        judging = manager.begin()
+        judging.add(prompt, sample)
+        judged = judging.finish([sample])
+    rule = {name: tally.value for name, tally in judged.tallies.items() if name.startswith("reward/rule/")}
+    assert rule == {"reward/rule/chars": 4.0}
+    recorder = RunRecorder(Config(run=RunConfig(name="a", dir=str(tmp_path)), model=ModelConfig(path="m")))
+    recorder.sample_rollouts(1, RolloutBatch(prompts={"q": prompt}, samples=(sample,)), judged.rewards, tokenizer)
+    (record,) = read_rollouts(recorder.paths.rollouts(1))
+    assert json.loads(record.details) == {"chars": 4.0, "pred": "rose", "steps": ["a", None], "why": None}
 
 
 def test_paths_are_relative_to_the_working_directory(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
