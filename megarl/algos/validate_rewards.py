@@ -89,19 +89,7 @@ def _check_critic_source(cfg: AlgoConfig) -> None:
 def _check_mask(cfg: AlgoConfig) -> None:
     mask, source = cfg.reward.mask, cfg.reward.source
     if mask.ratio == 0:
-        refuse_unused(
-            _MASK,
-            mask,
-            ("kind", "flip", "flip_stage"),
-            f"{_MASK}.ratio=0",
-            f"set {_MASK}.ratio > 0",
-            harmless=(False,),
-        )
-    if mask.flip and source == "critic":
-        raise ConfigError(
-            f"{_MASK}.flip: got True with algo.reward.source=critic, whose advantages are never flipped; "
-            f"set {_MASK}.flip=null, or algo.reward.source=rule"
-        )
+        refuse_unused(_MASK, mask, ("kind", "flip_stage"), f"{_MASK}.ratio=0", f"set {_MASK}.ratio > 0")
     nothing_to_order = {
         "algo.reward.source=critic": source == "critic",
         f"{_MASK}.flip=false": mask.flip is False,
@@ -125,6 +113,11 @@ def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps
         "freeze the critic": from_critic and not critic_frozen,
         f"{_MASK}.ratio={mask.ratio} changes rewards and metrics only: with algo.reward.source=critic advantages do "
         "not depend on rewards": from_critic and mask.ratio > 0,
+        f"{_MASK}.flip=true flips nothing: with algo.reward.source=critic advantages are never flipped": from_critic
+        and mask.flip is True,
+        f"{_MASK}.flip=true flips nothing: with {_MASK}.ratio=0 no row is hidden": not from_critic
+        and mask.ratio == 0
+        and mask.flip is True,
         f"{_MASK}.ratio={mask.ratio} with algo.advantage.estimator={cfg.advantage.estimator}: hidden rows count as "
         "failures and shift the mean of their group": mask.ratio > 0 and not _estimator(cfg).needs_values,
         f"{_MASK}.flip=false with {_MASK}.ratio={mask.ratio}: hidden rows have advantages of about −V, which "

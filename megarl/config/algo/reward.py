@@ -13,7 +13,8 @@ class RewardMaskConfig:
     ratio: float = setting(0.0, FRACTION)  # Fraction of rows whose reward is hidden.
     # bernoulli: each row independently with probability ratio; fixed: exactly ⌊rows × ratio⌋ of them.
     kind: Literal["bernoulli", "fixed"] = "bernoulli"
-    flip: bool | None = None  # Negate the advantages of masked rows; null: only with algo.reward.source=rule.
+    # Negate the advantages of masked rows; null: as true. It has no effect with algo.reward.source=critic.
+    flip: bool | None = None
     flip_stage: Literal["before_whiten", "after_whiten"] = "after_whiten"  # Negate them before or after whitening.
 
 

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.algos.rewards import reward_advantages
 from megarl.algos.validate_rewards import check_rewards, reward_warnings
 from megarl.config import Config, from_dict
 from megarl.config.algo import AlgoConfig
+from megarl.config.load import with_overrides
 from megarl.errors import ConfigError
+from tests.helpers.examples import step
 
 FILES = Path(__file__).parents[3] / "configs" / "algo"
 
@@ -45,11 +48,6 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
         "algo.reward.source=rule",
     ),
     (
-        {"reward": {"mask": {"flip": True}}},
-        "algo.reward.mask.flip: got true, which is not read with algo.reward.mask.ratio=0; leave it at null, or set "
-        "algo.reward.mask.ratio > 0",
-    ),
-    (
         {"reward": {"mask": {"kind": "fixed"}}},
         "algo.reward.mask.kind: got fixed, which is not read with algo.reward.mask.ratio=0; leave it at bernoulli, or "
         "set algo.reward.mask.ratio > 0",
@@ -68,11 +66,6 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
         critic(mask=BEFORE),
         "algo.reward.mask.flip_stage: got before_whiten, which is not read with algo.reward.source=critic; leave it "
         "at after_whiten, or flip advantages of an estimator that normalises them over the batch, such as gae",
-    ),
-    (
-        critic(mask={"ratio": 0.5, "flip": True}),
-        "algo.reward.mask.flip: got True with algo.reward.source=critic, whose advantages are never flipped; "
-        "set algo.reward.mask.flip=null, or algo.reward.source=rule",
     ),
     (
         {"advantage": {"uniform_scale": True}},
@@ -151,6 +144,9 @@ WARNINGS: list[tuple[dict[str, Any], bool, int, list[str]]] = [
     (critic(), True, 0, []),
     (critic(), True, 3, ["its 3 steps only delay the policy"]),
     (critic(mask={"ratio": 0.5}), True, 0, ["advantages do not depend on rewards"]),
+    (critic(mask={"ratio": 0.5, "flip": False}), True, 0, ["advantages do not depend on rewards"]),
+    (critic(mask={"flip": True}), True, 0, ["with algo.reward.source=critic advantages are never flipped"]),
+    ({"reward": {"mask": {"flip": True}}, "advantage": GAE}, False, 0, ["ratio=0 no row is hidden"]),
     ({"reward": {"mask": {"ratio": 0.5}}}, False, 0, ["estimator=grpo: hidden rows count as failures"]),
     ({"reward": {"mask": {"ratio": 0.5}}, "advantage": GAE}, False, 9, []),
     ({"reward": {"mask": {"ratio": 0.5, "flip": False}}, "advantage": GAE}, False, 0, ["advantages of about −V"]),
@@ -163,3 +159,31 @@ def test_warnings(keys: dict[str, Any], frozen: bool, warmup: int, expected: lis
     got = reward_warnings(algo(**keys), critic_frozen=frozen, critic_warmup_steps=warmup)
     assert len(got) == len(expected)
     assert all(part in message for part, message in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("source", ["rule", "critic"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("flip", [None, True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", ["ppo", "ppo_critic"])
+def test_source_mask_flip_and_freeze_combine_freely(
+    name: str, source: str, ratio: float, flip: bool | None, frozen: bool
+) -> None:
+    """An explicit flip that has no effect is a note; only kept rows without a critic's reward have a sign to lose."""
+    changes = [f"algo.reward.source={source}", f"algo.reward.mask.ratio={ratio}", f"critic.freeze={frozen}"]
+    changes.append(f"algo.reward.mask.flip={'null' if flip is None else flip}")
+    config = with_overrides(from_dict(Config, yaml.safe_load((FILES / f"{name}.yaml").read_text())), changes)
+    check_rewards(config.algo, max_response_tokens=8)
+    warnings = reward_warnings(config.algo, critic_frozen=frozen, critic_warmup_steps=0)
+    flips_nothing = flip is True and (source == "critic" or ratio == 0)
+    assert any("flips nothing" in warning for warning in warnings) == flips_nothing
+
+
+@pytest.mark.parametrize(("source", "ratio"), [("critic", 0.0), ("critic", 0.5), ("rule", 0.0)])
+def test_a_flip_without_effect_changes_no_advantage(source: str, ratio: float) -> None:
+    batch = step("aabb", [1.0, 0.0, 2.0, 0.5], values=[[0.5, 0.1], [0.25, 1.0], [0.0, 0.3], [1.0, 0.0]])
+    advantages = []
+    for flip in (None, True, False):
+        cfg = algo(reward={"source": source, "mask": {"ratio": ratio, "flip": flip}}, advantage=GAE)
+        advantages.append(reward_advantages(batch, cfg.reward, cfg.advantage).advantages.tolist())
+    assert advantages[0] == advantages[1] == advantages[2]
