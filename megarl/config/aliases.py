@@ -226,13 +226,15 @@ def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
 
     A mapping is searched down to its leaves. The first sections of a name may be missing if all names that end so
     mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is left out.
+    An alias of one value, as `algorithm.adv_estimator=cpo`, goes before that of its key.
     """
-    for name in _leaves(path.lstrip("+"), value):
-        if name in ALIASES:
-            return name, ALIASES[name]
-        found = {alias for known, alias in ALIASES.items() if "." in name and known.endswith(f".{name}")}
-        if len(found) == 1:
-            return name, found.pop()
+    for leaf, item in _leaves(path.lstrip("+"), value):
+        for name in (f"{leaf}={item}", leaf):
+            if name in ALIASES:
+                return name, ALIASES[name]
+            found = {alias for known, alias in ALIASES.items() if "." in leaf and known.endswith(f".{name}")}
+            if len(found) == 1:
+                return name, found.pop()
     return None
 
 
@@ -244,9 +246,9 @@ def unknown_options(arguments: list[str]) -> str:
     return f"unrecognized arguments: {' '.join(arguments)}{advice}; settings are given as key=value"
 
 
-def _leaves(path: str, value: object) -> Iterator[str]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
     else:
-        yield path
+        yield path, value

@@ -37,7 +37,10 @@ CPO: Entries = {
         (f"{section}.kl_alpha", "kl_alpha"),
         (f"{section}.gold_as_hint", "hint.source", "true is solution, false is answer"),
     )
-} | {f"{_ACTOR}.vocab_size": ("", "it is the model's")}
+} | {
+    "algorithm.adv_estimator=cpo": ("", "set use.algo=cpo, or another file of configs/algo"),
+    f"{_ACTOR}.vocab_size": ("", "it is the model's"),
+}
 
 LUFFY: Entries = {
     f"{_ACTOR}.use_off_policy_loss": ("algo.off_policy.loss", "true is luffy"),

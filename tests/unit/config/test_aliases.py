@@ -79,6 +79,14 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
             {"algorithm": {"wrap_method": "mi_qwen3"}},
             "unknown key 'algorithm.wrap_method', CPO's name for 'algo.cpo.method'",
         ),
+        (  # an estimator to verl, a file of settings here
+            {"algorithm": {"adv_estimator": "cpo"}},
+            "unknown key 'algorithm.adv_estimator=cpo', of CPO (set use.algo=cpo, or another file of configs/algo)",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gae"}},
+            "unknown key 'algorithm.adv_estimator', verl's name for 'algo.advantage.estimator'",
+        ),
         (
             {"algorithm": {"reward_source": "critic"}},
             "unknown key 'algorithm.reward_source', PPO_critic's name for 'algo.reward.source' (rule_based is rule)",
