@@ -1,10 +1,10 @@
-"""RL algorithms as pure functions of log-probs, rewards and masks.
+"""Define RL algorithms as pure functions of log-probs, rewards and masks.
 
-An algorithm is a composition of named choices (advantage estimator × policy loss × KL × aggregation); each
-choice is a registry of functions. Nothing here knows of processes, devices, layouts or packing.
+An algorithm is a composition of named choices (advantage estimator × policy loss × KL × aggregation), and each choice
+has a registry of functions. Nothing here knows about processes, devices, layouts or packing.
 
-Examples in docstrings are run by `tests/unit/algos/test_examples.py`. They make tensors of float64 with `tensor`, and
-inputs with the other short names of `tests/helpers/examples.py`.
+`tests/unit/algos/test_examples.py` runs the examples in docstrings. They create float64 tensors with `tensor`, and
+inputs with the other short names that `tests/helpers/examples.py` defines.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ComposedAlgorithm", "MismatchSums", "SftAlgorithm", "build_algorithm", "mismatch_sums"]
 
-if not TYPE_CHECKING:  # a checker would take any name for known
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import an exported name on first use: `megarl.registry` serves processes that do without torch."""
+        """Import an exported name on first use, because `megarl.registry` serves processes that run without torch."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.algos import build, composed, mismatch, sft

@@ -1,8 +1,8 @@
-"""From a loss per token to the objective: Σ local sums / one global denominator.
+"""Aggregate per-token losses into the objective: Σ local sums / one global denominator.
 
-Every micro-batch on every data-parallel rank contributes a local sum; the denominator counts the whole
-optimizer mini-batch and is known before the first backward. The objective therefore does not depend on how
-rows are split. Rows without loss tokens add nothing to a sum and are not counted.
+Every micro-batch on every data-parallel rank contributes a local sum. The denominator counts the whole optimizer
+mini-batch and is known before the first backward pass. The objective therefore does not depend on how rows are split.
+Rows without loss tokens add nothing to a sum and are not counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from megarl.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Global counts of an optimizer mini-batch: rows with loss tokens, and loss tokens."""
+    """Row counts are global numbers of an optimizer mini-batch: its rows with loss tokens, and its loss tokens."""
 
     num_rows: int
     num_tokens: int
 
 
 def count_rows(rows: Sequence[Row]) -> RowCounts:
-    """Count the rows and tokens of rows that have loss tokens.
+    """Count the rows that have loss tokens, and those tokens.
 
     >>> count_rows([row([1, 0, 1]), row([0])])
     RowCounts(num_rows=1, num_tokens=2)
@@ -35,12 +35,10 @@ def count_rows(rows: Sequence[Row]) -> RowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How losses per token become one number.
+    """An aggregation turns per-token losses into one number.
 
-    local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float.
-
-    The denominator of an empty mini-batch may be 0; see `global_denominator`. uses_horizon: whether it reads the
-    horizon.
+    local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float; it may be 0
+    for an empty mini-batch, see `global_denominator`. uses_horizon: whether the denominator reads the horizon.
     """
 
     local_sum: Callable[[Tensor, Tensor], Tensor]
@@ -49,7 +47,7 @@ class Aggregation:
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Sum over loss tokens.
+    """Return the sum of the loss over loss tokens.
 
     >>> token_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
     3.0
@@ -58,7 +56,7 @@ def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Sum over rows of the row's mean over its loss tokens.
+    """Return the sum over rows of each row's mean loss over its loss tokens.
 
     >>> row_mean_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
     1.5
@@ -68,7 +66,7 @@ def row_mean_sum(loss: Tensor, mask: Tensor) -> Tensor:
 
 AGGREGATIONS: Registry[Aggregation] = Registry("aggregation", key="algo.aggregation")
 
-# Σ tokens / number of tokens (DAPO, arXiv:2503.14476): long rows weigh more.
+# Σ tokens / number of tokens (DAPO, arXiv:2503.14476): long rows have more weight.
 AGGREGATIONS.register("token-mean")(
     Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_tokens)
 )
@@ -76,11 +74,11 @@ AGGREGATIONS.register("token-mean")(
 AGGREGATIONS.register("seq-mean-token-sum")(
     Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
 )
-# Mean over rows of the row's mean (GRPO, arXiv:2402.03300): tokens of long rows weigh less.
+# Mean over rows of the row's mean (GRPO, arXiv:2402.03300): tokens of long rows have less weight.
 AGGREGATIONS.register("seq-mean-token-mean")(
     Aggregation(local_sum=row_mean_sum, denominator=lambda counts, horizon_tokens: counts.num_rows)
 )
-# Σ tokens / horizon: the scale grows with the number of rows. verl 0.9.1 divides by rows too: `dr_grpo` here.
+# Σ tokens / horizon: the scale grows with the number of rows. verl 0.9.1 also divides by rows, as `dr_grpo` does here.
 AGGREGATIONS.register("seq-mean-token-sum-norm")(
     Aggregation(local_sum=token_sum, denominator=lambda counts, horizon_tokens: horizon_tokens, uses_horizon=True)
 )
@@ -96,7 +94,7 @@ AGGREGATIONS.register("dr_grpo")(
 
 
 def global_denominator(aggregation: Aggregation, counts: RowCounts, *, horizon_tokens: int) -> float:
-    """Return what local sums are divided by: at least 1, so that an empty mini-batch is 0/1 and not 0/0.
+    """Return the number that local sums are divided by: at least 1, so that an empty mini-batch gives 0/1, not 0/0.
 
     >>> counts = RowCounts(num_rows=2, num_tokens=7)
     >>> global_denominator(AGGREGATIONS.get("dr_grpo"), counts, horizon_tokens=10)

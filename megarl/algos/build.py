@@ -1,4 +1,4 @@
-"""From configuration to algorithm."""
+"""Build the algorithm that a configuration describes."""
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
 from megarl.algos.composed import ComposedAlgorithm
@@ -14,9 +14,9 @@ from megarl.types import Algorithm
 
 
 def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: int | None = None) -> Algorithm:
-    """Build the algorithm that `cfg` describes; ConfigError for unknown names and conflicts.
+    """Build the algorithm that `cfg` describes; raise ConfigError for unknown names and conflicts.
 
-    Without `vocab_size` it can say what it requires, but CPO cannot shape advantages.
+    Without `vocab_size` the algorithm can say which scores it requires, but CPO cannot shape advantages.
 
     >>> build_algorithm(AlgoConfig(), max_response_tokens=8).token_local
     True
@@ -31,7 +31,7 @@ def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: in
 
 
 def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
-    """Build the algorithm of a run; raise ConfigError also for what does not fit how the run samples."""
+    """Build the algorithm of a run; raise ConfigError also for settings that do not fit how the run samples."""
     check_filter(config.algo.filter, num_samples=config.rollout.num_samples)
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)

@@ -1,4 +1,4 @@
-"""The policy-gradient algorithm as a composition of registered choices."""
+"""Compose the policy-gradient algorithm from registered choices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,10 +50,10 @@ ENTROPY_METRIC = "actor/entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedAlgorithm:
-    """`megarl.types.Algorithm` from an `AlgoConfig`.
+    """A composed algorithm implements `megarl.types.Algorithm` with the choices of an `AlgoConfig`.
 
-    loss = agg(policy loss × correction) + kl_coef·agg(KL, if in the loss) − entropy_coef·agg(entropy), and with
-    off_policy.loss=sft an imitation loss beside it.
+    loss = agg(policy loss × correction) + kl_coef·agg(KL, if in the loss) − entropy_coef·agg(entropy). With
+    off_policy.loss=sft an imitation loss is added.
     horizon_tokens: the length that some aggregations divide by. vocab_size: the model's, for CPO's uncertainty.
     """
 
@@ -93,11 +93,11 @@ class ComposedAlgorithm:
     # --- advantages, on the host
 
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
-        """Compute advantages: reward shaping → KL penalty → estimator → `ADVANTAGE_SHAPERS`.
+        """Compute advantages in this order: reward shaping → KL penalty → estimator → `ADVANTAGE_SHAPERS`.
 
-        Metrics: of every stage; critic/advantages/{mean,max,min} over loss tokens, as the loss gets them, with their
-        population deviation `std`; critic/group_reward_std, the mean over rows of their group's deviation; this step's
-        KL coefficient. Scores: `returns` of a critic, and what the loss reads beside the advantages.
+        Metrics: those of every stage; critic/advantages/{mean,max,min} over loss tokens, as the loss gets them, with
+        their population deviation `std`; critic/group_reward_std, the mean over rows of their group's deviation; this
+        step's KL coefficient. Scores: a critic's `returns`, and what the loss reads besides the advantages.
         """
         cfg, mask = self.cfg, batch.loss_mask
         shaped = shape_rewards(batch, cfg.reward, max_response_tokens=self.max_response_tokens)
@@ -132,8 +132,8 @@ class ComposedAlgorithm:
     # --- the loss, per micro-batch
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Count `loss`, the aggregation's denominator, and numbers of tokens: all loss tokens, by who wrote them, and
-        imitated ones.
+        """Compute a mini-batch's denominators: `loss` is the aggregation's, the others count tokens (all loss tokens,
+        the policy's, those of demonstrations, imitated ones).
         """
         counts = count_mixed(trained_rows(rows, self.cfg.off_policy), self.cfg.off_policy)
         aggregation = AGGREGATIONS.get(self.cfg.aggregation)
@@ -148,8 +148,8 @@ class ComposedAlgorithm:
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
         """Sum the loss terms of a micro-batch.
 
-        Without `old_logprobs` in `rows` they are the current ones: right if, and only if, exactly one
-        optimizer step uses the batch. Then every ratio is 1 and the gradient is the policy gradient.
+        If `rows` have no `old_logprobs`, the current log-probs take their place, which is correct if and only if
+        exactly one optimizer step uses the batch. Every ratio is then 1 and the gradient is the policy gradient.
         """
         cfg = self.cfg
         if out.logprobs.shape != rows.loss_mask.shape:
@@ -197,7 +197,7 @@ class ComposedAlgorithm:
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         """Update the coefficients of KL and entropy.
 
-        `metrics` are the step's, of the update and of `advantages`; the KL among them is `KL_METRICS`.
+        `metrics` are those of the step's update and of `advantages`; `KL_METRICS` names the KL among them.
         """
         cfg = self.cfg
         follows_kl, follows_entropy = cfg.kl.where != "none", cfg.entropy.controller != "fixed"

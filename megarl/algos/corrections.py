@@ -1,8 +1,8 @@
-"""Correction for rollouts that another engine sampled: weights on the policy loss, computed once per step on the host.
+"""Correct for rollouts that another engine sampled: weigh the policy loss, once per step on the host.
 
-ρ_t = π_trainer(y_t) / π_engine(y_t), both with the weights that sampled: what the engine's kernels change. A correction
-is a weight (what an accepted token counts) × a gate (which tokens are accepted) × a veto (which rows are dropped).
-Names are presets of weight and gate. Rejected tokens stay in the loss's denominator.
+ρ_t = π_trainer(y_t) / π_engine(y_t), both with the model weights that sampled, so that ρ measures what the engine's
+kernels change. A correction is a weight (how much an accepted token counts) × a gate (which tokens are accepted) × a
+veto (which rows are dropped). A name is a preset of weight and gate. Rejected tokens stay in the loss's denominator.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from megarl.config.algo import AlgoConfig, CorrectionConfig
 from megarl.errors import ConfigError, NonFiniteError
 from megarl.registry import Registry, refuse_unused
 
-# The score that holds the weights of `compute_correction`.
+# Name of the score that holds the weights of `compute_correction`.
 CORRECTION = "correction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionInputs:
-    """All rows of a step, every tensor [B, T]. `demonstration_mask`: loss tokens that the engine did not sample."""
+    """The inputs hold all rows of a step, [B, T] each; `demonstration_mask`: loss tokens the engine did not sample."""
 
     old_logprobs: Tensor
     rollout_logprobs: Tensor
@@ -36,11 +36,11 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What the updates need of a correction, [B, T] each, and what to log.
+    """A correction holds what the updates need, each [B, T], and the metrics to log.
 
     weights: factors of the policy loss, in the dtype of the log-probs; 1 on demonstration tokens, 0 outside the loss
-    mask. accepted: bool, loss tokens that no gate and no veto rejected. old_logprobs: what the policy loss's ratio is
-    taken to: the trainer's, or under `rollout_ratio` the engine's where it sampled.
+    mask. accepted: bool, loss tokens that neither the gate nor the veto rejected. old_logprobs: the log-probs in the
+    denominator of the policy loss's ratio: the trainer's, or under `rollout_ratio` the engine's where it sampled.
     """
 
     weights: Tensor
@@ -51,20 +51,20 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRatios:
-    """Log-ratios ln ρ [B, T] in float64, clamped to ±20, 0 where `sampled` (bool) is not set; sums are over sampled
-    tokens.
-    """
+    """Log-ratios hold ln ρ [B, T] between trainer and engine, in float64 and clamped to ±20.
+
+    They are 0 where `sampled` (bool) is not set; sums and means are over sampled tokens."""
 
     token: Tensor
     sampled: Tensor
 
     @property
     def row_mean(self) -> Tensor:
-        """[B, 1] mean of ln ρ, 0 for a row without sampled tokens."""
+        """Return each row's mean of ln ρ, [B, 1]; it is 0 for a row without sampled tokens."""
         return row_means(self.token, self.sampled)[:, None]
 
     def prefix_mean(self, *, own: bool) -> Tensor:
-        """[B, T] mean of ln ρ over the sampled tokens up to each place, with or without that place; of none: 0."""
+        """Return the mean of ln ρ [B, T] over the sampled tokens before each position (`own`: or at it), 0 for none."""
         total, count = self.token.cumsum(-1), self.sampled.cumsum(-1)
         if not own:
             total, count = total - self.token, count - self.sampled.long()
@@ -85,7 +85,7 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh tokens by ρ, at most `token_cap` if there is one.
+    """Weigh tokens by ρ, or by min(ρ, token_cap) if `token_cap` is set.
 
     >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
     [[1.5, 0.5]]
@@ -164,7 +164,7 @@ def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept tokens with low ≤ g_t ≤ high, g_t the geometric mean of ρ_1 … ρ_t. Later tokens may be accepted again.
+    """Accept tokens with low ≤ g_t ≤ high, even after rejected ones; g_t is the geometric mean of ρ_1 … ρ_t.
 
     >>> prefix_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[False, True]]
@@ -173,7 +173,7 @@ def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept tokens with low ≤ g_{t−1} ≤ high; the first one passes. It is known before y_t is drawn.
+    """Accept the first token, and others with low ≤ g_{t−1} ≤ high, which is known before y_t is drawn.
 
     >>> earlier_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[True, False]]
@@ -192,9 +192,9 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
-    """A preset of weight and gate. `options`: the fields of `CorrectionConfig` that it reads. `rollout_ratio`: the
-    policy loss's own ratio is to the engine.
-    """
+    """A correction rule is a preset of weight and gate; `options` names the fields of `CorrectionConfig` that it reads.
+
+    rollout_ratio: whether the policy loss's own ratio is taken to the engine's log-probs."""
 
     weight: Weight
     gate: Gate = every_token
@@ -211,11 +211,11 @@ _GATED_RATIO = _GATED | _BOUNDS | {"token_cap"}
 
 # No correction.
 CORRECTIONS.register("none")(CorrectionRule(weight=one))
-# The policy loss's ratio is to the engine's log-probs: old and mismatch in one ratio, clipped as one.
+# The policy loss's ratio is to the engine's log-probs: policy change and mismatch in one ratio, clipped as one.
 CORRECTIONS.register("rollout_ratio")(CorrectionRule(weight=one, options=frozenset({"veto"}), rollout_ratio=True))
-# Truncated importance sampling as OpenRLHF has it: small weights are raised to `low`.
+# Truncated importance sampling as in OpenRLHF: small weights are raised to `low`.
 CORRECTIONS.register("tis")(CorrectionRule(weight=clipped_token_ratio, options=_WEIGHTED | _BOUNDS))
-# The same from above only (arXiv:1802.01561 truncates ρ so; Flash-RL applies it to the engine's mismatch).
+# The same from above only (arXiv:1802.01561 truncates ρ this way; Flash-RL applies it to the engine's mismatch).
 CORRECTIONS.register("tis_upper")(CorrectionRule(weight=truncated_token_ratio, options=_WEIGHTED | {"high"}))
 # IcePop (Ring-1T, arXiv:2510.18855).
 CORRECTIONS.register("icepop")(CorrectionRule(weight=token_ratio, gate=token_within, options=_GATED_RATIO))
@@ -224,11 +224,11 @@ CORRECTIONS.register("seq_mask_tis", "seq-mask-tis")(
 )
 # REINFORCE Pro.
 CORRECTIONS.register("reinforce_pro")(CorrectionRule(weight=token_ratio, gate=prefix_within, options=_GATED_RATIO))
-# REINFORCE Pro whose gate does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever the
-# gate does, so a baseline still cancels; the gradient as a whole stays biased. Anything else that depends on
-# the token or its advantage would undo it, hence no more options.
+# REINFORCE Pro with a gate that does not look at the token it judges. E[gate · ρ · ∇ ln π | prefix] is then 0 whatever
+# the gate does, so a baseline still cancels; the gradient as a whole stays biased. Anything else that depends on the
+# token or its advantage would undo this, hence no more options.
 CORRECTIONS.register("baseline_unbiased")(CorrectionRule(weight=token_ratio, gate=earlier_within, options=_BOUNDS))
-# Importance sampling of whole rows: unbiased but for the truncation, variance exponential in the length.
+# Importance sampling of whole rows: unbiased except for the truncation, with a variance exponential in the length.
 CORRECTIONS.register("sequence")(CorrectionRule(weight=truncated_row_product, options=_WEIGHTED | {"high"}))
 CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED | _BOUNDS))
 # With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
@@ -236,7 +236,7 @@ CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_wit
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
-    """Compute the configured correction. It is row-wise, but for `normalise`; statistics in float64.
+    """Compute a step's correction, with statistics in float64; rows do not affect each other, except with `normalise`.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -267,7 +267,7 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
     gate = rule.gate(ratios, cfg)
     if cfg.only_negative:
         gate = gate | (x.advantages >= 0)
-    # A row's mean hides one token with ρ > veto or ρ < 1 / veto if the row is long.
+    # The mean of a long row would hide a single token with ρ > veto or ρ < 1 / veto.
     vetoed = (ratios.token.abs().exp() > (torch.inf if cfg.veto is None else cfg.veto)).any(-1)
     accepted = sampled & gate & ~vetoed[:, None]
     weights = torch.where(accepted, raw, 0.0)
@@ -287,7 +287,7 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
 
 
 def check_correction(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown correction, thresholds that reject agreement, and options that do not fit.
+    """Raise ConfigError for an unknown correction, thresholds that reject a ratio of 1, and options that do not fit.
 
     >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=2.0)))
     Traceback (most recent call last):

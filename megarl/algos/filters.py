@@ -1,4 +1,4 @@
-"""Which groups train: groups that carry no signal, or are too easy or too hard, are removed before rows are scored."""
+"""Select the groups that train: remove those without signal, too easy or too hard, before rows are scored."""
 
 import math
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from megarl.config.algo import FilterConfig
 from megarl.errors import ConfigError, DataError
 
-# Scores are float32 somewhere on their way: 0.1 is then off by 1.5e-9.
+# Scores pass through float32, which changes 0.1 by 1.5e-9.
 _SCORE_TOLERANCE = 1e-6
 
 
 def kept_rows(
     scores: Sequence[float], uids: Sequence[str], cfg: FilterConfig, *, demonstrated: Sequence[bool] | None = None
 ) -> tuple[bool, ...]:
-    """Whether each row stays: all rows of a group (equal uid) or none.
+    """Return for each row whether it stays; a group (rows of equal uid) stays as a whole or not at all.
 
     A group stays if low < mean score < high for `mean_score` = [low, high], both strict (dynamic sampling,
     arXiv:2503.14476), and if its scores are not all equal to one of `uniform_scores` (within 1e-6). Scores are the
-    scorer's, before shaping. Rows that are `demonstrated` begin with a demonstration; without `count_demonstrations`
-    the others alone decide, unless the group has no others.
+    scorer's, before shaping. Rows that are `demonstrated` begin with a demonstration. Without `count_demonstrations`
+    only the other rows decide, unless the group has no others.
 
     Raises:
         DataError: a score is not finite, or `mean_score` meets a group of one row.
@@ -54,11 +54,11 @@ def group_metrics(
     *,
     demonstrated: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-    """What a step sampled, before anything is removed: counts of groups, and shares of rows that are correct.
+    """Describe what a step sampled, before anything is removed: numbers of groups, and shares of correct rows.
 
-    filter/num_groups, filter/num_groups_removed; batch/solve_none, batch/solve_all: groups without, and of nothing but,
-    correct rows; batch/solved: share of rows correct; batch/on_solved, batch/off_solved: the same over rows without
-    and with a demonstration, where there are such rows.
+    filter/num_groups, filter/num_groups_removed: groups sampled, and those removed. batch/solve_none, batch/solve_all:
+    groups in which no row, or every row, is correct. batch/solved: share of correct rows. batch/on_solved,
+    batch/off_solved: the same over rows without and with a demonstration, where there are such rows.
 
     >>> group_metrics([True, False], "aa", [True, True])["batch/solved"]
     0.5
@@ -82,7 +82,7 @@ def group_metrics(
 
 
 def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
-    """Raise ConfigError for bounds that keep nothing, groups too small to judge, and refills of nothing.
+    """Raise ConfigError for a filter that keeps nothing, groups too small to judge, or refills without a filter.
 
     >>> check_filter(FilterConfig(mean_score=(1.0, 0.0)), num_samples=8)
     Traceback (most recent call last):
