@@ -1,6 +1,6 @@
-"""CPO: advantages shaped by what a hint changes in the policy's log-probs.
+"""Shape advantages with CPO: by how much a hint changes the policy's log-probs.
 
-`shape_advantages` runs on the host over a whole step, or with the current entropies in the loss (`shapes_in_loss`).
+`shape_advantages` runs on the host over a whole step, or in the loss if it needs current entropies (`shapes_in_loss`).
 """
 
 from megarl.algos.cpo.difficulty import difficulty_metrics, group_difficulty

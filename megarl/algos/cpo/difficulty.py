@@ -1,4 +1,4 @@
-"""How hard a prompt is for the policy, judged by the samples of its group (rows of equal uid)."""
+"""Judge how hard a prompt is for the policy from the samples of its group (rows of equal uid)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from megarl.algos.masked import group_stats
 from megarl.config.algo import CpoConfig
 from megarl.registry import Registry
 
-# (uids, correct [B] bool, rewards [B]) → [B] int64.
+# (uids, correct [B] bool, rewards [B]) → difficulty level of each row, [B] int64.
 Difficulty: TypeAlias = Callable[[Sequence[str], Tensor, Tensor], Tensor]
 
 DIFFICULTIES: Registry[Difficulty] = Registry("difficulty", key="algo.cpo.difficulty")
@@ -22,7 +22,7 @@ _HARD_STD = math.sqrt(0.5)
 
 @DIFFICULTIES.register("three_way")
 def three_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Level 1 if all samples are correct, −1 if none is, else 0.
+    """Return level 1 for a group whose samples are all correct, −1 if none is correct, else 0.
 
     >>> three_way("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0])).tolist()
     [0, 0, 1]
@@ -33,7 +33,7 @@ def three_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("five_way")
 def five_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Level by c of n correct samples: 0 → −2, up to n/4 → −1, up to 5n/8 → 0, more → 1, n → 2.
+    """Return the level for c correct samples of n: c = 0 → −2, c ≤ n/4 → −1, c ≤ 5n/8 → 0, more → 1, c = n → 2.
 
     >>> correct = torch.tensor([True, False, False, False])
     >>> five_way("aaaa", correct, tensor([1.0, 0.0, 0.0, 0.0])).tolist()
@@ -47,9 +47,9 @@ def five_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("variance")
 def variance(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Level by the unbiased variance of rewards: below 0.1 → 1, above 0.5 → −1, else 0.
+    """Return the level for the unbiased variance of a group's rewards: below 0.1 → 1, above 0.5 → −1, else 0.
 
-    As CPO was described. It calls a group without a correct sample easy; see `variance_signed`.
+    CPO was described this way. A group without a correct sample counts as easy; see `variance_signed`.
 
     >>> variance("aabb", torch.tensor([True, False, True, True]), tensor([2.0, 0.0, 1.0, 1.0])).tolist()
     [-1, -1, 1, 1]
@@ -60,8 +60,7 @@ def variance(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("variance_signed")
 def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Level as in `variance`, but a group of low variance is 1 if most of its samples are correct and −1 if most are
-    not.
+    """Return the level of `variance`, but at low variance 1, 0 or −1 if most, half or fewer of the samples are correct.
 
     >>> correct = torch.tensor([False, False, True, True])
     >>> variance_signed("aabb", correct, tensor([0.0, 0.0, 1.0, 1.0])).tolist()
@@ -73,7 +72,7 @@ def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Te
 
 
 def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg: CpoConfig) -> Tensor:
-    """Return levels [B] in {−1, 0, 1} as the methods read it; of five levels only the outermost are not 0.
+    """Return the difficulty [B] in {−1, 0, 1} that methods read; of five levels, only the outermost are not 0.
 
     >>> group_difficulty("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0]), CpoConfig()).tolist()
     [0, 0, 1]
@@ -83,8 +82,9 @@ def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg:
 
 
 def difficulty_metrics(uids: Sequence[str], correct: Tensor) -> Mapping[str, float]:
-    """Compute the shares of prompts, not of rows, whose samples are all wrong, mixed and all correct. Nothing without
-    rows.
+    """Compute the shares of prompts (not of rows) whose samples are all wrong, mixed, and all correct.
+
+    The result is empty if there are no rows.
 
     >>> difficulty_metrics("aab", torch.tensor([True, False, True]))["cpo/difficulty_mixed_frac"]
     0.5

@@ -1,4 +1,4 @@
-"""The quantities that CPO's formulas multiply: one number per token [B, T], or per row [B, 1]. All are finite."""
+"""Compute the finite factors of CPO's formulas, per token [B, T] or per row [B, 1]; `Terms` defines d and MI."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _RANGE_EPS = 1e-8
 
 
 def mi(x: Terms) -> Tensor:
-    """Mutual information of token and hint, by the configured estimator.
+    """Return the mutual information of token and hint, by the configured estimator.
 
     >>> mi(terms([[1.0, -2.0]])).tolist()
     [[1.0, -2.0]]
@@ -27,7 +27,7 @@ def mi(x: Terms) -> Tensor:
 
 
 def capped_mi(x: Terms) -> Tensor:
-    """Mutual information, at most 10: min(MI, 10).
+    """Return the mutual information capped at 10: min(MI, 10).
 
     >>> capped_mi(terms([[12.0, -2.0]], mi_estimator="p_weighted")).round(decimals=2).tolist()
     [[10.0, -0.01]]
@@ -36,7 +36,7 @@ def capped_mi(x: Terms) -> Tensor:
 
 
 def capped_delta(x: Terms) -> Tensor:
-    """Log-ratio within ±10: clip(d, ±10).
+    """Return the log-ratio clipped to ±10: clip(d, ±10).
 
     >>> capped_delta(terms([[12.0, -2.0]])).tolist()
     [[10.0, -2.0]]
@@ -45,7 +45,7 @@ def capped_delta(x: Terms) -> Tensor:
 
 
 def clamped_ratio(x: Terms) -> Tensor:
-    """Likelihood ratio within bounds: clip(exp(d), 1/λ, λ).
+    """Return the clipped likelihood ratio clip(exp(d), 1/λ, λ), with λ = `ratio_clamp`.
 
     >>> clamped_ratio(terms([[0.0, 5.0]], ratio_clamp=2.0)).round(decimals=2).tolist()
     [[1.0, 2.0]]
@@ -55,7 +55,7 @@ def clamped_ratio(x: Terms) -> Tensor:
 
 
 def entropy(x: Terms) -> Tensor:
-    """The token's entropy.
+    """Return the entropy of each token.
 
     >>> entropy(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
     [[0.5, 1.5]]
@@ -64,7 +64,7 @@ def entropy(x: Terms) -> Tensor:
 
 
 def entropy_gap(x: Terms) -> Tensor:
-    """The highest entropy of the row − the token's.
+    """Return the highest entropy of the row minus the entropy of the token.
 
     >>> entropy_gap(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
     [[1.0, 0.0]]
@@ -73,7 +73,7 @@ def entropy_gap(x: Terms) -> Tensor:
 
 
 def uncertainty(x: Terms) -> Tensor:
-    """Uncertainty u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 where nothing may change.
+    """Return uncertainty u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 if not `active`.
 
     >>> uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[0.0, 1.0]]
@@ -84,7 +84,7 @@ def uncertainty(x: Terms) -> Tensor:
 
 
 def certainty(x: Terms) -> Tensor:
-    """Certainty 1 − u, of `uncertainty`.
+    """Return the certainty 1 − u, with u from `uncertainty`.
 
     >>> certainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[1.0, 0.0]]
@@ -93,7 +93,7 @@ def certainty(x: Terms) -> Tensor:
 
 
 def one_plus_uncertainty(x: Terms) -> Tensor:
-    """Factor 1 + u, with u of `uncertainty`.
+    """Return the factor 1 + u, with u from `uncertainty`.
 
     >>> one_plus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[1.0, 2.0]]
@@ -102,7 +102,7 @@ def one_plus_uncertainty(x: Terms) -> Tensor:
 
 
 def two_minus_uncertainty(x: Terms) -> Tensor:
-    """Factor 2 − u, with u of `uncertainty`.
+    """Return the factor 2 − u, with u from `uncertainty`.
 
     >>> two_minus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
     [[2.0, 1.0]]
@@ -111,7 +111,7 @@ def two_minus_uncertainty(x: Terms) -> Tensor:
 
 
 def vocab_certainty(x: Terms) -> Tensor:
-    """Certainty by the vocabulary: 1 − entropy / ln(vocab_size).
+    """Return the certainty relative to the vocabulary: 1 − entropy / ln(vocab_size).
 
     >>> vocab_certainty(terms([[0.0, 0.0]], entropy=[[0.0, math.log(10) / 2]])).round(decimals=2).tolist()
     [[1.0, 0.5]]
@@ -120,7 +120,7 @@ def vocab_certainty(x: Terms) -> Tensor:
 
 
 def row_delta(x: Terms) -> Tensor:
-    """Mean of d over the row.
+    """Return the mean of d over the row.
 
     >>> row_delta(terms([[1.0, -2.0]])).tolist()
     [[-0.5]]
@@ -129,7 +129,7 @@ def row_delta(x: Terms) -> Tensor:
 
 
 def row_capped_delta(x: Terms) -> Tensor:
-    """Mean of clip(d, ±10) over the row.
+    """Return the mean of clip(d, ±10) over the row.
 
     >>> row_capped_delta(terms([[12.0, -2.0]])).tolist()
     [[4.0]]
@@ -138,7 +138,7 @@ def row_capped_delta(x: Terms) -> Tensor:
 
 
 def row_mi_sum(x: Terms) -> Tensor:
-    """Sum of MI over the row, which grows with its length.
+    """Return the sum of MI over the row, which grows with the row's length.
 
     >>> row_mi_sum(terms([[1.0, -2.0]])).tolist()
     [[-1.0]]
@@ -147,7 +147,7 @@ def row_mi_sum(x: Terms) -> Tensor:
 
 
 def row_mi_mean(x: Terms) -> Tensor:
-    """Mean of MI over the row.
+    """Return the mean of MI over the row.
 
     >>> row_mi_mean(terms([[1.0, -2.0]])).tolist()
     [[-0.5]]
@@ -156,7 +156,7 @@ def row_mi_mean(x: Terms) -> Tensor:
 
 
 def row_entropy(x: Terms) -> Tensor:
-    """Mean entropy of the row.
+    """Return the mean entropy of the row.
 
     >>> row_entropy(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
     [[1.0]]
@@ -165,19 +165,19 @@ def row_entropy(x: Terms) -> Tensor:
 
 
 def _highest_entropy(x: Terms) -> Tensor:
-    # Entropies are not negative, and 0 outside the active tokens.
+    # Entropies are at least 0, and exactly 0 outside the active tokens.
     return x.entropy.amax(dim=-1, keepdim=True)
 
 
 def verifier_weights(x: Terms) -> Tensor:
-    """Weights (1 − λ) + λ·w_t, whose mean over the tokens that may change is 1 in every row.
+    """Return weights (1 − λ) + λ·w_t, whose mean over the tokens that may change is 1 in every row.
 
-    The verifier gives the sign, the hint only the magnitude (RLSD, arXiv:2604.03128); the row's mean of 1 is ours.
-    λ is `mix` at step 0 and falls linearly to 0 over `mix_decay_steps` (0: constant).
-    w_t = clip(exp(sign(A_t)·clip(d_t, ±10)), 1 − weight_clip, 1 + weight_clip), divided by its mean over the row:
-    of a row's credit (or blame) more falls on the tokens that the hint makes likelier (or less likely). Signs stay,
-    and where A is constant over a row, so does its sum. Terms that are added to the advantage pull the policy towards
-    the hinted one instead, which leaks the hint (arXiv:2604.03128).
+    The verifier gives the sign and the hint only the magnitude (RLSD, arXiv:2604.03128); the row mean of 1 is an
+    addition to the paper. λ is `mix` at step 0 and falls linearly to 0 over `mix_decay_steps` (0: constant).
+    w_t = clip(exp(sign(A_t)·clip(d_t, ±10)), 1 − weight_clip, 1 + weight_clip), divided by its mean over the row.
+    Tokens that the hint makes likelier get more of a row's credit, those it makes less likely more of its blame. Signs
+    are kept, and so is the row's sum where A is constant over the row. Terms added to the advantage would instead
+    pull the policy towards the hinted one, which leaks the hint (arXiv:2604.03128).
 
     >>> verifier_weights(terms([[1.0, -1.0]], weight_clip=0.25)).tolist()
     [[1.25, 0.75]]
@@ -188,14 +188,14 @@ def verifier_weights(x: Terms) -> Tensor:
     weights = (x.advantages.sign() * capped_delta(x)).exp().clamp(1 - clip, 1 + clip)
     total = masked_sum(weights, x.active, dim=-1)[:, None]
     num_tokens = x.active.sum(dim=-1, keepdim=True)
-    # A row where nothing may change has total 0.
+    # The total is 0 for a row without active tokens.
     weights = weights * num_tokens / total.clamp(min=1 - clip)
     return (1 - mix) + mix * weights
 
 
-# What reads the mutual information.
+# The factors that read the mutual information.
 MI_FACTORS: frozenset[Factor] = frozenset({mi, capped_mi, row_mi_sum, row_mi_mean})
-# What needs entropies, however they are obtained.
+# The factors that need entropies, from whichever source.
 ENTROPY_FACTORS: frozenset[Factor] = frozenset(
     {
         entropy,

@@ -1,4 +1,4 @@
-"""What a CPO formula is, and how it changes advantages."""
+"""Define CPO formulas, and apply them to advantages."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -17,9 +17,9 @@ Weight: TypeAlias = Literal["pos_alpha", "neg_alpha", "mi_alpha", "kl_alpha"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A term adds sign · algo.cpo.{weight} · Π factors where all scopes hold, at most `max_share` · |A| (None: no
-    bound).
-    """
+    """A term adds sign · algo.cpo.{weight} · Π factors to the advantage of tokens on which all scopes hold.
+
+    max_share: the term adds at most `max_share` · |A| (None: no bound)."""
 
     scopes: tuple[Scope, ...] = ()
     weight: Weight
@@ -30,7 +30,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """A gain multiplies by a number, or by a factor of the hint, where all scopes hold."""
+    """A gain multiplies the advantage by a number, or by a factor that reads the hint, where all scopes hold."""
 
     scopes: tuple[Scope, ...] = ()
     value: float | Factor
@@ -38,9 +38,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """A formula A' = A·Π gains + Σ terms. An empty formula leaves advantages as they are.
+    """A formula computes A' = A·Π gains + Σ terms; an empty formula leaves advantages unchanged.
 
-    accuracy_clamp: the result may not turn against the verifier: max(A', 0) on correct rows, min(A', 0) on others.
+    accuracy_clamp: the sign may not contradict the verifier: max(A', 0) on correct rows, min(A', 0) on the others.
     """
 
     gains: tuple[Gain, ...] = ()
@@ -66,7 +66,7 @@ class Formula:
 
 
 def apply_formula(formula: Formula, x: Terms) -> Tensor:
-    """Compute A' [B, T] of a formula; advantages outside `x.active` are not changed.
+    """Compute a formula's A' [B, T]; advantages outside `x.active` stay unchanged.
 
     >>> apply_formula(Formula(gains=(Gain(value=0.5),)), terms([[0.0]], advantages=[[2.0]])).tolist()
     [[1.0]]

@@ -1,4 +1,4 @@
-"""How much a hint tells about a token: estimators from d = hint_logprobs − old_logprobs, in nats."""
+"""Estimate how much information a hint carries about a token, in nats, from d = hint_logprobs − old_logprobs."""
 
 import math
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from megarl.registry import Registry
 
-# |d| of bounded quantities: one token far from the hinted policy must not decide the whole row.
+# The bound on |d|: one token that is far from the hinted policy must not decide the whole row.
 MAX_DELTA = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiEstimator:
-    """An estimator and the range of d that it is given.
+    """An estimator computes the mutual information of token and hint from d, clamped to a range.
 
-    of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ → least and greatest d that `of` is given."""
+    of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ (`ratio_clamp`) → the range that d is clamped to."""
 
     of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     bounds: Callable[[float], tuple[float, float]] = lambda ratio_clamp: (-MAX_DELTA, MAX_DELTA)
@@ -27,7 +27,7 @@ MI_ESTIMATORS: Registry[MiEstimator] = Registry("mutual-information estimator", 
 
 
 def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Estimate exp(hint_logprobs)·d, as CPO was described: not a mutual information, as it weighs rare tokens down.
+    """Return exp(hint_logprobs)·d as CPO was described; not a mutual information, since it down-weights rare tokens.
 
     >>> p_weighted(tensor([2.0]), tensor([0.0]), None).tolist()
     [2.0]
@@ -36,7 +36,7 @@ def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> 
 
 
 def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Estimate d, the pointwise mutual information of token and hint.
+    """Return d, the pointwise mutual information of token and hint.
 
     >>> pmi(tensor([2.0]), tensor([0.0]), None).tolist()
     [2.0]
@@ -45,7 +45,7 @@ def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
 
 
 def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Estimate exp(d)·d: on tokens of the old policy unbiased for KL(with hint ‖ without), as far as d is not bounded.
+    """Return exp(d)·d: unbiased for KL(with hint ‖ without) on tokens of the old policy, where d is not clamped.
 
     >>> kl_is(tensor([1.0]), tensor([0.0]), None).round(decimals=3).tolist()
     [2.718]
@@ -54,7 +54,7 @@ def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tenso
 
 
 def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Take KL(with hint ‖ without) over the whole vocabulary, from its own scoring pass.
+    """Return KL(with hint ‖ without) over the whole vocabulary, which a scoring pass of its own computed.
 
     >>> full_kl(tensor([2.0]), tensor([0.0]), tensor([0.25])).tolist()
     [0.25]

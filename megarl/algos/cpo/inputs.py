@@ -1,4 +1,4 @@
-"""What CPO's shaping reads: of a whole step on the host, or of a micro-batch in the loss."""
+"""Gather the inputs of CPO's shaping, from a whole step on the host or from a micro-batch in the loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ PerToken: TypeAlias = Literal[
 ]
 PerRow: TypeAlias = Literal["correct", "difficulty"]
 
-# Names under which the parts that belong to whole rows travel to the loss, repeated on every token.
+# Names of the scores that carry inputs to the loss; correctness and difficulty, one per row, repeat on every token.
 CORRECT, DIFFICULTY, EXCLUDED = "cpo_correct", "cpo_difficulty", "cpo_excluded"
-# The trainer's log-probs, under a name of their own: a correction may take the policy loss's ratio to the engine's.
+# The trainer's log-probs have a name of their own, because a correction may make the engine's the `old_logprobs`.
 OLD = "cpo_old_logprobs"
 
-# All that `loss_scores` may hold.
+# All names that `loss_scores` may return.
 LOSS_SCORES: frozenset[str] = frozenset(
     {
         CORRECT,
@@ -37,14 +37,14 @@ LOSS_SCORES: frozenset[str] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpoInputs:
-    """Rows of a step or of a micro-batch. Per-token tensors are [B, T] and unread outside `loss_mask` (bool).
+    """CPO's inputs describe the rows of a step or a micro-batch, in tensors [B, T] read only on `loss_mask` (bool).
 
-    advantages: the base estimator's. correct: [B] bool, the verifier's verdict. difficulty: [B] int, 1 all rows of the
-    group are correct, −1 none, 0 else. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the same tokens scored
-    by the same weights without the hint, with it, and with another prompt's; a row without a hint has its old ones.
-    hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats, detached. vocab_size: the model's own,
-    not padded. excluded: [B, T] bool, tokens that keep their advantage. step: 0 for the first. What a method does not
-    use (`required_scores`) may be None.
+    advantages: those of the base estimator. correct: [B] bool, the verifier's verdict. difficulty: [B] int, the levels
+    −1, 0 and 1 of `group_difficulty`. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the same tokens scored by
+    the same weights without the hint, with it, and with another prompt's hint; rows without a hint repeat the old ones.
+    hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats, detached. vocab_size: the model's,
+    without padding. excluded: [B, T] bool, tokens that keep their advantage. step: counts from 0. Scores that the
+    method does not require (`required_scores`) may be None.
     """
 
     advantages: Tensor
@@ -79,11 +79,11 @@ class CpoInputs:
 
     @property
     def active(self) -> Tensor:
-        """[B, T] bool: the loss tokens whose advantage may change."""
+        """Return [B, T] bool, true on the loss tokens whose advantage may change."""
         return self.loss_mask if self.excluded is None else self.loss_mask & ~self.excluded
 
     def need(self, name: PerToken) -> Tensor:
-        """Return a part that the method uses; ValueError if it was not given."""
+        """Return an input that the method uses; raise ValueError if it was not given."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise ValueError(f"cpo inputs: got no {name}, which the method uses; see required_scores()")
@@ -97,7 +97,7 @@ def inputs_from_batch(
     *,
     vocab_size: int,
 ) -> CpoInputs:
-    """Make inputs of a whole step from whatever scores it has.
+    """Gather the inputs of a whole step from the scores that the step has.
 
     >>> batch, advantages = step("ab", [1.0, 0.0]), tensor([[1.0], [0.0]])
     >>> inputs_from_batch(batch, advantages, CpoConfig(), vocab_size=10).difficulty.tolist()
@@ -121,7 +121,7 @@ def inputs_from_batch(
 
 
 def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
-    """Return the scores [B, T] with which rows must travel for `inputs_from_rows`, for shaping by the current entropy.
+    """Return the scores [B, T] that rows must carry to the loss, where `inputs_from_rows` reads them.
 
     >>> scores = loss_scores(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
     >>> sorted(scores), scores[DIFFICULTY].tolist()
@@ -144,7 +144,7 @@ def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
 
 
 def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> CpoInputs:
-    """Make inputs of a micro-batch whose rows carry `advantages` and `loss_scores`; `entropy` is the current policy's.
+    """Gather the inputs of a micro-batch: rows carry `advantages` and `loss_scores`; `entropy` is the current policy's.
 
     >>> row = {DIFFICULTY: [[1.0, 1.0]], CORRECT: [[1.0, 1.0]], OLD: [[-1.0, -1.0]], "hint_logprobs": [[0.0, 0.0]]}
     >>> batch = rows([[1, 1]], advantages=[[0.5, 0.5]], **row)
@@ -168,5 +168,5 @@ def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> Cpo
 
 
 def _per_row(values: Tensor) -> Tensor:
-    """Return [B] from a number repeated on all tokens of a row; rows are padded on the right."""
+    """Return the first value of each row [B] of a score that repeats on the row's tokens; padding is on the right."""
     return values[:, 0] if values.shape[1] else values.new_zeros(len(values))

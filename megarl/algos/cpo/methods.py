@@ -1,10 +1,10 @@
-"""CPO's methods as data: a formula per formula set.
+"""Define CPO's methods as data: one formula for each formula set.
 
 doc: as CPO was described, for the methods whose formula was given. ref: as its public code computes them
-(github.com/26hzhang/verl, verl/cpo), but for correctness, which is the verifier's word and not a reward of exactly 1,
-and for the highest entropy of a row, which is that of its loss tokens. fix: with means in place of sums over a row,
-bounded log-ratios where a formula reads them themselves, and wrong samples as the negative ones. Mutual information is
-as bounded as its estimator: by default, `p_weighted`, it is not.
+(github.com/26hzhang/verl, verl/cpo), except that the verifier decides which rows are correct (there, a reward of
+exactly 1) and that the highest entropy of a row is taken over its loss tokens. fix: means replace sums over a row,
+log-ratios that a formula reads directly are clipped, and wrong samples are the negative ones. The estimator of mutual
+information decides how that is bounded; the default, `p_weighted`, has no bound.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _NEG_SCOPES: Mapping[FormulaSet, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A formula per formula set; `default` is the set that is taken where the configuration names none."""
+    """A method has a formula for each formula set; `default` names the set for configurations that choose none."""
 
     default: FormulaSet
     formulas: Mapping[FormulaSet, Formula]
@@ -39,7 +39,7 @@ CPO_METHODS: Registry[Method] = Registry("CPO method", key="algo.cpo.method")
 
 
 def formula_set(cfg: CpoConfig) -> FormulaSet:
-    """Return the configured formula set, or the method's own.
+    """Return the configured formula set, or the method's default.
 
     >>> formula_set(CpoConfig(method="mi3"))
     'ref'
@@ -48,7 +48,7 @@ def formula_set(cfg: CpoConfig) -> FormulaSet:
 
 
 def formula(cfg: CpoConfig) -> Formula:
-    """Return the configured formula; ConfigError for an unknown method or one without a formula of that set.
+    """Return the configured formula; raise ConfigError for an unknown method or one without a formula in that set.
 
     >>> formula(CpoConfig(method="none"))
     Formula(gains=(), terms=(), accuracy_clamp=False)
@@ -64,7 +64,7 @@ def formula(cfg: CpoConfig) -> Formula:
 
 
 def neg_scope(cfg: CpoConfig) -> str:
-    """Return the scope of negative rows: as configured, or as in the formula set.
+    """Return the configured name of the rule for negative rows, or the one that the formula set uses.
 
     >>> neg_scope(CpoConfig(method="mi3"))
     'all_wrong_group'
@@ -73,7 +73,7 @@ def neg_scope(cfg: CpoConfig) -> str:
 
 
 def _add(name: str, *, doc: Formula | None = None, ref: Formula, fix: Formula | None = None) -> None:
-    """Register a method under its name with and without its suffix; `fix` is its default formula if not given."""
+    """Register a method under its name, and with the suffix _qwen3; if not given, `fix` is the default formula."""
     default: FormulaSet = "doc" if doc else "ref"
     formulas: dict[FormulaSet, Formula] = {"doc": doc} if doc else {}
     CPO_METHODS.register(name, f"{name}_qwen3")(
@@ -81,7 +81,7 @@ def _add(name: str, *, doc: Formula | None = None, ref: Formula, fix: Formula | 
     )
 
 
-# The uncertain tokens of correct rows.
+# Reward the uncertain tokens of correct rows.
 _UNSURE = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.uncertainty,))
 
 # --- by likelihood ratio and entropy
@@ -96,12 +96,12 @@ _NAIVE_BY_VERDICT = Formula(
     ),
     accuracy_clamp=True,
 )
-# Groups of one verdict have no advantage under GRPO, so that this acts with other base estimators only.
+# Under GRPO the rows of a group with a single verdict have advantage 0, so this acts only with other base estimators.
 _BY_DIFFICULTY = Formula(
     gains=(Gain(scopes=(s.easy, s.correct), value=0.5), Gain(scopes=(s.hard,), value=1.5)),
 )
 
-# Here the suffix tells two methods apart.
+# For `naive`, the suffix _qwen3 names a different method.
 CPO_METHODS.register("naive")(Method(default="ref", formulas={"doc": _BY_DIFFICULTY, "ref": _NAIVE, "fix": _NAIVE}))
 CPO_METHODS.register("naive_qwen3")(
     Method(
@@ -167,7 +167,7 @@ _add(
 
 
 def _mi3(scope: s.Scope, *, sign: float = 1.0) -> Formula:
-    """Negative rows: MI × u where it is positive, MI × (1 − u) where it is not."""
+    """Build the formula that adds, on rows of `scope`, MI × u to tokens with MI ≥ 0 and MI × (1 − u) to the others."""
     return Formula(
         terms=(
             _UNSURE,
@@ -194,7 +194,7 @@ _add("negonly_mi", ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative,), weight
 
 
 def _towards_hint(unsure: Term, kl: f.Factor) -> Formula:
-    """Wrong rows move towards the hinted policy, by at most half of an advantage that other samples gave them."""
+    """Build the formula that moves wrong rows towards the hinted policy; unless they are hard, by at most |A|/2."""
     return Formula(
         terms=(
             unsure,
@@ -204,7 +204,7 @@ def _towards_hint(unsure: Term, kl: f.Factor) -> Formula:
     )
 
 
-# The public code also bounds this bonus below, by −|A|/2; it is never negative.
+# The public code also bounds this bonus from below, by −|A|/2, which has no effect: the bonus is never negative.
 _UNSURE_ROW = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.row_entropy,))
 
 _add(
@@ -225,7 +225,7 @@ _add(
 )
 _add("tok_kl", ref=_towards_hint(_UNSURE, f.capped_delta))
 
-# --- no adjustment, and the sign from the verifier alone
+# --- no change, and weights that leave the sign to the verifier
 
 CPO_METHODS.register("none")(Method(default="fix", formulas={"doc": Formula(), "ref": Formula(), "fix": Formula()}))
 CPO_METHODS.register("verifier_sign")(

@@ -1,4 +1,4 @@
-"""What CPO did to the advantages, for the log."""
+"""Compute the metrics that log how CPO changed the advantages."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megarl.config.algo import CpoConfig
 
 
 def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
-    """Return [B, T] by metric whose means over loss tokens are logged: change, its size, flipped signs, A'.
+    """Return tensors [B, T], whose means over loss tokens are logged: A' − A, |A' − A|, 1 where the sign flips, and A'.
 
     >>> shift_diagnostics(tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]]))["cpo/adv_flip_frac"].tolist()
     [[1.0, 0.0]]
@@ -27,8 +27,8 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute mean, deviation, range and share of positive values of MI over loss tokens; share of tokens whose
-    likelihood ratio is clamped. Nothing for a method without a hint or without tokens.
+    """Summarise the mutual information (MI) over the tokens that may change, and the share of clamped ratios; return
+    nothing if the method reads no hint or there are no such tokens.
 
     >>> cfg = CpoConfig(method="mi", mi_estimator="pmi")
     >>> hint_metrics(terms([[1.0, -2.0]]).inputs, cfg)["cpo/mi_mean"]
@@ -36,7 +36,7 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
     """
     if not formula(cfg).uses_hint or not x.active.any():
         return {}
-    # Entropies do not enter, and where the update's own are used there are none yet.
+    # These metrics read no entropies, and with entropy_source=current there are none before the update.
     terms = make_terms(x, cfg, neg_scope=neg_scope(cfg), uses_hint=True, uses_entropy=False)
     mi, delta = terms.mi[x.active].double(), terms.delta[x.active].double()
     return {
@@ -51,7 +51,7 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute `hint_metrics`, and over loss tokens the means of `shift_diagnostics`.
+    """Compute `hint_metrics`, and the means of `shift_diagnostics` over loss tokens.
 
     >>> x = terms([[1.0, -2.0]]).inputs
     >>> before, after = tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]])

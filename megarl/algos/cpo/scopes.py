@@ -1,4 +1,4 @@
-"""Where a term of a CPO formula acts: bool per token [B, T], or per row [B, 1]."""
+"""Define scopes, which select where a term of a CPO formula acts: bool per token [B, T], or per row [B, 1]."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _LIKELY = 0.1
 
 
 def correct(x: Terms) -> Tensor:
-    """Rows that the verifier accepts.
+    """Select the rows that the verifier accepts.
 
     >>> correct(terms([[0.0, 0.0]], correct=True)).tolist()
     [[True]]
@@ -23,7 +23,7 @@ def correct(x: Terms) -> Tensor:
 
 
 def wrong(x: Terms) -> Tensor:
-    """Rows that the verifier rejects.
+    """Select the rows that the verifier rejects.
 
     >>> wrong(terms([[0.0, 0.0]], correct=True)).tolist()
     [[False]]
@@ -32,7 +32,7 @@ def wrong(x: Terms) -> Tensor:
 
 
 def negative(x: Terms) -> Tensor:
-    """Rows that count as negative by `algo.cpo.neg_scope`.
+    """Select the rows that count as negative under `algo.cpo.neg_scope`.
 
     >>> negative(terms([[0.0, 0.0]], correct=False)).tolist()
     [[True]]
@@ -41,7 +41,7 @@ def negative(x: Terms) -> Tensor:
 
 
 def easy(x: Terms) -> Tensor:
-    """Rows of difficulty 1.
+    """Select the rows of difficulty 1.
 
     >>> easy(terms([[0.0, 0.0]], difficulty=1)).tolist()
     [[True]]
@@ -50,7 +50,7 @@ def easy(x: Terms) -> Tensor:
 
 
 def medium(x: Terms) -> Tensor:
-    """Rows of difficulty 0.
+    """Select the rows of difficulty 0.
 
     >>> medium(terms([[0.0, 0.0]], difficulty=1)).tolist()
     [[False]]
@@ -59,7 +59,7 @@ def medium(x: Terms) -> Tensor:
 
 
 def not_medium(x: Terms) -> Tensor:
-    """Rows of difficulty 1 or −1.
+    """Select the rows of difficulty 1 or −1.
 
     >>> not_medium(terms([[0.0, 0.0]], difficulty=1)).tolist()
     [[True]]
@@ -68,7 +68,7 @@ def not_medium(x: Terms) -> Tensor:
 
 
 def hard(x: Terms) -> Tensor:
-    """Rows of difficulty −1.
+    """Select the rows of difficulty −1.
 
     >>> hard(terms([[0.0, 0.0]], difficulty=-1)).tolist()
     [[True]]
@@ -77,7 +77,7 @@ def hard(x: Terms) -> Tensor:
 
 
 def not_hard(x: Terms) -> Tensor:
-    """Rows of difficulty 0 or 1.
+    """Select the rows of difficulty 0 or 1.
 
     >>> not_hard(terms([[0.0, 0.0]], difficulty=-1)).tolist()
     [[False]]
@@ -86,7 +86,7 @@ def not_hard(x: Terms) -> Tensor:
 
 
 def mi_up(x: Terms) -> Tensor:
-    """Tokens with MI ≥ 0.
+    """Select the tokens whose mutual information with the hint is ≥ 0.
 
     >>> mi_up(terms([[1.0, -1.0]])).tolist()
     [[True, False]]
@@ -95,7 +95,7 @@ def mi_up(x: Terms) -> Tensor:
 
 
 def mi_down(x: Terms) -> Tensor:
-    """Tokens with MI < 0.
+    """Select the tokens whose mutual information with the hint is < 0.
 
     >>> mi_down(terms([[1.0, -1.0]])).tolist()
     [[False, True]]
@@ -104,7 +104,7 @@ def mi_down(x: Terms) -> Tensor:
 
 
 def confirmed(x: Terms) -> Tensor:
-    """Tokens with exp(d) ≥ λ that are likely with the hint.
+    """Select the tokens with exp(d) ≥ λ = `ratio_clamp` whose probability with the hint is above 0.1.
 
     >>> confirmed(terms([[2.0, 0.0]], ratio_clamp=2.0)).tolist()
     [[True, False]]
@@ -113,7 +113,7 @@ def confirmed(x: Terms) -> Tensor:
 
 
 def rejected(x: Terms) -> Tensor:
-    """Tokens with exp(d) ≤ 1/λ that were likely without the hint.
+    """Select the tokens with exp(d) ≤ 1/λ, with λ = `ratio_clamp`, whose probability without the hint is above 0.1.
 
     >>> rejected(terms([[-2.0, 0.0]], old=-1.0, ratio_clamp=2.0)).tolist()
     [[True, False]]
@@ -121,6 +121,6 @@ def rejected(x: Terms) -> Tensor:
     return (x.delta <= -math.log(x.cfg.ratio_clamp)) & (x.old_logprobs.exp() > _LIKELY)
 
 
-# What reads the mutual information, and the difficulty: who is negative follows from it too.
+# The scopes that read the mutual information, and those that read the difficulty; `negative` may depend on it too.
 MI_SCOPES: frozenset[Scope] = frozenset({mi_up, mi_down})
 DIFFICULTY_SCOPES: frozenset[Scope] = frozenset({easy, medium, not_medium, hard, not_hard, negative})

@@ -1,4 +1,4 @@
-"""CPO: advantages shaped by what a hint changes in the policy's log-probs."""
+"""Shape advantages with CPO: by how much a hint changes the policy's log-probs."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from megarl.types import Score
 
 
 def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
-    """Shape advantages [B, T] by the configured method, 0 outside the loss mask; see docs/algorithms.md for the
-    formulas.
+    """Return the advantages [B, T] that the configured method shapes, 0 outside the loss mask.
 
-    Rows do not touch each other. NonFiniteError for NaN or infinity on a token that is read.
+    docs/algorithms.md gives the formulas. Rows do not affect each other. Raises NonFiniteError for NaN or infinity on
+    a token that is read.
 
     >>> cfg = CpoConfig(method="verifier_sign", weight_clip=0.25)
     >>> shape_advantages(terms([[1.0, -1.0]]).inputs, cfg).tolist()
@@ -28,7 +28,7 @@ def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
 
 
 def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
-    """Make what the configured formula reads.
+    """Return the cleaned inputs that the configured formula reads.
 
     >>> terms_of(terms([[1.0, -1.0]]).inputs, CpoConfig(method="mi")).delta.tolist()
     [[1.0, -1.0]]
@@ -38,7 +38,7 @@ def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
 
 
 def required_scores(cfg: CpoConfig) -> frozenset[Score]:
-    """Return the scores that the method reads. All log-probs must come from one engine: old ones from the trainer too.
+    """Return the scores that the method reads; the trainer must compute all its log-probs, including the old ones.
 
     >>> ", ".join(sorted(required_scores(CpoConfig(method="mi", formula_set="doc"))))
     'hint_logprobs, old_logprobs'
@@ -57,7 +57,7 @@ def required_scores(cfg: CpoConfig) -> frozenset[Score]:
 
 
 def shapes_in_loss(cfg: CpoConfig) -> bool:
-    """Whether shaping needs the current entropy and so belongs into the loss, per micro-batch, not on the host.
+    """Return whether shaping needs the current entropy, and so runs in the loss per micro-batch instead of on the host.
 
     >>> shapes_in_loss(CpoConfig(method="mi3", entropy_source="current"))
     True

@@ -1,4 +1,4 @@
-"""What CPO's formulas read, cleaned: zeros outside the tokens that may change."""
+"""Compute the tensors that CPO's formulas read, with zeros outside the tokens that may change."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megarl.config.algo import CpoConfig
 from megarl.errors import NonFiniteError
 from megarl.registry import Registry
 
-# Which rows count as negative, [B] bool.
+# The rules for which rows count as negative, [B] bool.
 NEG_SCOPES: Registry[Callable[[CpoInputs], Tensor]] = Registry("negative scope", key="algo.cpo.neg_scope")
 NEG_SCOPES.register("not_all_correct")(lambda x: x.difficulty != 1)
 NEG_SCOPES.register("all_wrong_group")(lambda x: (x.difficulty == -1) & ~x.correct)
@@ -21,11 +21,11 @@ NEG_SCOPES.register("negative_sample")(lambda x: ~x.correct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What formulas read, [B, T], 0 outside `active`: d (`delta`), log-probs without and with the hint, mutual
-    information, entropy.
+    """The terms are the tensors [B, T] that formulas read, 0 outside `active` (`advantages`: outside the loss mask).
 
-    d is hint_logprobs − old_logprobs, with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
-    negative: [B] bool, the rows that count as negative.
+    delta: d = hint_logprobs − old_logprobs, or with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
+    old_logprobs, hint_logprobs: without and with the hint. mi: mutual information (MI) of token and hint,
+    in nats. entropy: nats. negative: [B] bool, the rows that count as negative.
     """
 
     inputs: CpoInputs
@@ -41,9 +41,9 @@ class Terms:
 
 
 def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool, uses_entropy: bool) -> Terms:
-    """Make the terms of a formula; those that it does not use are 0, and need not be given.
+    """Compute the terms of a formula; those that it does not use are 0, and their inputs may be missing.
 
-    NonFiniteError for NaN or infinity on a token that is read.
+    Raises NonFiniteError for NaN or infinity on a token that is read.
 
     >>> x = terms([[1.0, -1.0]]).inputs
     >>> cfg = CpoConfig()
@@ -80,7 +80,7 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
 
 
 def _clean(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` with zeros outside `mask`."""
+    """Return `values` with zeros outside `mask`; raise NonFiniteError if one inside it is not finite."""
     kept = torch.where(mask, values, 0.0)
     bad_rows = (~kept.isfinite().all(dim=-1)).nonzero().flatten().tolist()
     if bad_rows:

@@ -1,4 +1,4 @@
-"""Checks of `algo.cpo` that need its registries."""
+"""Check the settings of `algo.cpo` against CPO's registries."""
 
 from dataclasses import fields
 
@@ -22,7 +22,7 @@ def check_cpo(cfg: CpoConfig) -> None:
     chosen, read = formula_set(cfg), formula(cfg)
     DIFFICULTIES.get(cfg.difficulty)
     estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
-    # The hint is not judged, as run files set it for all algorithms, nor are weights of terms, which may be 0 for any.
+    # The hint is never refused, because run files set it for all algorithms; weights of terms only with `none`.
     of_none = (field.name for field in fields(cfg) if field.name not in ("method", "hint"))
     unread = (
         (of_none, cfg.method == "none"),
