@@ -1,1 +1,1 @@
-"""Names and shapes of weights: family tables, the mapping of shards to Hugging Face tensors, safetensors io."""
+"""Describe weights by name and shape: family tables, the mapping of shards to Hugging Face tensors, safetensors I/O."""

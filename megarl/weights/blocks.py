@@ -1,4 +1,4 @@
-"""Parts of decoders as rules, from which `tables.py` puts families together."""
+"""Define the building blocks of decoders as groups of weight rules, which `tables.py` combines into families."""
 
 from megarl.weights.rules import HFTensor, Layers, Partition, WeightRule
 
@@ -23,12 +23,12 @@ def _rule(
 
 _L, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
-# What early Llama checkpoints carry though nothing reads it.
+# Early Llama checkpoints carry this tensor, although nothing reads it.
 ROTARY_FREQUENCIES = f"{_HF}self_attn.rotary_emb.inv_freq"
 
 # The scalar head of a critic or reward model; a language model's checkpoint has none.
 VALUE_HEAD = "score.weight"
-# What a scalar head takes the place of.
+# The language model's head, which a scalar head replaces.
 OUTPUT_HEAD = "lm_head.weight"
 
 _ENDS = (
@@ -70,8 +70,8 @@ _ATTENTION = (
 )
 DECODER = _ENDS + _INPUT_NORM + _ATTENTION + _MLP_NORM
 
-# Through latents (DeepSeek-V2, arXiv:2405.04434). Projections into them are small, and whole on every rank. Small
-# models project queries without.
+# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The down-projections into latents are small, so every
+# rank has them in full. Small models have no latent for queries and project them directly.
 _LATENT_ATTENTION = (
     _rule(
         Partition.ROWS,
@@ -133,7 +133,7 @@ DENSE_MLP = (
 
 
 def expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Router and experts; `block`, `gate`, `up` and `down` are what a checkpoint calls them."""
+    """Return the rules of the router and the experts; the arguments are the checkpoint's names for these modules."""
     local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
     return (
         _rule(
@@ -184,7 +184,7 @@ LATENT_DECODER = (
     + _SHARED_EXPERTS
 )
 
-# Added to scores where experts are chosen; a buffer of Megatron's router, in float32 whatever the model's type.
+# This bias is added to the routing scores only to choose experts. It is a buffer of Megatron's router, always float32.
 ROUTER_BIAS = (
     _rule(
         Partition.REPLICATED,

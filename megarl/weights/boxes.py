@@ -1,4 +1,4 @@
-"""Boxes of elements in the coordinates of a full Hugging Face tensor, and their common refinement."""
+"""Compute with boxes: hyperrectangles of elements, in the coordinates of a full Hugging Face tensor."""
 
 import functools
 import itertools
@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-# [start, end) of every axis.
+# The range [start, end) on every axis.
 Box: TypeAlias = tuple[tuple[int, int], ...]
-# What a tensor is indexed with; axes that it leaves out are whole.
+# An index of a tensor; trailing axes that it leaves out are taken whole.
 Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box, and where in a list of boxes those stand that contain it."""
+    """A piece is a box with the positions, in a list of held boxes, of those that contain it."""
 
     box: Box
     holders: tuple[int, ...]
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of this shape."""
+    """Return the box that covers a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
 def box_of(index: Index, shape: Sequence[int]) -> Box:
-    """The box of `tensor[index]`; axes that the index leaves out are whole."""
+    """Return the box that `tensor[index]` covers; axes that the index leaves out are taken whole."""
     ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
     return (*ranges, *((0, size) for size in shape[len(index) :]))
 
 
 def slices_of(box: Box, origin: Box | None = None) -> Index:
-    """Return the index of a box in its tensor, or in the part of the tensor that `origin` covers."""
+    """Return the index that selects a box from its tensor, or from the part of the tensor that `origin` covers."""
     starts = [start for start, _ in origin] if origin else [0] * len(box)
     return tuple(slice(start - first, end - first) for (start, end), first in zip(box, starts, strict=True))
 
@@ -47,16 +47,16 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def intersection(left: Box, right: Box) -> Box | None:
-    """The box that two boxes have in common; None if they have nothing in common."""
+    """Return the intersection of two boxes, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
-    """Cut `wanted` wherever a box of `held` begins or ends; the pieces are disjoint, in row-major order.
+    """Cut `wanted` wherever a box of `held` begins or ends, and return the disjoint pieces in row-major order.
 
-    Layers of a model repeat, so that most answers come from the cache.
+    The layers of a model repeat, so most results come from the cache.
     """
     ranges = []
     for axis, (start, end) in enumerate(wanted):
@@ -67,7 +67,7 @@ def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
 
 
 def split_rows(box: Box, max_elements: int) -> list[Box]:
-    """Split a box along its first axis, in blocks of at most `max_elements`, or of one row where that is more."""
+    """Split a box along its first axis into blocks of at most `max_elements` elements, but at least one row each."""
     (start, end), *others = box
     rows = max(1, max_elements // max(1, num_elements(tuple(others))))
     return [((first, min(first + rows, end)), *others) for first in range(start, end, rows)]

@@ -1,4 +1,4 @@
-"""Sizes of a model, from its Hugging Face config; the weight tables name them by symbols."""
+"""Read the sizes of a model from its Hugging Face config, and look them up by the symbols that weight tables use."""
 
 import functools
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from megarl.weights.tables import Family, Layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts that `layers` have in place of one MLP: how many, how many see a token, and their width.
+    """Describes a model's experts: their number, how many each token is routed to, their width, and the MoE `layers`.
 
-    normalized: the weights of a token's experts add up to 1 (else they are probabilities among all experts).
+    normalized: the routing weights of a token's experts add up to 1 (else they are probabilities among all experts).
     """
 
     num: int
@@ -27,10 +27,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Routing among `num_groups` groups of experts, of which a token sees those of the best `groups_per_token`.
+    """Describes group-limited routing: a token may only use experts of its best `groups_per_token` groups.
 
-    A group counts as much as its `group_rating` best experts together. Weights are multiplied by `scale`. biased:
-    scores are sigmoids, with a bias that counts only for the choice (DeepSeek-V3); else softmax (DeepSeek-V2).
+    A group's score is the sum of its `group_rating` best experts' scores. Routing weights are multiplied by `scale`.
+    biased: scores are sigmoids, with a bias that is used only to choose (DeepSeek-V3); else softmax (DeepSeek-V2).
     """
 
     num_groups: int
@@ -42,9 +42,9 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Sizes of attention through latents: these, and a head's parts without and with position, and its values.
+    """Gives the sizes of latent attention: both latents, and per head the parts without and with RoPE, and values.
 
-    q_latent: 0 where only keys and values have latents.
+    q_latent is 0 where only keys and values have a latent.
     """
 
     q_latent: int
@@ -56,7 +56,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """Sizes of a model, from its Hugging Face config. `dim(name)` resolves the symbols of the tables."""
+    """Holds the sizes of a model; `dim(symbol)` returns the size that a symbol of the weight tables stands for."""
 
     num_layers: int
     hidden: int
@@ -72,7 +72,7 @@ class Dims:
     def dim(self, symbol: str) -> int:
         return self._sizes[symbol]
 
-    # Plans of large models ask a million times.
+    # Cached because plans of large models look sizes up a million times.
     @functools.cached_property
     def _sizes(self) -> Mapping[str, int]:
         experts = self.experts
@@ -104,16 +104,16 @@ class Dims:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Whether all layers are of one kind; Megatron then stacks them in checkpoints."""
+        """Tell whether all layers are of one kind, in which case Megatron stacks them in checkpoints."""
         return len({self.kind_of(layer) for layer in range(self.num_layers)}) == 1
 
     def kind_of(self, layer: int) -> Layers:
-        """Whether a layer has one MLP or experts."""
+        """Tell whether a layer has a dense MLP or experts."""
         return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
 
 
 def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
-    """Sizes from the config.json of a model of the family."""
+    """Read the sizes of a model of this family from its config.json."""
     heads, latent = config["num_attention_heads"], _read_latent(config)
     head_dim = latent.nope + latent.rope if latent else config.get("head_dim") or config["hidden_size"] // heads
     return Dims(
@@ -145,7 +145,7 @@ def _read_latent(config: Mapping[str, Any]) -> LatentAttention | None:
 def _read_experts(family: Family, config: Mapping[str, Any]) -> Experts | None:
     if family.expert_ffn_key is None:
         return None
-    # Transformers 5 writes the second name for the first; the third is DeepSeek's.
+    # Transformers 5 writes the second name in place of the first; DeepSeek uses the third.
     key = next((key for key in ("num_experts", "num_local_experts") if key in config), "n_routed_experts")
     normalized = config["norm_topk_prob"] if family.normalizes_experts is None else family.normalizes_experts
     return Experts(
@@ -178,7 +178,7 @@ def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any]) 
 
 
 def _has_experts(layer: int, config: Mapping[str, Any]) -> bool:
-    """Qwen3-MoE may have every n-th layer with experts, and exceptions; DeepSeek all but the first ones."""
+    """Tell whether a layer has experts: in Qwen3-MoE every n-th, with exceptions; in DeepSeek all but the first."""
     without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     first = config.get("first_k_dense_replace", 0)
     return layer >= first and layer not in without and (layer + 1) % every == 0

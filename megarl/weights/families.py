@@ -1,4 +1,4 @@
-"""A model directory, read: the family it belongs to (`tables.py`), its sizes, and what Megatron needs besides."""
+"""Read a model directory: find its family (`tables.py`), its sizes, and the other settings that Megatron needs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRule:
-    """A rule of the table for one layer and one expert of it; None where the rule has neither."""
+    """A weight rule applied to one layer and one expert; each is None if the rule is not per layer or per expert."""
 
     rule: WeightRule
     layer: int | None = None
     expert: int | None = None
 
     def name(self, pattern: str) -> str:
-        """A name of the rule with its numbers in it."""
+        """Fill the layer and expert numbers into one of the rule's names."""
         return pattern.format(layer=self.layer, expert=self.expert)
 
 
@@ -32,7 +32,7 @@ _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model directory, read: its family, sizes and the settings Megatron needs besides."""
+    """Holds what was read from a model directory: family, sizes, and the other settings that Megatron needs."""
 
     path: Path
     family: Family
@@ -44,12 +44,12 @@ class ModelSpec:
     hf_config: Mapping[str, Any]
 
     def expected_tensors(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
-        """Every Hugging Face tensor of this model with its full shape, in the table's order by layer.
+        """Return the full shape of every Hugging Face tensor of this model by name, layer by layer in table order.
 
-        With a scalar head the model has that instead of an output embedding.
+        With `scalar_head`, a scalar head replaces the output embedding.
         """
         absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
-        # Layers and experts by the ten thousand have the same few shapes.
+        # There may be tens of thousands of tensors, but only a few distinct shapes, so compute each once.
         shapes = {t.name: tuple(map(dim, t.shape)) for rule in self.family.weights for t in rule.tensors}
         return {
             placed.name(tensor.name): shapes[tensor.name]
@@ -60,18 +60,18 @@ class ModelSpec:
         }
 
     def float32_tensors(self) -> frozenset[str]:
-        """Tensors that are in float32 whatever the model's type."""
+        """Return the names of tensors that are float32 whatever the model's dtype."""
         rules = (placed for placed in self.rules() if placed.rule.is_float32)
         return frozenset(placed.name(tensor.name) for placed in rules for tensor in placed.rule.tensors)
 
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Tensors that a checkpoint of this model may carry though nothing reads them."""
+        """Return the names of tensors that a checkpoint of this model may contain although nothing reads them."""
         copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
         return (*copies, *names, *self._extra_prediction_tensors())
 
     def _extra_prediction_tensors(self) -> Iterator[str]:
-        """Tensors of layers after the last one, which predict further tokens (`num_nextn_predict_layers`)."""
+        """Yield the tensor names of the layers for multi-token prediction, `num_nextn_predict_layers` after the last."""
         count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
         for layer in range(num_layers, num_layers + count):
             last = (placed for placed in self.rules() if placed.layer == num_layers - 1)
@@ -84,11 +84,11 @@ class ModelSpec:
         return all(self.dims.dim(symbol) for tensor in rule.tensors for symbol in tensor.shape)
 
     def is_copy(self, rule: WeightRule) -> bool:
-        """Whether a rule's parameter is a copy of another tensor in this model."""
+        """Tell whether a rule's parameter is a copy of another tensor because this model ties its embeddings."""
         return self.dims.tied and rule.tied_to is not None
 
     def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
-        """The rule of every parameter of the model, or of a part of it with these experts of each layer."""
+        """Yield the rule of every parameter of the model, with only the given experts of each layer (None: all)."""
         table = [rule for rule in self.family.weights if self._has(rule)]
         yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
         experts = range(self.dims.dim("experts")) if experts is None else experts
@@ -99,9 +99,9 @@ class ModelSpec:
                 yield from (PlacedRule(rule=rule, layer=layer, expert=expert) for expert in numbers)
 
     def parameter_rules(self, experts: range | None = None) -> dict[str, PlacedRule]:
-        """Megatron parameter name → its rule. Layers have their numbers in the whole model.
+        """Map every Megatron parameter name to its rule; layer numbers are those of the whole model.
 
-        experts: those that a rank holds of each layer; in its parameters' names they count from 0. None: all.
+        experts: the experts of each layer that a rank holds (None: all); parameter names number them from 0.
         """
         first = experts.start if experts else 0
         return {
@@ -112,7 +112,7 @@ class ModelSpec:
 
 
 def find_family(architectures: object) -> Family:
-    """The family of a config's `architectures`; an unknown one is refused by name."""
+    """Return the family of a config's `architectures`. Raises ConfigError, naming them, if none is known."""
     names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
     for family in FAMILIES:
         if any(name in (*family.architectures, *family.value_architectures) for name in names):
@@ -125,7 +125,7 @@ def find_family(architectures: object) -> Family:
 
 
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
-    """The config.json of a model directory that `key` names, whatever the model."""
+    """Read the config.json of any model directory; errors name `key`, the setting that the directory came from."""
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
@@ -137,7 +137,7 @@ def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
-    """Read `config.json` of a model directory that `key` names, with the file or key at fault in every message."""
+    """Read and check the config.json of a model directory; errors name the file, or `key`, the setting behind it."""
     directory = Path(path)
     file, config = directory / "config.json", read_hf_config(directory, key)
     family = find_family(config.get("architectures"))
@@ -165,7 +165,7 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
 
 
 def _require_described(file: Path, family: Family, config: Mapping[str, Any]) -> None:
-    """Refuse variants of a family that its table does not describe."""
+    """Raise ConfigError if the config is a variant of the family that its table does not describe."""
     for key, values in family.required.items():
         if config.get(key, values[0]) not in values:
             raise ConfigError(

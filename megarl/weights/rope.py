@@ -1,8 +1,8 @@
-"""Rotary embeddings of long-context models: how their frequencies are scaled, by a config's `rope_type`.
+"""Scale the frequencies of rotary embeddings for long contexts, as a config's `rope_type` says.
 
-A rope type is an entry of `ROPE_TYPES`: a dataclass whose fields are the keys it reads from the config. Scaling is
-arithmetic on the float32 frequencies ω_i = θ^(−2i/d) that Megatron computes, in transformers' order of operations,
-so both have the same bits.
+Each entry of `ROPE_TYPES` is a dataclass whose fields are the keys that it reads from the config. Its `scale` works
+on the float32 frequencies ω_i = θ^(−2i/d) that Megatron computes, with transformers' order of operations, so that
+the results are bitwise equal.
 """
 
 import math
@@ -19,14 +19,14 @@ _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta"})
 
 
 class RopeScaling(Protocol):
-    """Frequencies ω [d/2] of a rotary embedding → those the model was trained with."""
+    """Turns the frequencies ω [d/2] of a rotary embedding into those that the model was trained with."""
 
     def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor": ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRope:
-    """ω (Su et al. 2021)."""
+    """Leaves the frequencies ω as they are (Su et al. 2021)."""
 
     def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor":
         return inv_freq
@@ -34,7 +34,7 @@ class DefaultRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRope:
-    """ω / factor: positions are interpolated (Chen et al. 2023)."""
+    """Scales the frequencies to ω / factor, which interpolates positions (Chen et al. 2023)."""
 
     factor: float
 
@@ -44,10 +44,10 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """(1 − s)·ω/factor + s·ω with s = clip((L·ω/2π − low) / (high − low), 0, 1)  (Llama 3.1; Dubey et al. 2024).
+    """Scales low frequencies by 1/factor and keeps high ones (Llama 3.1; Dubey et al. 2024).
 
-    L·ω/2π counts the turns within the original context L: below `low_freq_factor` a frequency is divided by
-    `factor`, above `high_freq_factor` it is kept.
+    ω becomes (1 − s)·ω/factor + s·ω with s = clip((L·ω/2π − low_freq_factor) / (high_freq_factor − low_freq_factor),
+    0, 1), where L·ω/2π is the number of turns within the original context L.
     """
 
     factor: float
@@ -70,9 +70,10 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """Frequencies divided by `factor` where they turn less than `beta_slow` times within the original context, kept
-    where they turn more than `beta_fast` times, and attention scores scaled by (0.1·mscale_all_dim·ln factor + 1)²
-    (YaRN, Peng et al. 2023, as DeepSeek has it). Megatron's latent attention computes it.
+    """Holds the settings of YaRN (Peng et al. 2023) in DeepSeek's variant, which Megatron's latent attention computes.
+
+    Frequencies that turn less than `beta_slow` times within the original context are divided by `factor`; those that
+    turn more than `beta_fast` times stay. Attention scores are scaled by (0.1·mscale_all_dim·ln factor + 1)².
     """
 
     factor: float
@@ -84,17 +85,17 @@ class YarnRope:
 
 
 ROPE_TYPES: dict[str, type[RopeScaling]] = {"default": DefaultRope, "linear": LinearRope, "llama3": Llama3Rope}
-# Of models with latent attention.
+# The types for models with latent attention.
 LATENT_ROPE_TYPES: dict[str, type[RopeScaling] | type[YarnRope]] = {"default": DefaultRope, "yarn": YarnRope}
 
 
 def read_rope_scaling(
     rope: Mapping[str, Any], source: str, types: Mapping[str, type[RopeScaling] | type[YarnRope]] = ROPE_TYPES
 ) -> RopeScaling | YarnRope:
-    """The scaling of a config's `rope_parameters` (or older `rope_scaling`); `source` opens every message.
+    """Read the scaling from a config's `rope_parameters` (or older `rope_scaling`); errors begin with `source`.
 
     Raises:
-        ConfigError: an unknown type, a key that the type lacks or does not know, or a number out of range.
+        ConfigError: the type is unknown, a key is missing or unknown for it, or a number is out of range.
     """
     name = rope.get("rope_type", rope.get("type", "default"))
     if name not in types:

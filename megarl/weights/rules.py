@@ -1,4 +1,4 @@
-"""What a weight table is made of: rules, each for one Megatron parameter, and families of models.
+"""Define what weight tables consist of: a rule for each Megatron parameter, and families of models.
 
 Nothing here imports torch or megatron.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Partition(StrEnum):
-    """How Megatron splits a parameter over tensor-parallel ranks."""
+    """Says how Megatron splits a parameter over tensor-parallel ranks."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"  # rows of the vocabulary, padded at the end
@@ -21,7 +21,7 @@ class Partition(StrEnum):
 
 
 class Layers(StrEnum):
-    """Which layers have a parameter."""
+    """Says which layers have a parameter."""
 
     ALL = "all"
     DENSE = "dense"  # those with one MLP
@@ -29,7 +29,7 @@ class Layers(StrEnum):
 
 
 class Activation(StrEnum):
-    """What an MLP applies to its gate, under the names that a config.json has for it."""
+    """Names the activation that an MLP applies to its gate, as config.json does."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -37,9 +37,9 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A tensor of the checkpoint: its name and its symbolic shape.
+    """Describes a tensor of a Hugging Face checkpoint by its name and its symbolic shape.
 
-    In the name `{layer}` is the number of the layer, `{expert}` that of the expert in it.
+    In the name, `{layer}` stands for the layer's number and `{expert}` for the expert's number in that layer.
     """
 
     name: str
@@ -48,34 +48,34 @@ class HFTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRule:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """A rule says which Hugging Face tensors a Megatron parameter consists of, and how it is split.
 
-    `names`: the parameter's names, by the local spec and by Transformer Engine's where they differ. A rule with
-    `{expert}` in its names holds for every expert of a layer. A model one of whose sizes is 0 lacks the parameter.
+    `names`: the parameter's name in Megatron's local layer spec, then in the Transformer Engine spec if it differs. A
+    rule with `{expert}` in its names holds for every expert. A model has no such parameter if one of its sizes is 0.
     """
 
     names: tuple[str, ...]
     partition: Partition
     tensors: tuple[HFTensor, ...]
     layers: Layers = Layers.ALL
-    # Whether it is in float32 whatever the model's type.
+    # Whether the parameter is float32 whatever the model's dtype.
     is_float32: bool = False
-    # The tensor this parameter is a copy of when embeddings are tied; such copies are loaded, never written.
+    # The tensor that this parameter copies if embeddings are tied; such copies are loaded but never written.
     tied_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model family: the architectures it covers, Megatron options, and its weight table.
+    """A family describes models with one weight table: the architectures that it covers, and their Megatron options.
 
-    `defaults`: what transformers takes for keys that a config.json leaves out, where that is not the common rule.
-    `required`: the values of keys whose other values change the model in ways that this table does not describe; the
-    first is what transformers takes for a key that is left out.
-    `ignored`: tensors that a checkpoint may carry though nothing reads them.
-    `expert_ffn_key`: the key of a config.json that holds the width of an expert, for families with experts.
-    `normalizes_experts`: whether the weights of a token's experts add up to 1; None: `norm_topk_prob` says.
-    `group_rating`: by how many of its best experts a group of experts is rated, for families that have groups.
-    `biased_routers`: routers score by sigmoid, with a bias that counts only for the choice; else by softmax.
+    `defaults`: transformers' defaults for keys missing in config.json, where they differ from the common rule.
+    `required`: the values that certain keys may have; with other values the model would differ from this table. The
+    first one is transformers' default for a missing key.
+    `ignored`: tensors that a checkpoint may contain although nothing reads them.
+    `expert_ffn_key`: the key of config.json that holds the width of an expert, for families with experts.
+    `normalizes_experts`: whether the routing weights of a token's experts add up to 1; None: `norm_topk_prob` says.
+    `group_rating`: how many of its best experts a group of experts is scored by, for families with groups.
+    `biased_routers`: routing scores are sigmoids, with a bias that is used only to choose experts; else softmax.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     """
 
@@ -97,5 +97,5 @@ class Family:
 
     @property
     def value_architectures(self) -> tuple[str, ...]:
-        """What transformers calls the same models with a scalar head."""
+        """Return transformers' names for the same models with a scalar head."""
         return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in self.architectures)

@@ -1,6 +1,6 @@
-"""Safetensors files as memory maps: read by slice, or preallocated so that several processes fill in slices.
+"""Memory-map safetensors files: read them by slice, or preallocate them so that several processes can fill in slices.
 
-The same file format serves three ends: loading (read-only), export (on disk) and weight sync (in /dev/shm).
+The same file format serves loading (read-only), export (on disk) and weight sync (in /dev/shm).
 """
 
 import json
@@ -34,13 +34,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch type of `float32`, `float16` or `bfloat16`."""
+    """Return the torch dtype that is called `float32`, `float16` or `bfloat16`."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape and type of a stored tensor."""
+    """Holds the shape and dtype of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None:
-    """Every tensor has a type we read and lies within the file."""
+    """Raise ConfigError unless every tensor has a known dtype and lies within the file."""
     size = path.stat().st_size
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
@@ -79,13 +79,13 @@ def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and types of a file's tensors, from its header alone."""
+    """Read the names, shapes and dtypes of a file's tensors from its header alone."""
     header, _ = _parse_header(path)
     return {n: TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]) for n, e in header.items()}
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
-    """Views of all tensors of a file; with `writable`, what is written to them lands in the file."""
+    """Return memory-mapped views of all tensors of a file; with `writable`, writing to a view changes the file."""
     header, start = _parse_header(path)
     size = path.stat().st_size
     flat = torch.from_file(str(path), shared=writable, size=size, dtype=torch.uint8)
@@ -94,21 +94,21 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor
         dtype = _DTYPES[entry["dtype"]]
         begin, end = (start + offset for offset in entry["data_offsets"])
         raw = flat[begin:end]
-        # Foreign files may place data at odd offsets; views need aligned storage, copies do not.
+        # Files of other writers may place data at unaligned offsets, of which torch can make no view: copy them.
         raw = raw.clone() if begin % dtype.itemsize and not writable else raw
         views[name] = raw.view(dtype).view(entry["shape"])
     return views
 
 
 def data_bytes(path: Path) -> torch.Tensor:
-    """The bytes of all tensors of a file [n], writable."""
+    """Return a writable map [n] uint8 of the data of all tensors of a file, without the header."""
     _, start = _parse_header(path)
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """A safetensors file to be: its first bytes, its size, and where the data of each tensor starts."""
+    """Describes a safetensors file to be written: its header bytes, its size, and where each tensor's data starts."""
 
     head: bytes
     num_bytes: int
@@ -116,7 +116,7 @@ class FileLayout:
 
 
 def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """Where tensors lie in a file of these; they are aligned to their item size."""
+    """Lay out a file of these tensors, each aligned to its item size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     # Widest items first keeps every tensor aligned without gaps, which the format forbids.
@@ -135,7 +135,7 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
-    """Every tensor of a file with the offset of its data in the file."""
+    """Return the spec of every tensor of a file, and the offset of its data in the file."""
     header, start = _parse_header(path)
     return {
         name: (TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]), start + e["data_offsets"][0])
@@ -160,7 +160,7 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def model_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory; a missing one is named."""
+    """List the safetensors files of a model directory. Raises ConfigError, naming the file, if one is missing."""
     index = directory / INDEX_NAME
     names = [SINGLE_NAME]
     if index.is_file():
@@ -179,9 +179,9 @@ def check_tensors(
     ignored: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    """Compare a checkpoint's names and shapes with a family table; raise with the first differences.
+    """Raise ConfigError, naming the first differences, unless a checkpoint has the expected names and shapes.
 
-    An `ignored` tensor may be there whatever its shape; an `optional` one may be missing.
+    An `ignored` tensor may be present with any shape; an `optional` one may be missing.
     """
     found: dict[str, TensorSpec] = {}
     for file in model_files(directory):
@@ -214,7 +214,7 @@ def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES)
 
 
 def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
-    """What the index says of the files of a plan."""
+    """Return the content of the index file (INDEX_NAME) for a plan of `plan_files`."""
     return {
         "metadata": {"total_size": sum(spec.num_bytes for group in plan.values() for spec in group.values())},
         "weight_map": {tensor: name for name, group in plan.items() for tensor in group},
@@ -222,7 +222,7 @@ def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
 
 
 def weight_specs(spec: ModelSpec, dtype: str, *, scalar_head: bool = False) -> dict[str, TensorSpec]:
-    """Names, shapes and types of a model's Hugging Face tensors."""
+    """Return the names, shapes and dtypes of a model's Hugging Face tensors."""
     wide = spec.float32_tensors()
     return {
         name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
@@ -231,7 +231,7 @@ def weight_specs(spec: ModelSpec, dtype: str, *, scalar_head: bool = False) -> d
 
 
 def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list[Path]:
-    """Preallocate a model's files, and the index where there are several."""
+    """Preallocate a model's files, and write their index if there is more than one; return the files."""
     directory.mkdir(parents=True, exist_ok=True)
     plan = plan_files(specs)
     for name, group in plan.items():
@@ -242,7 +242,7 @@ def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list
 
 
 def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, torch.Tensor]:
-    """Views of all tensors of several files."""
+    """Return memory-mapped views of all tensors of several files."""
     views: dict[str, torch.Tensor] = {}
     for file in files:
         views |= map_tensors(file, writable=writable)
@@ -250,6 +250,6 @@ def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, tor
 
 
 def iter_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all files, a file at a time."""
+    """Yield (name, tensor) for every tensor, mapping one file at a time."""
     for file in files:
         yield from map_tensors(file).items()

@@ -1,4 +1,4 @@
-"""Where a layout puts ranks, layers and parameters: arithmetic over a family's weight table, no process needed."""
+"""Compute where a layout puts ranks, layers and parameters, from a family's weight table and without any process."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megarl.weights.tables import VALUE_HEAD, Layers, Partition, WeightRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank's coordinates. Ranks count tp fastest, then cp, dp, pp."""
+    """Holds a rank's coordinates in its layout. Consecutive ranks differ in tp first, then in cp, dp and pp."""
 
     tp: int
     cp: int
@@ -19,7 +19,7 @@ class Place:
 
 
 def place_of(layout: LayoutConfig, rank: int) -> Place:
-    """Coordinates of a global rank."""
+    """Return the coordinates of a global rank."""
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, dp = divmod(rest, layout.dp)
@@ -27,7 +27,7 @@ def place_of(layout: LayoutConfig, rank: int) -> Place:
 
 
 def groups_of(layout: LayoutConfig, axis: str) -> list[list[int]]:
-    """The ranks of every group along an axis (`tp`, `cp`, `dp` or `pp`), in rank order."""
+    """List the ranks of every process group along an axis (`tp`, `cp`, `dp` or `pp`), in rank order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         place = place_of(layout, rank)
@@ -37,7 +37,7 @@ def groups_of(layout: LayoutConfig, axis: str) -> list[list[int]]:
 
 
 def num_stage_layers(layout: LayoutConfig, num_layers: int) -> list[int]:
-    """Layers of every pipeline stage, all its model chunks together."""
+    """Return the number of layers of every pipeline stage, with all of its model chunks together."""
     named = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     fixed = {stage: count for stage, count in named.items() if count is not None}
     others = layout.pp - len(fixed)
@@ -46,14 +46,14 @@ def num_stage_layers(layout: LayoutConfig, num_layers: int) -> list[int]:
 
 
 def padded_vocab(vocab: int, layout: LayoutConfig, vocab_multiple: int) -> int:
-    """Vocabulary rows with the padding that lets them split evenly over tensor-parallel ranks."""
+    """Return the number of vocabulary rows, padded so that they split evenly over tensor-parallel ranks."""
     multiple = vocab_multiple * layout.tp
     return -(-vocab // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumParameters:
-    """Parameters of a rank: those of experts, and the others."""
+    """Counts a rank's parameters, those of experts apart from the others."""
 
     others: int
     experts: int
@@ -66,11 +66,11 @@ class NumParameters:
 def num_stage_parameters(
     spec: ModelSpec, layout: LayoutConfig, stage: int, *, vocab_multiple: int, scalar_head: bool = False
 ) -> NumParameters:
-    """Parameters on each rank of a pipeline stage.
+    """Count the parameters on each rank of a pipeline stage.
 
     The embedding is on the first stage; the final norm and the head are on the last. Tied embeddings need a copy on
-    the last stage if that is another one. Replicated parameters count in full on every tensor-parallel rank. Of a
-    layer's experts a rank has its share by expert parallelism, each split by expert tensor parallelism.
+    the last stage unless it is also the first. Replicated parameters count in full on every tensor-parallel rank.
+    Expert parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
     """
     counts = [0, 0]
     kinds = [spec.dims.kind_of(layer) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
@@ -86,12 +86,12 @@ def num_stage_parameters(
 
 
 def num_local_experts(spec: ModelSpec, layout: LayoutConfig) -> int:
-    """Experts of a layer on each rank; 0 for a dense model."""
+    """Return how many experts of a layer each rank holds; 0 for a dense model."""
     return spec.dims.dim("experts") // layout.ep
 
 
 def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]:
-    """A stage's layers. Model chunks take turns: chunk c of stage s is block c·pp + s of layers."""
+    """List a stage's layers. With virtual pipelining, chunk c of stage s is the block c·pp + s of equal layer blocks."""
     counts = num_stage_layers(layout, num_layers)
     if layout.virtual_pp == 1:
         first = sum(counts[:stage])

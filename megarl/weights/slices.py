@@ -1,8 +1,8 @@
-"""Which part of which Hugging Face tensor a shard of a parameter holds, and what is done with such parts.
+"""Map shards of Megatron parameters to slices of Hugging Face tensors, and load, store and checksum such slices.
 
-`_CUTS` is the only description of how parameters are partitioned. The boxes by which transfers are planned
-(`split_box`) derive from it, and from these boxes the views of local shards (`shard_slices`) that loading fills and
-that export, sync and checksums read.
+`_CUTS` is the only description of how parameters are partitioned. `split_box` derives from it the boxes by which
+transfers are planned; `shard_slices` derives from these boxes the views of local shards that loading fills, and that
+export, sync and checksums read.
 """
 
 import itertools
@@ -18,10 +18,10 @@ from megarl.weights.tables import Partition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A view of a local shard that holds `tensor[index]` of the full Hugging Face tensor.
+    """A slice pairs `tensor[index]` of a full Hugging Face tensor with the view of the local shard that holds it.
 
-    The view has the elements of that index in the same order, in any shape. owned: this rank is the one that writes
-    them.
+    The view has the same elements in the same order, but may have another shape. owned: this rank, and no other,
+    writes them.
     """
 
     tensor: str
@@ -32,10 +32,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """A rank's position in its tensor-parallel group and among the replicas that hold the same shard.
+    """Holds a rank's position in its tensor-parallel group and among the replicas that hold the same shard.
 
-    For experts these are the groups of expert tensor parallelism, and the experts of a layer are split over `ep_size`
-    ranks in blocks.
+    For experts, the tensor-parallel group is that of expert tensor parallelism, and the experts of a layer are split
+    over `ep_size` ranks in blocks.
     """
 
     tp_rank: int
@@ -46,14 +46,14 @@ class ShardPosition:
     ep_size: int = 1
 
     def local_experts(self, num_experts: int) -> range:
-        """The experts of a layer that this rank holds, by their numbers in the whole model."""
+        """Return the experts of a layer that this rank holds, by their numbers in the whole model."""
         count = num_experts // self.ep_size
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The `rank`-th of `size` shards; vocabularies are padded to a multiple of `vocab_padding` first."""
+    """Selects the `rank`-th of `size` shards; vocabularies are first padded to a multiple of `vocab_padding`."""
 
     rank: int
     size: int
@@ -62,10 +62,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How the tensors of a rule are cut: along `axis`, or not at all if that is None.
+    """Says along which axis the tensors of a rule are cut; None: not at all.
 
-    A shard of the parameter has its shares of the tensors one after another; if `by_head`, per key/value head: its
-    query heads, the key head, the value head. padded: the axis is padded at its end before it is cut.
+    A shard of the parameter stacks its shares of the tensors; with `by_head` it does so per key/value head: the query
+    heads of the group, the key head, the value head. padded: the axis is padded at its end before it is cut.
     """
 
     axis: int | None
@@ -84,10 +84,10 @@ _CUTS = {
 
 
 def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dims, split: Split) -> Box:
-    """The box that a shard holds of a rule's `part`-th tensor, which has this full shape.
+    """Return the box that a shard holds of a rule's `part`-th tensor, whose full shape is `shape`.
 
-    Megatron and vLLM agree on it but for the padding of the vocabulary. Key and value heads repeat where there are
-    fewer of them than shards. The box is empty where a shard has nothing but padding.
+    Megatron and vLLM differ here only in how they pad the vocabulary. If there are fewer key/value heads than shards,
+    several shards hold the same head. The box is empty if a shard holds nothing but padding.
     """
     cut, box = _CUTS[partition], full_box(shape)
     if cut.axis is None:
@@ -108,10 +108,10 @@ def shard_slices(
     at: ShardPosition,
     experts_at: ShardPosition | None = None,
 ) -> Iterator[Slice]:
-    """Slices of all local parameters (names with global layer numbers, and numbers of experts on this rank).
+    """Yield the slices of all local parameters, named by global layer number and by the expert's number on this rank.
 
-    Exactly one rank owns each element: replicas of a shard take turns by position, so that writes spread out.
-    `experts_at`: this rank's place among those that share a layer's experts; by default as `at`.
+    Exactly one rank owns each element: replicas of a shard take turns, parameter by parameter, to spread the writes.
+    `experts_at` is this rank's position among the ranks that share a layer's experts; by default it is `at`.
 
     Raises:
         KeyError: a parameter is not in the family's table.
@@ -130,9 +130,9 @@ def shard_slices(
 def _slices_of(
     shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
 ) -> Iterator[Slice]:
-    """The slices of one parameter; only the first tensor-parallel rank owns those of a replicated one."""
+    """Yield the slices of one parameter; if it is replicated, only the first tensor-parallel rank owns them."""
     rule, dims = placed.rule, spec.dims
-    # Shards of a vocabulary are equal, with the padding of the whole in them.
+    # All shards of a vocabulary have equally many rows, padding included.
     split = Split(at.tp_rank, at.tp_size, vocab_padding=shard.shape[0] * at.tp_size)
     shapes = [tuple(map(dims.dim, tensor.shape)) for tensor in rule.tensors]
     boxes = [split_box(rule.partition, shape, part, dims, split) for part, shape in enumerate(shapes)]
@@ -150,9 +150,9 @@ def _slices_of(
 
 @torch.no_grad()
 def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, optional: Collection[str] = ()) -> None:
-    """Fill local shards from full tensors; of memory-mapped ones only the pages of the slices are read.
+    """Fill local shards from full tensors; if these are memory-mapped, only the pages of the slices are read.
 
-    Where the source lacks an `optional` tensor, its shard stays as it was initialised.
+    If the source lacks an `optional` tensor, its shard stays as it was initialised.
     """
     for part in slices:
         if part.tensor in optional and part.tensor not in source:
@@ -170,7 +170,7 @@ def store_slices(slices: Iterable[Slice], target: dict[str, torch.Tensor]) -> No
 
 
 _MIX = 2654435761  # odd, so that position weights do not repeat
-# A checksum looks at this many elements at a time; it holds a few int64 arrays of this length.
+# A checksum processes this many elements at a time, and allocates a few int64 arrays of this length.
 CHECKSUM_CHUNK = 1 << 20
 
 
@@ -205,7 +205,7 @@ def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
 
 
 def slice_checksums(slices: Iterable[Slice], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Compute the checksum of what this rank owns of each tensor, by its name; `shapes` are of the full tensors."""
+    """Compute, by tensor name, the checksum of the elements that this rank owns; `shapes` are those of full tensors."""
     sums: dict[str, int] = {}
     for part in slices:
         if part.owned:

@@ -1,7 +1,7 @@
-"""Model families as data: which Hugging Face tensor lies where in which Megatron parameter.
+"""Describe model families as data: which Hugging Face tensors make up each Megatron parameter.
 
-Adding a family is adding a `Family` below: no code elsewhere knows a model's name. Loading, export, sync, validation
-and the plan's sizes all derive from the same rows. Nothing here imports torch or megatron.
+To add a family, add a `Family` below: no code elsewhere knows a model's name. Loading, export, sync, validation and
+the plan's sizes all derive from these tables. Nothing here imports torch or megatron.
 """
 
 from megarl.weights.blocks import (
@@ -20,7 +20,7 @@ from megarl.weights.rules import Activation, Family, HFTensor, Layers, Partition
 
 __all__ = ["FAMILIES", "OUTPUT_HEAD", "VALUE_HEAD", "Family", "HFTensor", "Layers", "Partition", "WeightRule"]
 
-# transformers takes this for the norms of latents, whatever config.json names for the others.
+# transformers uses this epsilon for the norms of latents, whatever rms_norm_eps config.json has for the other norms.
 _LATENT_NORM_EPS = 1e-6
 
 FAMILIES = (
@@ -68,7 +68,7 @@ FAMILIES = (
         scales_embedding=True,
         defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
         required={
-            # Published files say gelu, and mean this.
+            # Published config files say gelu but mean the tanh approximation.
             "hidden_act": ("gelu_pytorch_tanh", "gelu"),
             "attention_bias": (False,),
             "use_bidirectional_attention": (None, False),
@@ -110,7 +110,7 @@ FAMILIES = (
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "topk_method": ("greedy", "group_limited_greedy"),
-            # DeepSeek's code, transformers and vLLM disagree on what True means.
+            # DeepSeek's code, transformers and vLLM disagree about what True means.
             "norm_topk_prob": (False,),
             "quantization_config": (None,),
             "rms_norm_eps": (_LATENT_NORM_EPS,),
