@@ -1,4 +1,4 @@
-"""The processes of a run: Ray, the trainer's ranks, the engines. Built before trainers, and shared by several.
+"""Start and call the processes of a run: Ray, the trainer's ranks and the engines. Several trainers can share them.
 
     with Cluster(config, roles=inputs.roles) as cluster:
         Trainer(inputs, cluster, recorder).fit()

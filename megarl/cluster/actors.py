@@ -1,4 +1,4 @@
-"""Ray actors: thin wrappers of the classes that do the work. All of them say where they run."""
+"""Define the Ray actors, which are thin wrappers around the classes that do the work."""
 
 import contextlib
 import os
@@ -18,12 +18,12 @@ from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
 
-# For processes that were killed to be gone.
+# How long to wait for killed processes to be gone.
 END_TIMEOUT_S = 10.0
 
 
 class RunActor:
-    """What every process of a run can be asked."""
+    """Answers the questions that every process of a run can be asked: where it runs, and whether it still works."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {}
 
@@ -31,7 +31,7 @@ class RunActor:
         write_stacks_on_signal()
 
     def locate(self) -> Location:
-        """Where this process runs."""
+        """Return where this process runs."""
         context = ray.get_runtime_context()
         return Location(
             host=context.get_node_id(),
@@ -43,19 +43,19 @@ class RunActor:
         )
 
     def lost_workers(self) -> list[int]:
-        """Which worker processes of this one have ended; the answer itself is a sign of life."""
+        """Return the indices of this process's workers that have died; any answer is a sign of life of the process."""
         return []
 
 
 class RankActor(RunActor):
-    """One trainer rank in a Ray actor: synchronous, so that Megatron stays on the actor's main thread."""
+    """Runs one trainer rank in a Ray actor; it is synchronous, so that Megatron stays on the actor's main thread."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.worker = PolicyWorker(rank)
 
     def prepare(self, device_ids: Sequence[str]) -> str:
-        """`PolicyWorker.prepare`, on the devices of others if any are named."""
+        """Call `PolicyWorker.prepare`, after restricting this process to the devices of others if any are given."""
         if device_ids:
             platform().select_devices(device_ids)
         return self.worker.prepare()
@@ -64,16 +64,16 @@ class RankActor(RunActor):
         return getattr(self.worker, method)(*args, **kwargs)
 
     def call_with_rows(self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any) -> Any:
-        """Call a method of the worker with the rows that these micro-batches name."""
+        """Call a method of the worker with the rows that these micro-batches consist of."""
         return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
 
 
-# Beside the actor's other calls, which run one after the other.
+# The concurrency group of calls that run beside the actor's other calls, which run one after the other.
 _GENERATION = "generation"
 
 
 class EngineActor(RunActor):
-    """One engine in a Ray actor. It answers other calls while it generates, a sync too."""
+    """Runs one engine in a Ray actor, which answers other calls, weight syncs included, while it generates."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1}
 
@@ -82,9 +82,9 @@ class EngineActor(RunActor):
         self._workers: list[psutil.Process] = []
 
     def start(self, spec: EngineSpec, device_ids: Sequence[str], predecessor: Sequence[int] = ()) -> list[int]:
-        """Build the engine, on the devices of others if any are named; the ids of its processes, this one first.
+        """Build the engine, on the devices of others if any are given; return its process ids, this process first.
 
-        predecessor: processes of an engine that died here. Its workers outlive it for a while, with their memory.
+        predecessor: process ids of an engine that died here; its workers, and the memory they hold, may outlive it.
         """
         end_run_processes(predecessor)
         if device_ids:
@@ -102,12 +102,12 @@ class EngineActor(RunActor):
 
     @ray.method(concurrency_group=_GENERATION)
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """`VllmEngine.stream`, to be called with num_returns="streaming"."""
+        """Call `VllmEngine.stream`; the remote call needs num_returns="streaming"."""
         yield from self.engine.stream(requests)
 
 
 def end_run_processes(pids: Sequence[int]) -> None:
-    """Kill those of these processes of this host that are still there and of this run, and wait for their ends."""
+    """Kill those of the given processes on this host that still live and belong to this run, and wait for their end."""
     run_id = os.environ.get(RUN_ID_VARIABLE)
     mine = []
     for pid in pids:
@@ -122,7 +122,7 @@ def end_run_processes(pids: Sequence[int]) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """A process that has ended but was not waited for yet is a zombie, which psutil calls running."""
+    """Tell whether a process lives; a zombie (ended, but not waited for) counts as dead, though psutil says running."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

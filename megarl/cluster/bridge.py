@@ -1,4 +1,4 @@
-"""Weight sync by the bridge: each worker of each engine gets the slices that it lacks from ranks that have them."""
+"""Sync weights over the bridge: each engine worker receives the slices that it lacks from ranks that have them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,17 +16,17 @@ from megarl.weights.boxes import num_elements
 from megarl.weights.safetensors_map import TensorSpec
 
 _DOING = "syncing weights"
-# The metric of what all workers of all engines received in a sync, without what they share memory with.
+# The metric that counts the bytes that all engine workers receive in a sync, except from neighbours that share memory.
 WIRE_BYTES = "sync/wire_bytes"
-# A scale counts as float32.
+# Scales are counted as float32.
 _SCALE_BYTES = 4
 
 
 class BridgeSync:
-    """The bridge from the actor's ranks (sources) to the workers of all engines (sinks), by a plan that is made once.
+    """Sends weights from the actor's ranks (sources) to the workers of all engines (sinks), by a plan made once.
 
-    specs: the tensors as they travel; needs: what each worker of an engine needs; shares: of each engine the ranks
-    whose devices its workers use; delta_full_every: send differences, and each time after so many syncs everything.
+    specs: the tensors in the types in which they travel. needs: what each worker of an engine needs. shares: for each
+    engine, the ranks whose devices its workers use. delta_full_every: send differences, and every so many syncs all.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BridgeSync:
         self._ranks, self._engines, self._timeout_s = list(ranks), list(engines), timeout_s
         self._tp, self._transfer = len(needs), 0
         self._scaled = [name for name, spec in specs.items() if spec.dtype == SCALED]
-        # Syncs since both sides last had everything in full; None: they may differ.
+        # Number of syncs since everything was last sent in full; None: both sides may differ, so send all.
         self._full_every = delta_full_every
         self._since_full: int | None = None
         if lacking := sorted({name for needed in needs for name in needed} - specs.keys()):
@@ -72,9 +72,9 @@ class BridgeSync:
         )
 
     def push(self, version: int, *, verify: bool) -> dict[str, float]:
-        """Make the engines generate with the trainer's current weights, as `version`; returns metrics.
+        """Send the trainer's current weights to the engines, which generate with them as `version`; return metrics.
 
-        A worker receives only what it needs and shares no memory with.
+        A worker receives only what it needs and does not share in memory with its neighbour.
 
         Raises:
             WeightSyncError: a tensor is missing on either side, or (with `verify`) its checksums differ.
@@ -104,7 +104,7 @@ class BridgeSync:
         return {WIRE_BYTES: float(scale_bytes + sum(worker.wire_bytes for worker in received))}
 
     def _scales(self) -> dict[str, float]:
-        """Of each tensor that travels with one, by its largest magnitude on any rank."""
+        """Return the scale of each tensor that travels with one, computed from its largest magnitude on any rank."""
         if not self._scaled:
             return {}
         calls = [(p, p.actor.call.remote("largest_weights")) for p in self._ranks]
@@ -117,7 +117,7 @@ class BridgeSync:
         wait_all(calls, timeout_s=self._timeout_s, doing="closing the bridge for weights")
 
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
-        """What every worker has with what the ranks together sent it."""
+        """Raise WeightSyncError unless each worker's checksums equal those of what the ranks together sent it."""
         for sink, worker in zip(self.plan.needs, received, strict=True):
             names = [name for name, box in self.plan.needs[sink].items() if num_elements(box)]
             parts = [sums.get(sink, {}) for sums in sent]
@@ -129,7 +129,7 @@ class BridgeSync:
                 )
 
     def _sink(self, engine: int, worker: int) -> int:
-        """A worker's number in the plan."""
+        """Return the sink number of an engine's worker in the plan."""
         return len(self._ranks) + engine * self._tp + worker
 
     def _open(self, plan: Plan, segments: Path, **options: bool) -> None:
@@ -162,6 +162,6 @@ class BridgeSync:
         self._call([*self._ranks, *self._engines], calls)
 
     def _call(self, processes: Sequence[Process], calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Call a method of each process, all at the same time."""
+        """Make one call to each process, all at the same time, and return the answers."""
         pending = [(p, p.actor.call.remote(name, *args)) for p, (name, args) in zip(processes, calls, strict=True)]
         return wait_all(pending, timeout_s=self._timeout_s, doing="opening the bridge for weights")

@@ -1,4 +1,4 @@
-"""The remote side of a run: Ray, the trainer's ranks and the engines, from their start to their end."""
+"""Start and end the remote processes of a run: Ray, the trainer's ranks and the engines."""
 
 import contextlib
 import itertools
@@ -37,9 +37,9 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Cluster:
-    """Ray, ranks for the layout of each of `roles` (with `with_trainer`), and engines (with `with_engine`).
+    """Runs Ray, ranks for the layout of each of `roles` (if `with_trainer`), and engines (if `with_engine`).
 
-    roles: the models to be hosted, the actor first; default: the actor alone, and what shares its layout.
+    roles: the models that the ranks will host, the actor first; by default only the actor.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Cluster:
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         environment = apply_environment()
         if config.cluster.address is not None:
-            # Every host has its own, set where Ray was started.
+            # Every host has its own environment, set where Ray was started.
             environment = {}
         environment["PYTHONWARNINGS"] = "ignore"
         os.environ.update({k: v for k, v in RAY_ENVIRONMENT.items() if k not in os.environ})
@@ -80,7 +80,7 @@ class Cluster:
         device, other_layouts = dict(platform().resources), list(self._roles)[1:]
         shared: Sequence[Sequence[int]] = ()
         if with_engine and self._roles and self._config.placement.mode == "colocated":
-            # Engines use the devices of those ranks from which least has to travel.
+            # Engines share the devices of the ranks that make the transfer smallest.
             shared = engine_ranks(self._config, ends_of(self._config, read_model_spec(self._config.model.path)))
         plan = plan_placement(
             self._config,
@@ -124,7 +124,7 @@ class Cluster:
         return [device for rank in seat.shares for device in ranks[rank].location.device_ids]
 
     def _join_ranks(self, plan: PlacementPlan) -> dict[str, int]:
-        """Process ids of the ranks, once those of each layout have formed their process groups."""
+        """Make the ranks of each layout form their process groups, and return the process ids of all ranks by name."""
         ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
         seats = itertools.chain(plan.ranks, *plan.other_ranks)
         prepared = [
@@ -149,14 +149,14 @@ class Cluster:
         """Replace an engine that died; see `EngineSeats.restart`."""
         lost = self.engines.processes[index]
         if self._log_dir is not None:
-            # A run that goes on keeps no others.
+            # A run that succeeds keeps no other worker logs.
             keep_worker_logs(self.scope.temp_dir, self._log_dir)
         pids = [pid for name, pid in self.pids.items() if name == lost.name or name.startswith(f"{lost.name} worker ")]
         self.engines.processes[index], new_pids = self._seats.restart(index, lost, pids)
         self.pids |= engine_pids(lost.name, new_pids)
 
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
-        """Open the bridge by which the engines get the actor's weights; call this when the actor is loaded."""
+        """Open the bridge that sends the actor's weights to the engines; call this after the actor has been loaded."""
         config = self._config.sync
         model = read_model_spec(self._config.model.path)
         return BridgeSync(
@@ -181,9 +181,9 @@ class Cluster:
         self.close(failed=error is not None and not isinstance(error, RunStopped))
 
     def close(self, *, failed: bool = False) -> None:
-        """End every process of the run; after a failure the workers' logs are kept under RUN/logs first.
+        """End every process of the run; after a failure, first copy the workers' logs to RUN/logs.
 
-        Closing again does nothing: by then Ray may be another cluster's.
+        Closing again does nothing, since by then Ray may belong to another cluster.
         """
         if self._closed:
             return

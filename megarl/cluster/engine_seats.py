@@ -1,4 +1,4 @@
-"""How engines are made: the first of each seat, and those that take the place of one that died."""
+"""Start engines in their seats, at first and again when one has died."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,9 +27,9 @@ def engine_pids(name: str, pids: Sequence[int]) -> dict[str, int]:
 
 
 class EngineSeats:
-    """The seats of the engines, and what an engine starts with.
+    """Starts the engine of each seat, and starts another one there if it dies.
 
-    devices_of: the devices of trainer ranks that a seat shares, once these have started.
+    devices_of: returns the devices that a seat shares with trainer ranks, once these ranks have started.
     """
 
     def __init__(
@@ -40,25 +40,25 @@ class EngineSeats:
 
     @property
     def shares(self) -> list[tuple[int, ...]]:
-        """Of each engine the trainer ranks whose devices it uses."""
+        """Return, for each engine, the trainer ranks whose devices it uses."""
         return [seat.shares for seat in self._seats]
 
     def create(self) -> dict[str, Any]:
-        """Create the actors of all engines, by name."""
+        """Create the actors of all engines, and return them by name."""
         return {f"engine {i}": create_actor(EngineActor, self._reservation, seat) for i, seat in enumerate(self._seats)}
 
     def begin(self, index: int, process: Process, *, predecessor: Sequence[int] = ()) -> Any:
-        """Let an engine start, as soon as the processes of its predecessor have ended; returns at once."""
+        """Make an engine start once the processes of its predecessor have ended; return the pending call at once."""
         devices = self._devices_of(self._seats[index])
         return process.actor.start.remote(engine_spec(self._config), devices, predecessor)
 
     def restart(self, index: int, lost: Process, pids: Sequence[int]) -> tuple[Process, list[int]]:
         """Start an engine in place of a lost one, whose processes were `pids`; return it and its process ids.
 
-        It has the weights that are on disk. Where engines sleep, it does, as the others have to by then.
+        It has the weights that are on disk. If memory is offloaded it is put to sleep, as the others must be by then.
 
         Raises:
-            EngineDiedError: the new one died as well.
+            EngineDiedError: the new engine died as well.
         """
         process = replace(lost, actor=create_actor(EngineActor, self._reservation, self._seats[index]))
         process.roster.enter(process)

@@ -1,4 +1,4 @@
-"""The engines of a cluster, called together: requests dealt out to them, and their completions collected."""
+"""Call the engines of a cluster together: deal requests out to them, and collect their completions."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megarl.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A batch that engines are working on: per engine, the positions of its requests, and the pending answers."""
+    """A batch that engines are working on: the positions of each engine's requests (`hands`), and the pending calls."""
 
     requests: tuple[GenerationRequest, ...]
     hands: tuple[tuple[int, ...], ...]
@@ -21,10 +21,10 @@ class Submission:
 
 
 def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> list[list[int]]:
-    """Positions of the requests that each engine takes.
+    """Choose which requests each engine takes, and return their positions.
 
-    Requests with the same prompt go to one engine, for its prefix cache; prompts are dealt out in turn. With fewer
-    prompts than engines the requests themselves are.
+    Requests with the same prompt go to one engine, for its prefix cache; prompts are dealt out in turn. If there are
+    fewer prompts than engines, the requests themselves are dealt out in turn.
     """
     prompts = {request.token_ids: i for i, request in enumerate({r.token_ids: r for r in requests}.values())}
     by_prompt = len(prompts) >= num_engines
@@ -36,9 +36,9 @@ def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> li
 
 
 def deal_again(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
-    """Positions of the requests that each engine takes after some died with theirs unfinished.
+    """Choose which requests each engine takes, after engines died with requests unfinished; return the positions.
 
-    exactly: in batches that are the same as before, which finished requests are part of.
+    exactly: repeat every batch that has unfinished requests unchanged, with its finished requests.
     """
     if exactly:
         return [list(hand) if set(hand) - set(finished) else [] for hand in submission.hands]
@@ -48,9 +48,9 @@ def deal_again(submission: Submission, finished: Collection[int], *, exactly: bo
 
 
 class EngineGroup:
-    """The engines, each holding a full copy of the policy.
+    """Calls a group of engines, each of which holds a full copy of the policy.
 
-    Every request has its own seed, so what is sampled does not depend on how many engines there are.
+    Every request has its own seed, so the samples do not depend on the number of engines.
     """
 
     def __init__(self, processes: Sequence[Process], *, timeout_s: float) -> None:
@@ -67,9 +67,9 @@ class EngineGroup:
         return Submission(requests=tuple(requests), hands=tuple(map(tuple, hands)), calls=tuple(calls))
 
     def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        """Wait for all completions, but of engines that die and can be restarted. `on_finished` gets each, with the
-        position of its request, once it is there.
-        """
+        """Wait for all completions, and pass each to `on_finished` with the position of its request as it arrives.
+
+        Requests of engines that die and can be restarted are left unfinished."""
         hands = [hand for hand in submission.hands if hand]
 
         def take(call: int, part: Mapping[int, Completion]) -> None:
@@ -79,17 +79,17 @@ class EngineGroup:
         wait_streams(submission.calls, take, timeout_s=timeout_s, doing="generating")
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
-        """One engine's log-probs of given sequences (temperature 1)."""
+        """Return one engine's log-probs of given sequences at temperature 1."""
         process = self.processes[engine]
         call = process.actor.call.remote("prompt_logprobs", [list(s) for s in sequences])
         return wait_all([(process, call)], timeout_s=self._timeout_s, doing="scoring with the engine")[0]
 
     def sleep(self) -> None:
-        """Drop weights and KV caches, on platforms whose engines can."""
+        """Make the engines drop their weights and KV caches, on platforms that support it."""
         self._move("sleep", doing="putting engines to sleep")
 
     def wake(self, parts: Sequence[str]) -> None:
-        """Bring back `weights` (to be synced next) or `kv_cache`."""
+        """Make the engines allocate `weights` (which the next sync fills) or `kv_cache` again."""
         self._move("wake", list(parts), doing="waking engines")
 
     def _move(self, method: str, *args: Any, doing: str) -> None:

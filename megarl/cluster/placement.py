@@ -1,9 +1,9 @@
-"""Where the processes of a run go: seats on bundles of Ray's placement groups, planned before Ray is asked.
+"""Plan where the processes of a run go, as seats on bundles of Ray's placement groups, before asking Ray for them.
 
-A bundle holds one device that a rank of the actor's layout uses, one of every further layout, and in the colocated
-mode an engine too; in the split mode an engine has a bundle of `tp` devices to itself. A placement group covers one
-node, so that its bundles stay together. Where Ray has several hosts the nodes take them in turn: in the order of
-cluster.hosts, if it is set, otherwise the driver's first. The trainer's nodes come before those of engines.
+A bundle holds one device, which is shared by a rank of the actor's layout, one of every other layout and, in colocated
+mode, an engine; in split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
+that its bundles stay together. If Ray has several hosts, nodes are assigned to them in turn: in the order of
+cluster.hosts if it is set, otherwise the driver's host first. The trainer's nodes come before those of engines.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Equal nodes with equal bundles; `bundle` are Ray resources."""
+    """Describes equal nodes with equal bundles; `bundle` lists the Ray resources of each bundle."""
 
     num_nodes: int
     bundles_per_node: int
@@ -35,9 +35,9 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A process's bundle (counted over the nodes of its group) and what it takes of it.
+    """Assigns a process to a bundle (numbered over all nodes of its group) and to a share of the bundle's resources.
 
-    shares: the trainer ranks whose devices it uses too.
+    shares: the trainer ranks whose devices the process uses too.
     """
 
     group: str
@@ -49,9 +49,9 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """Node groups by name, and a seat for every process of a run.
+    """Lists node groups by name, and a seat for every process of a run.
 
-    ranks: those of the actor's layout; other_ranks: those of each further one.
+    ranks: seats of the actor's layout; other_ranks: seats of each further layout.
     """
 
     groups: Mapping[str, NodeGroup]
@@ -61,7 +61,7 @@ class PlacementPlan:
 
     @property
     def num_cpus(self) -> float:
-        """Logical CPUs that all groups reserve."""
+        """Return the number of logical CPUs that all groups reserve."""
         return sum(g.num_nodes * g.bundles_per_node * g.bundle["CPU"] for g in self.groups.values())
 
 
@@ -97,7 +97,7 @@ def plan_placement(
     nodes, world_size = config.placement.trainer, config.actor.layout.world_size
     per_node = devices_per_node(nodes, world_size)
     groups = {"trainer": NodeGroup(num_nodes=nodes.num_nodes, bundles_per_node=per_node, bundle=device)}
-    # A rank of each layout, and room for an engine.
+    # The processes of a bundle are a rank of each layout and, possibly, an engine.
     num_cpus = device["CPU"] * cpu_share(len(other_layouts) + 2)
     seat = Seat(group="trainer", bundle=0, num_cpus=num_cpus, num_gpus=device.get("GPU", 0))
     guest = replace(seat, num_gpus=0)
@@ -131,10 +131,10 @@ def plan_placement(
 
 
 class Reservation:
-    """The placement groups of a plan in a running Ray cluster."""
+    """Reserves the placement groups of a plan in a running Ray cluster."""
 
     def __init__(self, plan: PlacementPlan, *, hosts: Sequence[str], timeout_s: float) -> None:
-        """`hosts`: the names of Ray's hosts in the order in which nodes take them."""
+        """Reserve the groups. `hosts`: names of Ray's hosts in the order in which nodes are assigned to them."""
         self._groups = plan.groups
         addresses = itertools.cycle(hosts_in_order(ray.nodes(), hosts, ray.util.get_node_ip_address()))
         self._nodes = {
@@ -159,10 +159,10 @@ def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], dri
 
 
 def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: float) -> list[PlacementGroup]:
-    """Reserve one placement group per node. Too few CPUs or GPUs would otherwise wait for ever.
+    """Reserve one placement group per node, and fail after `timeout_s` because Ray itself would wait forever.
 
     Raises:
-        ConfigError: the cluster has no room, with what each of its nodes has.
+        ConfigError: the cluster has no room; the message lists what each of its nodes has.
     """
     others = [dict(group.bundle)] * (group.bundles_per_node - 1)
     # Ray gives every node one unit of a resource named after its address; any amount of it pins a group to the node.
@@ -180,7 +180,7 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
 
 
 def resource_table(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """List what each live node has (`ray.nodes()`), and what is free in all (`ray.available_resources()`)."""
+    """List what each live node has (`ray.nodes()`), and what is free altogether (`ray.available_resources()`)."""
     alive = [node for node in nodes if node["Alive"]]
     held = [(f"node {node['NodeManagerAddress']}", node["Resources"]) for node in alive]
     return "; ".join(

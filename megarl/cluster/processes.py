@@ -1,4 +1,4 @@
-"""Waiting for remote calls, while watching whether every process of the run is still alive."""
+"""Wait for remote calls, while watching whether every process of the run is still alive."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,16 +13,16 @@ from megarl.cluster.roster import Process, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
 
-# How long to look for the cause once a rank failed: its peers fail too, with less telling errors.
+# How long to look for the cause after a rank has failed: its peers fail too, with less informative errors.
 CAUSE_WAIT_S = 2.0
-# How often a wait asks the processes that it does not wait for whether they live.
+# How often, during a wait, the processes that are not waited for are asked whether they live.
 WATCH_S = 0.5
-# Of how many silent processes a message says what they do; the stacks of all are in the logs.
+# How many silent processes a message describes at most; the stacks of all are in the logs.
 NUM_DESCRIBED = 4
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """The processes of named actors (`RunActor`), once all have started. With several hosts their names say which."""
+    """Wait until named actors (`RunActor`) have started; return their processes. Names include the host if several."""
     roster = Roster()
     processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
@@ -38,7 +38,7 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """A process that cannot continue, because it or one of its worker processes died."""
+    """Records that a process cannot continue because it, or one of its worker processes, died."""
 
     process: Process
     what: str
@@ -53,7 +53,7 @@ class _Watch:
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
-        # Questions without an answer so far, and who was asked.
+        # The pending calls, and the process that each was made to.
         self.asked: dict[Any, Process] = {}
 
     def ask(self, busy: Collection[Process]) -> None:
@@ -158,7 +158,7 @@ class _Wait:
                 raise WorkerError(f"{self._doing}: {silent}{_described(busy)}; see RUN/logs")
             yield from done
             if not done:
-                # Learn of the deaths of those that are not waited for.
+                # Look for deaths of processes that are not waited for.
                 for death in self._watch.deaths():
                     if not isinstance(error := death.report(self._doing), EngineDiedError):
                         raise error
@@ -190,7 +190,7 @@ class _Wait:
         failures = [(process, error)]
         failures += [(self._pending[call], e) for call in done if call in self._pending and (e := _failure(call))]
         deaths = [*(death for failure in failures if (death := _death(*failure))), *self._watch.deaths()]
-        # Only now has a process answered that failed for want of a worker of its own.
+        # Only now can a process answer whose call failed because one of its own workers died.
         deaths = deaths or [death for other, _ in failures[1:] if (death := _death_of_worker(other))]
         if reports := [death.report(self._doing) for death in deaths]:
             return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])

@@ -1,4 +1,4 @@
-"""Ray's own processes: started for one run on this host, or joined where they run already."""
+"""Start Ray on this host for one run, or join a Ray cluster that is already running."""
 
 import math
 import os
@@ -14,17 +14,17 @@ from megarl.config.schema import ClusterConfig
 from megarl.errors import WorkerError
 from megarl.host.signals import keep_handlers
 
-# How often a host that is not there yet is looked for.
+# How often to look for a host that has not joined yet.
 POLL_S = 0.2
 
 
 def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
-    """Connect this process to the run's Ray; its workers get `environment`.
+    """Connect this process to the run's Ray, whose workers get the variables in `environment`.
 
-    Without `settings.address` Ray is started here, with room for `num_cpus` logical CPUs.
+    Without `settings.address`, start Ray here, with at least `num_cpus` logical CPUs unless `settings.num_cpus` is set.
 
     Raises:
-        WorkerError: Ray did not come up, or not on all of `settings.hosts`.
+        WorkerError: Ray did not start or could not be reached, or not all of `settings.hosts` joined.
     """
     if settings.address is not None:
         _join(settings.address, settings, environment)
@@ -39,7 +39,7 @@ def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, enviro
             include_dashboard=False,
             _temp_dir=str(temp_dir),
         )
-    # Ray raises whatever fits where it fails: OSError, ValueError, RuntimeError and Exception itself.
+    # Ray may raise OSError, ValueError, RuntimeError or Exception itself, depending on where it fails.
     except Exception as error:
         raise WorkerError(
             f"Ray did not start ({type(error).__name__}: {error}); free CPUs, memory and room in {temp_dir.parent} and "
@@ -67,7 +67,7 @@ def _join(address: str, settings: ClusterConfig, environment: Mapping[str, str])
 
 
 def _wait_for_port(address: str, deadline: float) -> None:
-    """Wait until a port accepts connections; Ray itself gives up after seconds, with many lines about it."""
+    """Wait until a port accepts connections; Ray itself would give up after seconds and print many lines about it."""
     host, _, port = address.rpartition(":")
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Which memory is resident on the devices in each phase of a step, where trainer and engines share devices.
+"""Move memory between devices and hosts in each phase of a step, where trainer and engines share devices.
 
-A phase is data: the parts it needs. From what is resident now and what a phase needs follow the moves, releases
-first, so that at no time more is resident than the larger of two neighbouring phases. After an update the order is:
-wake the engines' weights → sync → offload the trainer → wake the KV caches.
+A phase is data: the set of parts it needs. The moves follow from what is resident now and what the phase needs. Parts
+are released first, so that never more is resident than in the larger of two successive phases. After an update the
+order is: wake the engines' weights → sync → offload the trainer → wake the KV caches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """A part of the memory of a role or of the engines."""
+    """Names a part of the memory of a role or of the engines, such as `actor.params`."""
 
     owner: str
     part: str
@@ -32,7 +32,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of a step, and what must be on the devices in it."""
+    """A phase is a section of a step, with the parts that must be on the devices during it."""
 
     name: str
     needs: frozenset[Resident]
@@ -40,7 +40,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Parts of one owner that leave the devices or come back."""
+    """A move takes parts of one owner off the devices or brings them back."""
 
     owner: str
     parts: tuple[str, ...]
@@ -98,7 +98,7 @@ def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
     """List what must move before a phase: first away, then back; one move per owner and direction."""
     leaving = resident - phase.needs
     if leaving & _ENGINE_PARTS:
-        # Engines drop all they have when they sleep.
+        # Engines that sleep drop everything.
         leaving |= resident & _ENGINE_PARTS
     return [
         Move(owner=owner, parts=tuple(sorted(p.part for p in parts if p.owner == owner)), to_device=to_device)
@@ -122,7 +122,7 @@ class MemoryLedger:
 
     def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool) -> None:
         self._workers, self._engines, self._enabled = workers, engines, enabled
-        # Engines are awake when they have started.
+        # Engines are awake after they have started.
         self.resident = _ENGINE_PARTS
         self._released: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""Which models a run needs, which of them share processes, and which runs can use the same processes."""
+"""Work out which models a run needs, which of them share processes, and which runs can use the same processes."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from megarl.types.messages import Head, Role, RoleSpec
 
 
 def actor_role(config: Config) -> RoleSpec:
-    """The policy that every run trains."""
+    """Return the role of the policy, which every run trains."""
     return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
-    """The actor; a frozen reference and a critic if the algorithm reads their scores; a reward model if it judges."""
+    """List a run's roles: the actor; reference and critic if the algorithm reads their scores; any reward model."""
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)
     if Score.REF_LOGPROBS in required:
@@ -42,7 +42,7 @@ def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
 
 
 def reward_role(config: Config) -> RoleSpec:
-    """The reward model that `megarl train-reward` trains: model.path under the actor's settings."""
+    """Return the role of the reward model that `megarl train-reward` trains: model.path with the actor's settings."""
     return RoleSpec(role=Role.REWARD, model=config.model, settings=config.actor, head=Head.SCALAR)
 
 
@@ -51,18 +51,18 @@ def _model(config: Config, path: str | None) -> ModelConfig:
 
 
 def model_key(config: Config, role: RoleSpec) -> str:
-    """The key that names a role's model."""
+    """Return the configuration key that names a role's model."""
     return "model.path" if role.model.path == config.model.path else f"{role.role}.model_path"
 
 
 def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, ...]]:
-    """The roles of each layout, the actor's layout first; roles of one layout share its processes."""
+    """Group roles by layout, the actor's layout first; roles of one layout share its processes."""
     layouts = dict.fromkeys(role.layout for role in sorted(roles, key=lambda role: role.role is not Role.ACTOR))
     return {layout: tuple(role for role in roles if role.layout == layout) for layout in layouts}
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:
-    """ConfigError unless a run of `roles` with `theirs` can use processes started with `ours` for `layouts`."""
+    """Raise ConfigError unless a run of `roles` with `theirs` can use processes started with `ours` for `layouts`."""
     differing = affected(ours, theirs, "workers")
     others = [role for role in roles if role.role is not Role.ACTOR]
     differing += [f"{role.role}.layout" for role in others if role.layout not in layouts]

@@ -1,4 +1,4 @@
-"""The processes of a run: where they run, and which of them may die without ending the run."""
+"""Keep track of the processes of a run: where they run, and which of them may die without ending the run."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from megarl.record.progress import write_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Ray's id, the address and the name of the host; there, the process id, the directory that takes stacks, and the
-    ids of the devices that Ray gave the process."""
+    """Says where a process runs. `host` is Ray's id of the host; `stacks` is the directory there that takes stacks;
+    `device_ids` are the ids of the devices that Ray gave the process."""
 
     host: str
     address: str
@@ -28,9 +28,9 @@ NOWHERE = Location(host="", address="", device_ids=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A remote process of the run (`RunActor`), how messages name it, and where it runs.
+    """A remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
 
-    roster: all processes of the run. Whoever waits for one of them learns of the death of any.
+    roster: all processes of the run. A wait for one of them notices the death of any.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Process:
 
 
 class Roster:
-    """The processes of a run by name. Some can be replaced when they have died; the death of any other ends the run.
+    """Lists the processes of a run by name. Some can be replaced when they die; the death of any other ends the run.
 
-    living: those whose death nobody has noticed. lost: those that died and are to be replaced. num_restarts: how many
-    have been so far, these among them.
+    living: processes that are not known to be dead. lost: dead processes that are to be replaced. num_restarts: the
+    number of replacements so far, including those still to come for `lost`.
     """
 
     def __init__(self) -> None:
@@ -65,16 +65,16 @@ class Roster:
     def report_death(self, process: Process, event: str) -> WorkerError:
         """Note a death and return the error to raise: `EngineDiedError` if the process can be replaced. Warns once.
 
-        event: what was done, and who died.
+        event: what the run was doing, and which process died.
         """
         message = f"{event}; see RUN/logs"
         if process.name in self._replaceable and self.living.get(process.name) != process:
-            return EngineDiedError(message)  # an old one, which is known
+            return EngineDiedError(message)  # a process that was already reported dead
         if process.name not in self._replaceable or self.num_restarts == self._max_restarts:
             return WorkerError(message)
         self.num_restarts += 1
         self.lost[process.name] = self.living.pop(process.name)
-        # An engine without its workers lives on; calls to it shall fail.
+        # An engine survives the death of its workers: kill it, so that calls to it fail.
         ray.kill(process.actor)
         where = f"on {process.location.hostname or 'its host'}"
         write_line(f"warning: {event} {where}; restart {self.num_restarts} of {self._max_restarts}")

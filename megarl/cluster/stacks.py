@@ -1,7 +1,7 @@
-"""What processes that do not answer are doing: their state as Linux sees it, and their Python stacks.
+"""Find out what processes that do not answer are doing, from their state in Linux and their Python stacks.
 
-Every process of a run writes its stacks into a file when it gets SIGUSR2. The handler is in C, so that it works while
-the process waits in a collective; it does not work in a process that is stopped, which is then said.
+Every process of a run writes its stacks to a file when it gets SIGUSR2. The handler is in C, so it works even while
+the process waits in a collective. It does not work in a stopped process, which is then reported as stopped.
 """
 
 import faulthandler
@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.roster import Location
 
 DUMP_SIGNAL = signal.SIGUSR2
-# What a process gets to write its stacks, and another host to answer.
+# The seconds that a process gets to write its stacks, and that another host gets to answer.
 DUMP_S, HOST_S = 0.5, 10.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _PACKAGE = Path(__file__).parents[1]
@@ -32,22 +32,22 @@ _COLLECTIVES = "distributed_c10d.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """A process as Linux describes it (`running`, `stopped`, `gone`, …), and its stacks, the main thread's last."""
+    """Holds the Linux state of a process (`running`, `stopped`, `gone`, …) and its stacks, the main thread's last."""
 
     state: str
     stacks: str
 
     def __str__(self) -> str:
-        """`is stopped`, or `waits in all_reduce, called at megarl/parallel/passes.py:88`."""
+        """Say what the process does: `is stopped` or `waits in all_reduce, called at megarl/parallel/passes.py:88`."""
         if self.state in ("stopped", "gone", "zombie"):
             return f"is {self.state}"
         frames = [found for line in self.stacks.splitlines() if (found := _FRAME.match(line))]
         collective = next((f["function"] for f in frames if f["file"].endswith(_COLLECTIVES)), None)
         at = ""
         for frame in frames:
-            # Relative to the package, which other hosts may keep elsewhere.
+            # The path within the package, since other hosts may have it installed elsewhere.
             module = frame["file"].rpartition("/megarl/")[2]
-            # A checkout may be called megarl too, and hold other packages.
+            # A checkout may also be called megarl and contain other packages, so check that the module exists.
             if module and module != frame["file"] and (_PACKAGE / module).is_file():
                 at = f"megarl/{module}:{frame['line']}"
                 break
@@ -65,7 +65,7 @@ def write_stacks_on_signal() -> None:
     """Let this process write its stacks when it gets `DUMP_SIGNAL`."""
     directory = stacks_directory()
     directory.mkdir(parents=True, exist_ok=True)
-    # Kept open for as long as the process lives.
+    # The file stays open as long as the process lives.
     faulthandler.register(DUMP_SIGNAL, file=(directory / f"{os.getpid()}.txt").open("a"), all_threads=True)
 
 

@@ -1,4 +1,4 @@
-"""A run goes on when engines die: new ones take their seats, get the policy, and finish what was begun."""
+"""Keep a run going when engines die: start new ones, sync the policy, and resubmit unfinished requests."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,15 +11,15 @@ from megarl.rollout.vllm_source import OnCompletion
 
 
 class EngineSupervisor:
-    """The engines of one run, with the policy that they generate by.
+    """Keeps the engines of one run alive and in sync with the policy.
 
-    Engines are restarted at two points where none is at work: before a sync, and when all living ones have finished
-    their part of a batch. The devices are then emptied as for the first start, and a new bridge carries the policy
-    to all engines, so that no bridge needs to know of restarts.
+    Engines are restarted at two points at which none of them is working: before a sync, and when all living ones have
+    finished their part of a batch. The devices are then emptied as for the first start, and a new bridge sends the
+    policy to all engines, so that no bridge needs to know of restarts.
 
     restart_engine: replaces the engine in a seat. open_sync: opens a bridge to the current engines; called when the
-    actor is on the devices. max_restarts: so many deaths of engines do not end the run. deterministic: what is
-    unfinished is submitted again in the same batches as before, for the same bits.
+    actor is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: unfinished
+    requests are submitted again in the same batches as before, for bitwise equal results.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class EngineSupervisor:
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
     def push(self, version: int) -> dict[str, float]:
-        """Make all engines generate with the trainer's current weights, as `version`; metrics of `BridgeSync.push`."""
+        """Send the current weights to all engines as `version`, restarting lost engines; see `BridgeSync.push`."""
         self._version = version
         while True:
             try:
@@ -57,7 +57,7 @@ class EngineSupervisor:
                     self._sync = self._open_sync()
                 return self._sync.push(version, verify=self._verify)
             except EngineDiedError:
-                # Others have part of the weights, or the new ones: all get everything.
+                # Engines may now have some, all or none of the new weights: start over and send all of them everything.
                 continue
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
@@ -94,6 +94,6 @@ class EngineSupervisor:
             self._sync = None
 
     def _bring_back(self) -> None:
-        """Restart lost engines, so that they generate with the same weights as before."""
+        """Restart lost engines, and sync all engines so that they generate with the same weights as before."""
         self.push(self._version)
         self._ledger.enter(residency.GENERATE)

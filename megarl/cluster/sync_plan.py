@@ -1,4 +1,4 @@
-"""What a layout's ranks hold, in the coordinates of Hugging Face tensors, and what the bridge then moves per sync."""
+"""Compute which boxes of Hugging Face tensors a layout's ranks hold, and plan from that what each sync moves."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Return for every rank the box of each tensor it holds: `PolicyWorker.held_weights`, without building a model."""
+    """Compute the box of each tensor that every rank holds: `PolicyWorker.held_weights`, without building a model."""
     holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]
     shapes, padding = spec.expected_tensors(), vocab_multiple * layout.tp
     layers = [frozenset(stage_layers(layout, spec.dims.num_layers, stage)) for stage in range(layout.pp)]
@@ -29,7 +29,7 @@ def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int)
             stages = [stage for stage in range(layout.pp) if placed.layer in layers[stage]]
         else:
             stages = [s for s in range(layout.pp) if is_on_stage(placed.rule, spec, layout, s, scalar_head=False)]
-        # The ranks that hold the parameter, with their shards. Experts are spread over ranks with etp fastest, then ep.
+        # Find the ranks that hold the parameter, and their shards. Along ranks, etp varies fastest, then ep.
         ranks = [stage * layout.stage_size + i for stage in stages for i in range(layout.stage_size)]
         if placed.expert is None:
             shards = [(rank, Split(rank % layout.tp, layout.tp, padding)) for rank in ranks]
@@ -47,7 +47,7 @@ def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """What travels, what every rank holds of it, and what each worker of an engine needs."""
+    """Lists the tensors that travel, what every rank holds of them, and what each worker of an engine needs."""
 
     specs: Mapping[str, TensorSpec]
     held: Sequence[Holding]
@@ -66,7 +66,7 @@ def ends_of(config: Config, spec: ModelSpec) -> Ends:
 def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
     """Choose the trainer ranks whose devices each colocated engine shares, so that the fewest bytes have to travel.
 
-    An engine stays on its node. In order where nothing is better.
+    An engine stays on its node. Ranks are shared in order unless another choice saves bytes.
     """
     seats = ranks_in_order(config.rollout.engine)
     per_node = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
@@ -85,7 +85,7 @@ def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
 
 
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
-    """Plan the transfer of a run's weights from trainer ranks to engines; sinks count on from the last rank."""
+    """Plan the transfer of a run's weights from trainer ranks to engine workers, which are numbered after the ranks."""
     ends, tp, first = ends_of(config, spec), config.rollout.engine.tp, config.actor.layout.world_size
     colocated = config.placement.mode == "colocated"
     workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []

@@ -1,4 +1,4 @@
-"""The trainer's ranks as the driver sees them: one group of processes per Megatron layout, called by role."""
+"""Call the trainer's ranks from the driver by role; there is one group of processes per Megatron layout."""
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
@@ -30,13 +30,13 @@ ROWS_PER_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Rows of a batch in Ray's object store, in shards, so that a rank fetches only those it works on."""
+    """Refers to the rows of a batch in Ray's object store, in shards, so that a rank fetches only those it needs."""
 
     refs: tuple[Any, ...]
     rows_per_shard: int
 
     def fetch(self, micro_batches: Iterable[Iterable[int]]) -> dict[int, Row]:
-        """The rows that these micro-batches name, by their index in the batch."""
+        """Fetch the rows that these micro-batches consist of, by their index in the batch."""
         wanted = sorted({i for batch in micro_batches for i in batch})
         shards = sorted({i // self.rows_per_shard for i in wanted})
         loaded = dict(zip(shards, ray.get([self.refs[s] for s in shards]), strict=True))
@@ -44,7 +44,7 @@ class RowShards:
 
 
 def put_rows(rows: Sequence[Row]) -> RowShards:
-    """Place rows in the object store."""
+    """Put rows into Ray's object store."""
     starts = range(0, len(rows), ROWS_PER_SHARD)
     refs = tuple(ray.put(list(rows[start : start + ROWS_PER_SHARD])) for start in starts)
     return RowShards(refs=refs, rows_per_shard=ROWS_PER_SHARD)
@@ -52,14 +52,14 @@ def put_rows(rows: Sequence[Row]) -> RowShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """The ranks of one layout, in Megatron's order. Each hosts its shard of every role that has this layout."""
+    """Holds the ranks of one layout in Megatron's order; each hosts its shard of every role that has this layout."""
 
     layout: LayoutConfig
     processes: list[Process]
 
 
 class RoleWorkers:
-    """The trainer's ranks. A call goes to the group of ranks that hosts its role, or to all groups at the same time.
+    """Calls the trainer's ranks: the group that hosts a role, or all groups at the same time.
 
     groups: one per layout, the actor's first.
     """
@@ -70,7 +70,7 @@ class RoleWorkers:
 
     @property
     def processes(self) -> list[Process]:
-        """All ranks, those of the actor's layout first."""
+        """Return all ranks, those of the actor's layout first."""
         return [process for group in self.groups for process in group.processes]
 
     def load(self, request: LoadRequest) -> None:
@@ -86,10 +86,10 @@ class RoleWorkers:
         self._wait(calls, doing="loading the models")
 
     def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
-        """What a role says of all rows, by name and in row order, from one pass.
+        """Compute a role's scores of all rows in one pass, and return them by name and in row order.
 
-        `logprobs` and `entropy` of a language model, or `values` of a critic or reward model; with `request.paired`
-        also `kl`, see `HeadRequest`.
+        A language model returns `logprobs` and `entropy`, a critic or reward model `values`; with `request.paired`
+        there is also `kl`, see `HeadRequest`.
         """
         results: list[RowScores] = self._call_with_rows(
             "score", rows, plan, request, doing=f"scoring with the {request.role}"
@@ -101,7 +101,7 @@ class RoleWorkers:
         return {name: [arrays[i] for i in range(len(rows))] for name, arrays in merged.items()}
 
     def update(self, rows: Sequence[Row], plan: MicroBatchPlan, request: UpdateRequest) -> UpdateResult:
-        """One optimizer step of `request.role` on a mini-batch."""
+        """Take one optimizer step of `request.role` on a mini-batch."""
         results: list[UpdateResult] = self._call_with_rows(
             "update", rows, plan, request, doing=f"updating the {request.role}"
         )
@@ -117,7 +117,7 @@ class RoleWorkers:
         *,
         doing: str,
     ) -> list[Any]:
-        """The answers of those ranks that report for their data-parallel replica."""
+        """Call a method with rows, and return the answers of the ranks that report for their data-parallel replica."""
         group, shards = self._group(request.role), put_rows(rows)
         calls = [
             (p, p.actor.call_with_rows.remote(method, shards, plan.ranks[group.layout.dp_rank_of(rank)], request))
@@ -128,28 +128,28 @@ class RoleWorkers:
     def store_weights(
         self, files: Sequence[Path], *, with_checksums: bool = False, role: Role = Role.ACTOR
     ) -> StoreResult:
-        """Every rank that hosts a role writes its own slices of the model into preallocated files."""
+        """Make every rank that hosts a role write its own slices of the model into preallocated files."""
         options = {"with_checksums": with_checksums, "role": role}
         parts = self._call("store_weights", [str(f) for f in files], role_only=role, doing="writing weights", **options)
         return functools.reduce(StoreResult.merged, parts)
 
     def start_checkpoint(self, directory: Path) -> None:
-        """Every rank starts to write its part; returns when all have a snapshot, so that training may go on."""
+        """Make every rank start writing its part; return once all have a snapshot, so that training can go on."""
         self._call("save_checkpoint", str(directory), doing="saving a checkpoint")
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Whether all ranks have written their part; with `wait`, return when they have."""
+        """Tell whether all ranks have written their part; with `wait`, wait until they have."""
         return all(self._call("finish_checkpoint", wait=wait, doing="writing a checkpoint"))
 
     def load_checkpoint(self, directory: Path, *, same_layout: Collection[Role]) -> None:
-        """Continue from a complete checkpoint, whatever layouts wrote it.
+        """Load a complete checkpoint, whatever layouts wrote it.
 
-        same_layout: the roles that have the same layout as when they were saved.
+        same_layout: the roles whose layout is the same as when they were saved.
         """
         self._call("load_checkpoint", str(directory), same_layout=same_layout, doing="loading a checkpoint")
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
-        """Move parts of a role to the hosts; returns the bytes released on all devices together."""
+        """Move parts of a role to host memory; return the bytes released on all devices together."""
         return sum(self._call("offload", role, list(parts), role_only=role, doing=f"offloading the {role}"))
 
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
@@ -161,9 +161,9 @@ class RoleWorkers:
         self._call("start_profile", doing="starting the profiler")
 
     def stop_profile(self, directory: Path) -> None:
-        """Every rank writes its trace since `start_profile` as rank_N.json.gz (Chrome's trace format).
+        """Make every rank write its trace since `start_profile` as rank_N.json.gz (Chrome's trace format).
 
-        Those of further layouts go to subdirectories named after their roles.
+        The traces of layouts other than the actor's go to subdirectories named after their roles.
         """
         calls = []
         for i, group in enumerate(self.groups):

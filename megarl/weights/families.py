@@ -71,7 +71,7 @@ class ModelSpec:
         return (*copies, *names, *self._extra_prediction_tensors())
 
     def _extra_prediction_tensors(self) -> Iterator[str]:
-        """Yield the tensor names of the layers for multi-token prediction, `num_nextn_predict_layers` after the last."""
+        """Yield the tensor names of the multi-token-prediction layers (`num_nextn_predict_layers`) after the last."""
         count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
         for layer in range(num_layers, num_layers + count):
             last = (placed for placed in self.rules() if placed.layer == num_layers - 1)

@@ -91,7 +91,7 @@ def num_local_experts(spec: ModelSpec, layout: LayoutConfig) -> int:
 
 
 def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]:
-    """List a stage's layers. With virtual pipelining, chunk c of stage s is the block c·pp + s of equal layer blocks."""
+    """List a stage's layers. With virtual pipelining, chunk c of stage s is the c·pp + s-th of equal layer blocks."""
     counts = num_stage_layers(layout, num_layers)
     if layout.virtual_pp == 1:
         first = sum(counts[:stage])
