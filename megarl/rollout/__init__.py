@@ -1,1 +1,1 @@
-"""The generating side: the only room that imports vllm."""
+"""Generate rollouts with vLLM engines; this is the only package of megarl that imports vllm."""

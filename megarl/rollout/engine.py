@@ -1,7 +1,7 @@
-"""A vLLM engine, tensor-parallel or not: token ids in, token ids with their log-probs out, weights reloaded in place.
+"""Wrap a vLLM engine: it turns token ids into completions with log-probs, and reloads its weights in place.
 
-`VllmEngine` is a plain class; Ray actors wrap it, tests use it in an ordinary process. vLLM is imported when the
-engine is built, never before.
+`VllmEngine` is a plain class, which Ray actors wrap and tests use in an ordinary process. vLLM is imported only when
+the engine is built.
 """
 
 import os
@@ -23,7 +23,7 @@ from megarl.types import FinishReason, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One sample to draw."""
+    """Asks an engine for one completion of a prompt."""
 
     token_ids: tuple[int, ...]
     seed: int
@@ -35,7 +35,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine wrote. `logprobs` are the processed ones: after temperature and truncation. All [n].
+    """Holds what the engine generated, each array [n]. `logprobs` are those after temperature and truncation.
 
     weight_versions: of each token, the weights that chose it.
     """
@@ -48,7 +48,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """What a worker received over the bridge: checksums by tensor, if asked for, and bytes over the wire."""
+    """Reports what a worker received over the bridge: checksums by tensor, if asked for, and bytes over the wire."""
 
     checksums: Mapping[str, int]
     wire_bytes: int
@@ -56,7 +56,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What it takes to start an engine."""
+    """Holds the settings with which an engine starts."""
 
     model_path: str
     dtype: str
@@ -74,7 +74,7 @@ def engine_spec(config: Config) -> EngineSpec:
     needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     engine = config.rollout.engine
     if config.run.deterministic:
-        # A cached prefix is computed in other batches than a new one, and depends on what ran before.
+        # A cached prefix was computed in another batch than a new one would be: bits would depend on earlier requests.
         engine = replace(engine, prefix_caching=False)
     return EngineSpec(
         model_path=config.model.path,
@@ -104,11 +104,11 @@ class Stepper:
         """Yield vLLM's outputs by the positions of their prompts, each as soon as it has finished."""
         with self._turn:
             queued = self._llm.enqueue(prompts, params, use_tqdm=False)
-        # vLLM adds a random end to the ids that its outputs have.
+        # vLLM appends a random suffix to the request ids in its outputs.
         positions = {request_id.partition("-")[0]: i for i, request_id in enumerate(queued)}
         while positions:
             with self._turn:
-                # A holder that has come to wait goes first: the lock alone would be taken here again at once.
+                # Let a waiting holder go first; otherwise this thread would take the lock again at once.
                 self._turn.wait_for(lambda: self._holders == 0)
                 if not positions.keys() & self._finished.keys():
                     outputs = self._llm.llm_engine.step()
@@ -120,7 +120,7 @@ class Stepper:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """No step is taken within; unfinished requests are kept. Tells whether there are any."""
+        """Keep the engine from stepping inside this context, which yields whether unfinished requests are kept."""
         self._holders += 1
         with self._turn:
             busy = self._llm.llm_engine.has_unfinished_requests()
@@ -136,7 +136,7 @@ class Stepper:
 
 
 class VllmEngine:
-    """One vLLM engine in this process; with tp > 1 its workers are children of it.
+    """Runs one vLLM engine in this process; with tp > 1 its workers are child processes.
 
     Weights may be replaced while another thread waits in `generate`: unfinished requests are kept, their keys and
     values are dropped, and they go on by the new weights as if these had read all of their tokens so far.
@@ -195,10 +195,10 @@ class VllmEngine:
             yield completions
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
-        """Log-probs (temperature 1) of tokens 1… of each sequence under the current weights."""
+        """Return log-probs of tokens 1… of each sequence under the current weights, at temperature 1."""
         from vllm import SamplingParams, TokensPrompt
 
-        # The prefix cache must not skip positions: prompt log-probs need every one computed.
+        # Prompt log-probs make vLLM compute every position, so the prefix cache skips none.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
         prompts = [TokensPrompt(prompt_token_ids=list(s)) for s in sequences]
         outputs = self._stepper.finish(prompts, [params] * len(prompts))
@@ -211,16 +211,16 @@ class VllmEngine:
         ]
 
     def open_bridge(self, shares: Sequence[Share]) -> None:
-        """Let every worker join the bridge from the trainer's ranks as a sink, with a share each."""
-        # As bytes: between processes vLLM carries only plain types.
+        """Make every worker join the bridge from the trainer's ranks as a sink; each gets one of `shares`."""
+        # Pickled, because vLLM only passes plain types between its processes.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})
 
     def receive_over_bridge(
         self, transfer: int, *, version: int, with_checksums: bool, scales: Mapping[str, float]
     ) -> list[Received]:
-        """Replace the weights by what the trainer's ranks send at the same time, each worker what it needs.
+        """Replace the weights by those that the trainer's ranks are sending; each worker receives what it needs.
 
-        scales: of the tensors that travel with one.
+        scales: the scale of each tensor that travels with one.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.
@@ -231,7 +231,7 @@ class VllmEngine:
             problems = list(dict.fromkeys(problem for _, problem in results if problem))
             if problems:
                 raise WeightSyncError("; ".join(problems))
-            # Cached keys and values belong to the old weights, those of unfinished requests too.
+            # Cached keys and values were computed with the old weights, also those of unfinished requests.
             if not self.llm.reset_prefix_cache(reset_running_requests=busy):
                 raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
             self.llm.update_weight_version(str(version))
@@ -239,12 +239,12 @@ class VllmEngine:
         return [Received(checksums=c, wire_bytes=n) for (c, _), n in zip(results, wire_bytes, strict=True)]
 
     def sleep(self) -> None:
-        """Drop weights and KV cache where the device can; `wake` both before generating."""
+        """Drop weights and KV cache if the device supports it; `wake` both before generating again."""
         if platform().name in _SLEEPING_DEVICES:
             self.llm.sleep(level=2)
 
     def wake(self, parts: Sequence[str]) -> None:
-        """Bring back `weights`, which the next sync fills, or `kv_cache`."""
+        """Allocate `weights` (which the next sync fills) or `kv_cache` again."""
         if platform().name in _SLEEPING_DEVICES:
             self.llm.wake_up(tags=list(parts))
 
@@ -253,9 +253,9 @@ class VllmEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-# vLLM's engines sleep on these devices.
+# The devices on which vLLM supports sleeping.
 _SLEEPING_DEVICES = frozenset({"cuda"})
-# Engine arguments by device where the configuration leaves the choice open.
+# Engine arguments by device, for settings that the configuration leaves open.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "kv_cache_memory_bytes": 64 << 20,
@@ -274,7 +274,7 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if config.kv_cache_mib is None else config.kv_cache_mib << 20,
         "block_size": config.block_size,
         "enforce_eager": config.enforce_eager or None,
-        # Inside a Ray actor vLLM would choose its Ray executor, which needs a GPU and devices of its own.
+        # Inside a Ray actor, vLLM would by default choose its Ray executor, which needs devices of its own.
         "distributed_executor_backend": "mp" if config.tp > 1 else None,
     }
     return {
@@ -286,7 +286,7 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "tensor_parallel_size": config.tp,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": config.prefix_caching,
-        # Raw log-probs ignore the temperature and would differ from the trainer's.
+        # Raw log-probs ignore the temperature, so they would differ from the trainer's.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "skip_tokenizer_init": False,

@@ -1,4 +1,4 @@
-"""Which demonstration tokens each sample of a step starts with, and what they mean for its row."""
+"""Choose the demonstration tokens that each sample of a step starts with, and mark them in its row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from megarl.types import FloatArray, Prompt, Sample, SegmentSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """The first tokens of a response. `is_complete`: the last one ends the response, nothing is left to generate."""
+    """Holds the first tokens of a response; if `is_complete`, they are the whole response and nothing is generated."""
 
     token_ids: tuple[int, ...] = ()
     is_complete: bool = False
 
     def within(self, max_tokens: int) -> "Prefix":
-        """Itself, or its first `max_tokens` tokens if it is longer."""
+        """Return this prefix, cut to its first `max_tokens` tokens if it is longer."""
         return self if len(self.token_ids) <= max_tokens else Prefix(token_ids=self.token_ids[:max_tokens])
 
 
@@ -31,10 +31,10 @@ def plan_prefixes(
     run_seed: int,
     eos_token_id: int,
 ) -> dict[tuple[str, int], Prefix]:
-    """The prefixes of a step by (uid, sample index), a function of the arguments alone; samples without one are absent.
+    """Choose the prefixes of a step by (uid, sample index), from the arguments alone; other samples have none.
 
-    A demonstration that was cut does not end in `eos_token_id`: even with the ratio 1 its sample goes on.
-    ConfigError if more samples are to be prefixed than there are.
+    A demonstration that was cut does not end in `eos_token_id`, so its sample is continued even at ratio 1.
+    Raises ConfigError if more samples are to have a prefix than there are.
     """
     prefixes: dict[tuple[str, int], Prefix] = {}
     for prompt in prompts:
@@ -49,14 +49,14 @@ def plan_prefixes(
 
 
 def demonstration_scores(sample: Sample, prompt: Prompt) -> dict[str, FloatArray]:
-    """Scores [R] of a sample's row: `demonstration`, 1 on demonstration tokens, and `target_probs`."""
+    """Return the scores [R] of a sample's row: `demonstration`, 1 on demonstration tokens, and `target_probs`."""
     is_demonstration = np.concatenate(
         [
             np.empty(0, np.bool_),
             *(np.full(len(s.token_ids), s.source is SegmentSource.DEMONSTRATION) for s in sample.segments[1:]),
         ]
     )
-    # A demonstration is always the first segment of a response, so its tokens are the first of the prompt's.
+    # A demonstration is always the first segment of a response, so the prompt's probabilities align at its start.
     known = prompt.demonstration_probs[: int(is_demonstration.sum())]
     probs = np.full(len(is_demonstration), -1.0, np.float32)
     probs[: len(known)] = known

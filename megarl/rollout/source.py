@@ -1,4 +1,4 @@
-"""The seam between the trainer and whatever produces samples."""
+"""Define the interface between the trainer and whatever produces samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from megarl.errors import NonFiniteError
 from megarl.rollout.prefixes import Prefix
 from megarl.types import Prompt, RolloutBatch, Sample
 
-# Told of each sample, with its prompt, when it is finished: others may still be generated.
+# Called with each sample and its prompt as soon as it is finished, while others may still be generated.
 OnSample: TypeAlias = Callable[[Prompt, Sample], None]
 
 
 def ignore_sample(prompt: Prompt, sample: Sample) -> None:
-    """An `OnSample` for those who wait for the batch."""
+    """Do nothing; this is the `OnSample` for callers that only want the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How one batch of prompts is sampled. `temperature` 0 means greedy.
+    """Says how one batch of prompts is sampled; `temperature` 0 means greedy.
 
     prefixes: what responses start with, by (uid, sample index), as far as they start with anything.
     """
@@ -35,29 +35,29 @@ class SamplingPlan:
     prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
 
     def prefix(self, uid: str, sample_index: int) -> Prefix:
-        """What a response starts with, within its limit; possibly nothing."""
+        """Return the prefix that a response starts with, cut to the response limit; it may be empty."""
         return self.prefixes.get((uid, sample_index), Prefix()).within(self.max_response_tokens)
 
     def num_tokens_left(self, uid: str, sample_index: int) -> int:
-        """How many tokens a response may get after its prefix; 0 if the prefix is all of it."""
+        """Return how many tokens may be generated after a response's prefix; 0 if the prefix is complete."""
         prefix = self.prefix(uid, sample_index)
         return 0 if prefix.is_complete else self.max_response_tokens - len(prefix.token_ids)
 
 
 class RolloutSource(Protocol):
-    """Synchronous training is submit, then collect with staleness 0; other sources and modes keep the calls."""
+    """Produces samples: the trainer submits a batch and then collects it (training is synchronous: staleness 0)."""
 
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        """Start sampling; returns at once."""
+        """Start sampling, and return at once."""
 
     def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
-        """The next `num_groups` finished groups, in submission order; `on_sample` gets each of their samples once."""
+        """Return the next `num_groups` finished groups in submission order; call `on_sample` once for each sample."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to continue exactly."""
+        """Return the state that must be saved to continue exactly."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Restore what `state_dict` returned."""
 
 
 def require_finite(samples: Sequence[Sample], *, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts from vLLM engines."""
+"""Produce rollouts with vLLM engines."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require
 from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
-# Told of each completion, with the position of its request.
+# Called with each completion and the position of its request.
 OnCompletion: TypeAlias = Callable[[int, Completion], None]
 
 
 class Engines(Protocol):
-    """What this source needs of a group of engines."""
+    """Declares the calls that `VllmSource` makes to a group of engines."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Any: ...
 
@@ -26,7 +26,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submission:
-    """Prompts that engines are working on; `asked` lists (prompt, sample index) of each request."""
+    """Holds the prompts that engines are working on; `asked` lists the (prompt, sample index) of each request."""
 
     prompts: list[Prompt]
     plan: SamplingPlan
@@ -35,9 +35,9 @@ class _Submission:
 
 
 class VllmSource:
-    """Each sample is its own request with its own seed, so results do not depend on batching or order.
+    """Samples from vLLM engines; each sample is a request with its own seed, so batching and order do not matter.
 
-    A sample with a prefix continues it; one that its prefix fills or ends is not generated at all.
+    A sample with a prefix continues it; if the prefix ends the sample or fills its limit, nothing is generated.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -86,7 +86,7 @@ class VllmSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        # Synchronous: nothing is in flight between steps.
+        # This source is synchronous: no request is pending between steps.
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,12 +94,12 @@ class VllmSource:
 
 
 def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completion: Completion | None) -> Sample:
-    """The sample from its prefix and, if it was generated, its completion."""
+    """Build a sample from its prefix and, if anything was generated, its completion."""
     prefix = plan.prefix(prompt.uid, sample_index)
     finish_reason = FinishReason.STOP if prefix.is_complete else FinishReason.LENGTH
     segments = [prompt_segment(prompt.token_ids)]
     if prefix.token_ids:
-        # Trained on like the policy's own tokens, but no engine and no weights chose them.
+        # These tokens are trained on like the policy's own, but no engine sampled them: they have no weight version.
         n = len(prefix.token_ids)
         segments.append(
             Segment(

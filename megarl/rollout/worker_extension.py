@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers (one per tensor-parallel rank): takes new weights through vLLM's layerwise reload.
+"""Load new weights inside vLLM's workers (one per tensor-parallel rank), through vLLM's layerwise reload.
 
 vLLM imports this module by name in each worker process, so it imports vLLM at the top.
 """
@@ -26,14 +26,14 @@ from megarl.sync.wire.wires import Share
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker class; `self.model_runner` and `self.vllm_config` are the worker's."""
+    """Extends vLLM's worker class as a mixin; `self.model_runner` and `self.vllm_config` are the worker's."""
 
     def process_id(self) -> int:
-        """This worker's process."""
+        """Return the id of this worker's process."""
         return os.getpid()
 
     def open_bridge(self, shares: Sequence[bytes]) -> None:
-        """Join the bridge from the trainer's ranks, with this worker's share of those of the engine."""
+        """Join the bridge from the trainer's ranks, with this worker's own share out of the engine's `shares`."""
         worker: Any = self
         share: Share = pickle.loads(shares[worker.rank])
         self.bridge_wire = RoutedReceiver(share)
@@ -42,9 +42,9 @@ class WeightReceiver:
     def load_bridge(
         self, transfer: int, with_checksums: bool, scales: Mapping[str, float]
     ) -> tuple[dict[str, int], str]:
-        """`_load` of this worker's slices, in tensors of full shape: vLLM's loaders take slices from these.
+        """Receive this worker's slices into tensors of full shape, from which vLLM's loaders take slices in `_load`.
 
-        With checksums the rest of each tensor is NaN: what the plan leaves out by mistake would spoil every answer.
+        With checksums, the rest of each tensor is NaN, so that a slice missing from the plan would spoil every answer.
         """
         fill = math.nan if with_checksums else None
         return self._load(
@@ -59,12 +59,12 @@ class WeightReceiver:
         try:
             yield from self.bridge.receive(transfer, fill=fill)
         except RuntimeError as error:
-            # Others would go on waiting for this worker.
+            # Otherwise the other processes would go on waiting for this worker.
             self.bridge_wire.close()
             raise WeightSyncError(f"the transfer ended early: {error}") from error
 
     def bridge_bytes(self) -> int:
-        """What came over the wire in the last transfer."""
+        """Return the number of bytes that came over the wire in the last transfer."""
         return self.bridge.wire_bytes
 
     @torch.no_grad()
@@ -99,13 +99,13 @@ class WeightReceiver:
                 unfilled = unfilled_layers(model)
             except (KeyError, ValueError) as error:
                 problem = f"the engine does not know a tensor that the trainer sent: {error}"
-                # Others take part in what is still to come.
+                # Take part in the rest of the transfer, since the other processes do.
                 for _ in source:
                     pass
             except WeightSyncError as error:
                 problem = str(error)
             finally:
-                # After an error too, or the engine could never take another sync.
+                # Finalize after an error too, or the engine could never take another sync.
                 finalize_layerwise_reload(model, self.model_runner.model_config)  # type: ignore[attr-defined]
                 repack_cpu_weights(model)
         if problem or not unfilled:
@@ -117,27 +117,27 @@ class WeightReceiver:
 
 
 def _storage_of(layer: torch.nn.Module) -> set[int]:
-    """Addresses of the tensors a layer computes with; tied layers share one."""
+    """Return the addresses of the tensors that a layer computes with; tied layers have one in common."""
     kernel_tensors = get_layerwise_info(layer).kernel_tensors
     parameters = layer.parameters(recurse=False) if kernel_tensors is None else kernel_tensors[0].values()
     return {p.data_ptr() for p in parameters if not p.is_meta} - {0}
 
 
 def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
-    """(consumed, expected) elements of a layer that is not finished; (0, 0) if it is, or needs none."""
+    """Return (consumed, expected) elements of a layer that is not fully loaded; (0, 0) if it is or needs none."""
     info = get_layerwise_info(layer)
     if not info.can_load() or is_deferred_attention_layer(layer):
         return 0, 0
     expected = sum(get_tensor_load_numel(p) for p in layer.parameters(recurse=False))
     if isinstance(layer, VocabParallelEmbedding):
-        # Rows that pad the vocabulary have no source.
+        # The rows that pad the vocabulary are never sent.
         padded = layer.shard_indices.num_elements_padded - layer.shard_indices.num_org_elements
         expected -= padded * layer.embedding_dim
     return (0, 0) if info.load_numel >= expected else (info.load_numel, expected)
 
 
 def unfilled_layers(model: torch.nn.Module) -> list[str]:
-    """Layers whose loaders consumed fewer elements than their parameters hold, as 'name (got/expected)'.
+    """List layers whose loaders consumed fewer elements than their parameters hold, as 'name (got/expected)'.
 
     A layer tied to one that was filled counts as filled. Call between loading and finalising: finished layers
     have reset their counts by then.
@@ -159,7 +159,7 @@ def repack_cpu_weights(model: torch.nn.Module) -> None:
     """Renew the packed copies that vLLM 0.32's CPU kernels read but a reload leaves stale; no-op elsewhere."""
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            # Tied output head: its oneDNN handle holds a packed copy of the embedding.
+            # For a tied output head: its oneDNN handle holds a packed copy of the embedding.
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         elif isinstance(layer, RoutedExperts):
             experts = layer.quant_method.moe_kernel.fused_experts

@@ -1,1 +1,1 @@
-"""Which bytes go from which rank to which engine worker: pure planning, computed alike by every process."""
+"""Plan which bytes go from which rank to which engine worker, by pure computation that gives every process the same."""

@@ -1,1 +1,1 @@
-"""How planned parts travel: shared memory within a host, process groups between hosts."""
+"""Carry the messages of a plan: in shared memory within a host, over process groups between hosts."""

@@ -1,4 +1,4 @@
-"""Segments in the memory of a device that both ends use, each in a process of its own (CUDA IPC)."""
+"""Share segments of device memory between two processes that use the same device (CUDA IPC)."""
 
 import base64
 import pickle
@@ -10,25 +10,25 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from megarl.device.platform import platform
 
-# Which argument of torch's function that opens a handle is the number of the device.
+# The position of the device index among the arguments of torch's function that opens a handle.
 _DEVICE = 6
 
 
 class DeviceSegments:
-    """Segments by name, made by one end and opened by the other; the store carries their handles."""
+    """Shares segments by name: one end creates them, the other opens them, and the store carries their handles."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 that the other end can open while this tensor lives."""
+        """Allocate a tensor [num_bytes] uint8 that the other end can open as long as this tensor lives."""
         segment = torch.empty(num_bytes, dtype=torch.uint8, device=platform().device())
-        # The store takes text.
+        # The store only takes text.
         self._store.set(str(path), base64.b64encode(pickle.dumps(reduce_tensor(segment))).decode())
         return segment
 
     def open(self, path: Path) -> torch.Tensor:
-        """The memory itself, on this process's device: it may have another number here than in the other process."""
+        """Return the other end's memory as a tensor on this process's device, whose index may differ between them."""
         rebuild, arguments = pickle.loads(base64.b64decode(self._store.get(str(path))))
         own = [*arguments]
         own[_DEVICE] = platform().device_index()
@@ -36,5 +36,5 @@ class DeviceSegments:
         return segment
 
     def synchronize(self) -> None:
-        """Return when copies to or from segments are done: the other process does not see this one's stream."""
+        """Wait until copies to or from segments are done, because the other process does not see this one's stream."""
         platform().synchronize()

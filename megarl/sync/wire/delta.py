@@ -1,11 +1,11 @@
-"""Encode the difference between two versions of a message without loss: the elements whose bits changed.
+"""Encode the difference between two versions of a message without loss, as the elements whose bits changed.
 
-Elements count in blocks of 2¹⁶. Of each block the payload has the number of changed elements (uint32) and their places:
-as uint16 each, or as a bitmap where that is shorter. Then the new values. With c of n elements of w bytes changed and
-blocks filled evenly that is 4 ⌈n / 2¹⁶⌉ + min(2c, n / 8) + w c bytes.
+Elements are grouped in blocks of 2¹⁶. For each block, the payload has the number of changed elements (uint32) and their
+places, as uint16 each, or as a bitmap if that is shorter. The new values follow. If c of n elements of w bytes have
+changed, evenly over the blocks, this takes 4 ⌈n / 2¹⁶⌉ + min(2c, n / 8) + w c bytes.
 
-A payload begins with its own CRC-32, and has that of each part of the result: what is applied to another version than
-it was made from would be wrong without a sign of it.
+A payload begins with its own CRC-32 and contains that of each tensor of the result; otherwise, applying it to another
+version than it was made from would give wrong weights unnoticed.
 """
 
 import zlib
@@ -20,12 +20,12 @@ BLOCK = 1 << 16
 _BITMAP_BYTES = BLOCK // 8
 _CRC_BYTES = 4
 Bytes = npt.NDArray[np.uint8]
-# (name, start, end in bytes, width of an element in bytes) of what a message consists of.
+# (name, start byte, end byte, bytes per element) of each tensor part in a message.
 Span = tuple[str, int, int, int]
 
 
 def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | None:
-    """Encode what turns `previous` into `current`; None where sending all of `current` is as short."""
+    """Encode the changes from `previous` to `current`; return None if sending all of `current` is no longer."""
     masks = [_words(previous, span) != _words(current, span) for span in spans]
     if sum(np.count_nonzero(mask) * span[3] for mask, span in zip(masks, spans, strict=True)) >= len(current):
         return None
@@ -51,7 +51,7 @@ def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | No
 
 
 def apply(payload: Bytes, target: Bytes, spans: Sequence[Span]) -> None:
-    """Turn the version that a payload was made from into the new one, in place.
+    """Apply a payload in place to the version that it was made from, which turns it into the new version.
 
     Raises:
         WeightSyncError: the payload was changed on its way, or `target` is another version.
@@ -88,7 +88,7 @@ class _Reader:
 
 
 def _words(message: Bytes, span: Span) -> npt.NDArray[np.unsignedinteger]:
-    """View the elements of a span as unsigned integers: their bits."""
+    """View the bits of a span's elements as unsigned integers."""
     _, start, end, width = span
     return message[start:end].view(f"u{width}")
 

@@ -1,8 +1,8 @@
-"""Messages as differences from their last versions, over any wire: ends that wrap the ends of one.
+"""Send messages as differences from their last versions, with ends that wrap the ends of any other wire.
 
-Both sides keep the last version of each of their messages in host memory. How long a message is now, its sender says in
-the plan's store; one of full length is the message itself. Messages between neighbours do not travel, and pass as
-they are.
+Both sides keep the last version of each of their messages in host memory. The sender announces the current length of a
+message in the store; a message of full length is sent in full. Messages between neighbours stay in shared memory and
+are passed on unchanged.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _Key = tuple[int, int, int]
 
 
 class _Versions:
-    """The last version of each message, and how the two sides agree on lengths."""
+    """Keeps the last version of each message, and lets the two sides agree on lengths."""
 
     def __init__(self, share: Share) -> None:
         self._specs, meeting = share.specs, share.meeting
@@ -46,7 +46,7 @@ class _Versions:
         self._store.set(self._name(message), str(message.num_bytes))
 
     def with_length(self, message: Parcel) -> Parcel:
-        """The message as its sender says that it is."""
+        """Wait for the length that the sender announced for a message, and return the message with that length."""
         name = self._name(message)
         if not is_said(self._store, name, self.transfer, self._timeout_s):
             raise WeightSyncError(
@@ -62,7 +62,7 @@ class _Versions:
 
 
 class DeltaSender:
-    """`SendingEnd` that sends what changed, where that is less."""
+    """Implements `SendingEnd` by sending only what changed if that is shorter than the whole message."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
@@ -70,7 +70,7 @@ class DeltaSender:
         self._packed = torch.empty(largest, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Send everything in full next."""
+        """Forget all last versions, so that every message is next sent in full."""
         self._versions.kept.clear()
 
     def start(self, transfer: int) -> None:
@@ -85,7 +85,7 @@ class DeltaSender:
         pack(parts, current)
         delta = None if last is None else encode(last.numpy(), current.numpy(), self._versions.spans(message))
         self._versions.keep(message, current)
-        # What is kept does not change before the next transfer; what is packed does with the next message.
+        # Send the kept copy, which does not change before the next transfer; the packing buffer does with each message.
         payload = self._versions.kept[key_of(message)] if delta is None else torch.from_numpy(delta)
         sent = message._replace(num_bytes=payload.nbytes)
         self._versions.say_length(sent)
@@ -96,11 +96,11 @@ class DeltaSender:
 
 
 class DeltaReceiver:
-    """`ReceivingEnd` of a `DeltaSender`."""
+    """Implements `ReceivingEnd` for messages of a `DeltaSender`."""
 
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
-        # Messages of this transfer by those of the plan.
+        # The messages of this transfer, with their current lengths, by the keys of the planned ones.
         self._sent = dict[_Key, Parcel]()
 
     def start(self, transfer: int) -> None:
@@ -112,7 +112,7 @@ class DeltaReceiver:
         self._wire.expect([self.sent(message) for message in messages])
 
     def sent(self, message: Parcel) -> Parcel:
-        """A message with the length that it has in this transfer."""
+        """Return a message with the length that it has in this transfer."""
         if message.local:
             return message
         if key_of(message) not in self._sent:
@@ -138,5 +138,5 @@ class DeltaReceiver:
 
 
 def key_of(message: Parcel) -> _Key:
-    """What tells a message apart from the plan's others."""
+    """Return the key that identifies a message within its plan."""
     return message.source, message.sink, message.turn

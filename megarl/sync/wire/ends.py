@@ -1,4 +1,4 @@
-"""Both ends of a transfer: slices of local shards go out as messages, messages come into full-shape tensors."""
+"""Implement both ends of a transfer: send slices of local shards as messages; receive them into full-shape tensors."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from megarl.sync.wire.wires import ReceivingEnd, SendingEnd, Share
 from megarl.weights.boxes import Box, box_of, intersection, num_elements, slices_of
 from megarl.weights.slices import Index, Slice, checksum
 
-# Tensor → a box of it and the view that holds it, in the shape of the box.
+# By tensor name: boxes of the tensor, each with the view of a local shard that holds it, in the shape of the box.
 _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
@@ -24,7 +24,7 @@ def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> 
 
 
 class BridgeSender:
-    """This is a trainer rank's end of the bridge."""
+    """Sends a trainer rank's part of the weights over the bridge."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._share, self._scales = share, dict[str, float]()
@@ -81,7 +81,7 @@ class BridgeSender:
 
 
 class _Coming(NamedTuple):
-    """This is a part of a message: its tensor, its place there, and its number of elements."""
+    """Describes a part of an incoming message: its tensor, its place there, and its number of elements."""
 
     tensor: str
     place: Index
@@ -89,14 +89,14 @@ class _Coming(NamedTuple):
 
 
 class BridgeReceiver:
-    """This is an engine worker's end of the bridge."""
+    """Receives over the bridge what an engine worker needs of the weights."""
 
     def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
         self._share, self._device = share, device
         self._delta = DeltaReceiver(share, wire) if share.delta else None
         self._wire = self._delta or wire
         self._buckets = [list(each) for _, each in itertools.groupby(share.messages, key=lambda m: m.bucket)]
-        # What each message brings, and how many elements of each tensor come in all.
+        # The parts of each message, and the number of elements of each tensor that arrive in all.
         self._coming = {
             key_of(message): [_Coming(p.tensor, slices_of(p.box), num_elements(p.box)) for p in message.parts]
             for message in share.messages
@@ -161,7 +161,7 @@ class BridgeReceiver:
 
 
 def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield a slice as views in the shape of boxes: one, or one per group where groups of its rows lie apart."""
+    """Yield a slice as views in the shape of boxes: a single view, or one per group if groups of rows lie apart."""
     try:
         yield box, view.view([end - start for start, end in box])
     except RuntimeError:
@@ -172,7 +172,7 @@ def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tenso
 
 
 def _overlaps(parts: Iterable[Fragment], views: _Views) -> Iterator[tuple[Fragment, Box, torch.Tensor]]:
-    """Yield the blocks of rows that the views hold of each part, in the order in which they travel."""
+    """Yield the boxes of each part that local views hold, and the views cut to them, in the order of travel."""
     for part in parts:
         for box, view in views[part.tensor]:
             if (common := intersection(part.box, box)) is not None:

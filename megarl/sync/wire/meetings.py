@@ -1,4 +1,4 @@
-"""Where the processes of a sync meet: a store on the first trainer rank, and what they say there."""
+"""Let the processes of a sync meet at a store on the first trainer rank, where they exchange keys."""
 
 import time
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import torch.distributed as dist
 from megarl.device.platform import gloo_group, platform
 from megarl.errors import WeightSyncError
 
-# How often a wait asks whether the transfer was given up.
+# How often a wait checks whether the transfer was given up.
 POLL_S = 0.5
 _CONNECT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The address of the store, this process's number among `size` processes, and how long they wait for each other."""
+    """Says where a process finds the store, which of `size` processes it is, and how long they wait for each other."""
 
     address: str
     port: int
@@ -50,7 +50,7 @@ def give_up(address: str, port: int, transfer: int) -> None:
 
 
 def is_said(store: dist.Store, key: str, transfer: int, timeout_s: float) -> bool:
-    """Wait until a key is set in the store; returns False if that did not happen in time.
+    """Wait until a key is set in the store; return False if that does not happen in time.
 
     Raises:
         WeightSyncError: the transfer was given up.

@@ -1,4 +1,4 @@
-"""The wire between hosts, a process group (gloo or NCCL): one send and one receive per message, posted ahead."""
+"""Carry messages between hosts over a process group (gloo or NCCL): a send and a receive each, posted ahead."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,11 +13,11 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Member:
-    """A process of the group, with a staging buffer per pair and turn, and what is under way in each buffer."""
+    """Joins the group with staging buffers, `DEPTH` per pair of processes, and tracks what is under way in each."""
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         self._group = group
-        # Messages are staged where the group can send from: on the devices, or in host memory.
+        # Messages are staged in memory that the group can send from: on the devices, or on the host.
         self._device = platform().device() if share.over_devices else torch.device("cpu")
         self._num_turns = Counter((message.source, message.sink) for message in share.messages)
         self._sizes = dict[tuple[int, int, int], int]()
@@ -29,12 +29,12 @@ class _Member:
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer; what an earlier one left behind when it failed is not waited for."""
+        """Begin a transfer; messages that a failed transfer left under way are not waited for."""
         self._transfer = transfer
         self._under_way.clear()
 
     def close(self) -> None:
-        """Leave the group: its connections close, and other processes that wait for this one fail."""
+        """Leave the group, which closes its connections; processes that wait for this one then fail."""
         self._under_way.clear()
         del self._group
 
@@ -45,7 +45,7 @@ class _Member:
         return self._buffers[slot][: message.num_bytes]
 
     def _tag(self, message: Parcel) -> int:
-        """A number that tells a message apart from those of other turns, and of transfers that failed."""
+        """Return a tag that distinguishes a message from those of other turns and of failed transfers."""
         return self._transfer * self._num_turns[message.source, message.sink] + message.turn
 
     def _wait(self, slot: tuple[int, int, int]) -> None:
@@ -55,10 +55,10 @@ class _Member:
 
 
 class PointToPointSender(_Member):
-    """`SendingEnd` over a process group."""
+    """Implements `SendingEnd` over a process group."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Pack the message and send it, once the message before it in the same buffer has been sent."""
+        """Pack a message and start sending it, once the previous message in the same buffer has been sent."""
         self._wait(_slot(message))
         buffer = self._bytes_of(message)
         pack(parts, buffer)
@@ -71,7 +71,7 @@ class PointToPointSender(_Member):
 
 
 class PointToPointReceiver(_Member):
-    """`ReceivingEnd` over a process group."""
+    """Implements `ReceivingEnd` over a process group."""
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         super().__init__(share, group)
@@ -89,7 +89,7 @@ class PointToPointReceiver(_Member):
                 self._post(message)
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message, posting its receive unless `expect` has."""
+        """Wait for a message, after posting its receive unless `expect` has done so."""
         if self._under_way.get(_slot(message), (None, None))[0] is not message:
             self._post(message)
         self._wait(_slot(message))
@@ -97,7 +97,7 @@ class PointToPointReceiver(_Member):
         return Arrival(self._bytes_of(message))
 
     def release(self, message: Parcel) -> None:
-        """The message has been read, so its buffer is free."""
+        """Mark the buffer of a message as free, because the message has been read."""
         self._held.discard(_slot(message))
 
     def _post(self, message: Parcel) -> None:

@@ -16,14 +16,14 @@ Far = TypeVar("Far", PointToPointSender, PointToPointReceiver)
 
 
 class _Routed(Generic[Near, Far]):
-    """One end of both wires; the far one exists only if the run has several hosts."""
+    """Holds one end of both wires; the far wire exists only if the run has several hosts."""
 
     def __init__(self, share: Share, near_end: type[Near], far_end: type[Far]) -> None:
         self._hosts = share.hosts
         near = [message for message in share.messages if self._is_near(message)]
         far = [message for message in share.messages if not self._is_near(message)]
         self._near: Near = near_end(replace(share, messages=tuple(near)))
-        # All processes join the group at once, whatever they have to send.
+        # All processes must join the group at the same time, even those without messages on it.
         self._far: Far | None = None
         if share.num_hosts > 1:
             self._far = far_end(replace(share, messages=tuple(far)), share.join())
@@ -48,17 +48,17 @@ class _Routed(Generic[Near, Far]):
 
 
 class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
-    """`SendingEnd` over both wires."""
+    """Implements `SendingEnd` over both wires."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemorySender, PointToPointSender)
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Send a message over the wire that its sink is reached by."""
+        """Send a message over the wire that reaches its sink."""
         self._end(message).send(message, parts)
 
     def flush(self) -> None:
-        """Return when nothing is read from the tensors of this transfer any more."""
+        """Wait until the tensors of this transfer are no longer read."""
         self._near.flush()
         if self._far is not None:
             self._far.flush()
@@ -70,13 +70,13 @@ class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
 
 
 class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
-    """`ReceivingEnd` over both wires."""
+    """Implements `ReceivingEnd` over both wires."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemoryReceiver, PointToPointReceiver)
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Let messages from other hosts begin to arrive; those of this host wait in their segments."""
+        """Let messages from other hosts begin to arrive; messages within this host need no preparation."""
         if self._far is not None:
             self._far.expect(message for message in messages if not self._is_near(message))
 
@@ -85,5 +85,5 @@ class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
         return self._end(message).receive(message)
 
     def release(self, message: Parcel) -> None:
-        """The message has been read."""
+        """Let the wire reuse the buffer of a message, because the message has been read."""
         self._end(message).release(message)

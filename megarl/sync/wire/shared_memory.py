@@ -1,6 +1,6 @@
-"""The wire between processes of one host: segments of shared memory, and a store in which ends tell each other.
+"""Carry messages between processes of one host in segments of shared memory; both ends signal through the store.
 
-Segments are in the host's memory, or with `cuda_ipc` on the device where both ends share one.
+Segments are in host memory or, with `cuda_ipc`, on the device if both ends use the same one.
 """
 
 import os
@@ -18,7 +18,7 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Segments:
-    """The segments of a process's pairs: each as large as the largest message that uses it, mapped on first use."""
+    """Maps the segments of a process's pairs at first use; each is as large as the largest message in it."""
 
     def __init__(self, share: Share) -> None:
         self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
@@ -59,7 +59,7 @@ class _Segments:
         self._store.set(self._key(what, message), "")
 
     def _wait(self, what: str, message: Parcel) -> None:
-        """Wait for the other end to say it."""
+        """Wait until the other end says in the store that a message was `sent` or `taken`."""
         key = self._key(what, message)
         if not is_said(self._store, key, self._transfer, self._timeout_s):
             raise WeightSyncError(
@@ -73,7 +73,7 @@ class _Segments:
 
 
 class SharedMemorySender(_Segments):
-    """`SendingEnd` that makes the segments; they live until `close`."""
+    """Implements `SendingEnd`, and creates the segments, which live until `close`."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share)
@@ -85,12 +85,12 @@ class SharedMemorySender(_Segments):
         self._under_way = list[Parcel]()
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer; what an earlier one left behind when it failed is not waited for."""
+        """Begin a transfer; messages that a failed transfer left under way are not waited for."""
         super().start(transfer)
         self._under_way.clear()
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Pack a message into its segment, once the message before it there has been taken."""
+        """Pack a message into its segment, once the previous message there has been taken."""
         path = self._path(message)
         for earlier in [each for each in self._under_way if self._path(each) == path]:
             self._wait_taken(earlier)
@@ -99,7 +99,7 @@ class SharedMemorySender(_Segments):
         self._under_way.append(message)
 
     def flush(self) -> None:
-        """Return when every message has been taken."""
+        """Wait until every message has been taken."""
         for message in list(self._under_way):
             self._wait_taken(message)
 
@@ -114,10 +114,10 @@ class SharedMemorySender(_Segments):
 
 
 class SharedMemoryReceiver(_Segments):
-    """`ReceivingEnd` of a `SharedMemorySender`."""
+    """Implements `ReceivingEnd` for messages of a `SharedMemorySender`."""
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Do nothing: senders need not be told."""
+        """Do nothing, because senders need no preparation."""
 
     def receive(self, message: Parcel) -> Arrival:
         """Wait until a message has been sent."""
@@ -130,7 +130,7 @@ class SharedMemoryReceiver(_Segments):
 
 
 def create_segment(path: Path, num_bytes: int) -> None:
-    """Reserve shared memory now: touching a page for which there is no room would kill the process."""
+    """Reserve a file of shared memory at once, because later a page without room would kill the process."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,7 +1,7 @@
-"""The seam between the plan and what carries its messages: tensors to send end to end, tensors to read into.
+"""Define the interface between a plan and the wires that carry its messages, which consist of tensors end to end.
 
-A wire carries at most `DEPTH` messages of a pair at a time, so that packing, carrying and unpacking overlap and what
-is staged stays bounded.
+A wire carries at most `DEPTH` messages of a pair at a time, so that packing, carrying and unpacking overlap while
+staging memory stays bounded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,12 +20,12 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one process needs of a plan: its messages, the full tensors, and for a sink what it needs of them.
+    """Holds one process's share of a plan: its messages, the full tensors and, for a sink, what it needs of them.
 
-    segments: the path that names of shared memory begin with; meeting: where the processes of the plan meet, in which
-    each has its number in the plan; hosts: of every process; over_devices: whether messages between hosts use the
-    devices' own connections, or else the network; delta: whether messages that travel are differences from their last
-    versions; cuda_ipc: whether what neighbours exchange stays on their device.
+    segments: the path with which names of shared memory begin. meeting: where the processes of the plan meet; its ranks
+    are their numbers in the plan. hosts: the host of every process. over_devices: whether messages between hosts use
+    the devices' own connections instead of the network. delta: whether messages that travel are sent as differences
+    from their last versions. cuda_ipc: whether messages between neighbours stay on their device.
     """
 
     messages: tuple[Parcel, ...]
@@ -48,20 +48,20 @@ class Share:
 
 
 class SendingEnd(Protocol):
-    """A source's end. Messages of a pair go in the plan's order."""
+    """Sends a source's messages; those of a pair must be sent in the plan's order."""
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer; numbers do not repeat, and are the same at both ends."""
+        """Begin a transfer. Its number must be new, and the same at both ends."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Send the message: tensors of any strides, end to end. They must not change before `flush` returns."""
+        """Send tensors of any strides end to end as one message; they must not change before `flush` returns."""
 
     def flush(self) -> None:
-        """Return when nothing of what was sent is read from its tensors any more."""
+        """Wait until the tensors that were sent are no longer read, so that they may change."""
 
 
 class Arrival:
-    """A message at its sink, in a buffer; it is read once and from its beginning."""
+    """Holds a message that has arrived in a buffer; it is read once, from its beginning."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._rest = buffer
@@ -75,19 +75,19 @@ class Arrival:
 
 
 class ReceivingEnd(Protocol):
-    """A sink's end."""
+    """Receives a sink's messages."""
 
     def start(self, transfer: int) -> None:
-        """As the source's."""
+        """Begin a transfer, as `SendingEnd.start` does."""
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Messages to be received next; they may begin to arrive."""
+        """Announce the messages to be received next, so that they may begin to arrive."""
 
     def receive(self, message: Parcel) -> Arrival:
-        """The message, to be read."""
+        """Wait for a message, and return it for reading."""
 
     def release(self, message: Parcel) -> None:
-        """The message has been read."""
+        """Let the wire reuse the buffer of a message that has been read."""
 
 
 def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -98,5 +98,5 @@ def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
 
 
 def _first(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The first bytes of a buffer as a tensor like another."""
+    """View the first bytes of a buffer as a tensor with the shape and dtype of `like`."""
     return buffer[: like.nbytes].view(like.dtype).view(like.shape)
