@@ -1,4 +1,4 @@
-"""Masked sums, statistics of groups that are keyed by uid, and what is logged about a tensor."""
+"""Compute masked sums and means, statistics of groups keyed by uid, and a tensor's mean, maximum and minimum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ of `values` where `mask`. Selects, not multiplies: what stands elsewhere, NaN too, is unread.
+    """Sum `values` where `mask` is set; values elsewhere, even NaN, have no effect.
 
     >>> masked_sum(tensor([1.0, 2.0, 9.0]), tensor([True, True, False])).item()
     3.0
@@ -18,7 +18,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """[B] mean of `values` [B, T] over each row's mask; 0 for a row whose mask is empty.
+    """Return the mean [B] of `values` [B, T] over the mask of each row; it is 0 for a row whose mask is empty.
 
     >>> row_means(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).tolist()
     [1.5]
@@ -28,7 +28,7 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """Statistics of each row's group, [B]: every row carries those of its group."""
+    """Group statistics hold, for each row, those of its group, [B] each."""
 
     size: Tensor
     mean: Tensor
@@ -36,7 +36,7 @@ class GroupStats:
 
 
 def group_index(uids: Sequence[str], device: torch.device) -> tuple[Tensor, int]:
-    """Each row's group as a number [B], and how many groups there are.
+    """Return the number of the group of each row [B], and how many groups there are.
 
     >>> index, num_groups = group_index("aba", torch.device("cpu"))
     >>> index.tolist(), num_groups
@@ -47,10 +47,10 @@ def group_index(uids: Sequence[str], device: torch.device) -> tuple[Tensor, int]
 
 
 def group_stats(values: Tensor, uids: Sequence[str], where: Tensor | None = None) -> GroupStats:
-    """Size, mean and unbiased standard deviation (0 for one value) of `values` [B] over rows of equal uid.
+    """Compute size, mean and unbiased standard deviation (0 for one value) of `values` [B] over rows of equal uid.
 
-    Only rows `where` [B] count, if given; every row carries its group's, 0 for a group without such rows.
-    Computed in float64, so that a group of equal values has a deviation of 0 up to ~1e-16.
+    If `where` [B] is given, only rows where it is set count. Every row gets the statistics of its group, 0 for a group
+    without counted rows. They are computed in float64: the deviation of equal values is 0 up to about 1e-16.
 
     >>> stats = group_stats(tensor([1.0, 3.0, 5.0]), "aab")
     >>> stats.mean.tolist(), stats.std.square().round(decimals=2).tolist()
@@ -70,7 +70,7 @@ def group_stats(values: Tensor, uids: Sequence[str], where: Tensor | None = None
 
 
 def summary(prefix: str, values: Tensor) -> dict[str, float]:
-    """`prefix`/{mean,max,min} of `values`; nothing if there are none.
+    """Return the metrics `prefix`/{mean,max,min} of `values`, or none if `values` is empty.
 
     >>> summary("reward", tensor([1.0, 3.0]))
     {'reward/mean': 2.0, 'reward/max': 3.0, 'reward/min': 1.0}

@@ -1,4 +1,4 @@
-"""How far the rollout engine's log-probs are from the trainer's, for the same tokens and the same weights.
+"""Measure how far the rollout engine's log-probs are from the trainer's, for the same tokens and model weights.
 
 The two run different kernels, so the policy that sampled is not exactly the policy that is trained.
 """
@@ -16,7 +16,7 @@ from megarl.algos.masked import masked_sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchSums:
-    """Sums over loss tokens (and rows that have some) that `merged` reduces over micro-batches and ranks.
+    """Mismatch sums cover loss tokens, and rows that have some; `merged` reduces them over micro-batches and ranks.
 
     Δ = rollout_logprobs − logprobs, in nats.
     """
@@ -31,7 +31,7 @@ class MismatchSums:
     seq_abs_sum: float = 0.0
 
     def merged(self, other: "MismatchSums") -> "MismatchSums":
-        """The sums over both."""
+        """Return the sums over the tokens of both."""
         return MismatchSums(
             num_tokens=self.num_tokens + other.num_tokens,
             num_rows=self.num_rows + other.num_rows,
@@ -45,8 +45,8 @@ class MismatchSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Token means of |Δ|, Δ (k1) and k3 of KL(rollout ‖ trainer); max |Δ|; share of tokens whose
-        probabilities differ by more than 2×; mean over rows of |Σ Δ|. All 0 if nothing was compared."""
+        """Compute token means of |Δ|, Δ (k1) and k3 (both estimate KL(rollout ‖ trainer)); max |Δ|; the share of tokens
+        whose probabilities differ by more than 2×; the mean over rows of |Σ Δ|. All are 0 without loss tokens."""
         tokens, rows = max(self.num_tokens, 1), max(self.num_rows, 1)
         return {
             "mismatch/abs_mean": self.abs_sum / tokens,
@@ -59,7 +59,7 @@ class MismatchSums:
 
 
 def mismatch_sums(rollout_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> MismatchSums:
-    """Compare two scorings [B, T] of the same tokens under a bool mask [B, T], in float64.
+    """Compare the log-probs [B, T] of two engines for the same tokens on a bool mask [B, T], in float64.
 
     >>> mismatch_sums(tensor([[-1.0]]), tensor([[-1.5]]), tensor([[True]])).metrics()["mismatch/k1"]
     0.5

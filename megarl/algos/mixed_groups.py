@@ -1,4 +1,4 @@
-"""Groups in which some samples start with a demonstration: their advantages, which tokens and rows train, metrics."""
+"""Handle groups in which some samples start with a demonstration: weigh advantages, select tokens and rows, log."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from megarl.types import RowBatch, ScoredBatch
 
 
 def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
-    """[B, T] bool: loss tokens that a demonstration put there, not the policy.
+    """Return [B, T] bool, true on loss tokens that come from a demonstration and not from the policy.
 
     >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
     >>> demonstration_mask(batch).tolist()
@@ -22,11 +22,11 @@ def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
 
 
 def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:
-    """Advantages [B, T] as `algo.off_policy` changes them, in this order; a new tensor, 0 outside the loss mask.
+    """Return new advantages [B, T], 0 outside the loss mask, after the changes of `algo.off_policy` in this order.
 
-    On demonstration tokens A becomes prefix_reward / group size, if that is set, and max(A, 0) with `only_positive`;
-    A is multiplied by `demonstration_weight` (α) on demonstration tokens, by `policy_weight` (β) on all others, also
-    those that follow a demonstration (LUFFY, arXiv:2504.14945); then `without_truncated`.
+    1. On demonstration tokens A becomes prefix_reward / group size, if set, then max(A, 0) with `only_positive`.
+    2. A is multiplied by `demonstration_weight` (α) on demonstration tokens and by `policy_weight` (β) on all others,
+    even those that follow a demonstration (LUFFY, arXiv:2504.14945). 3. `without_truncated` applies.
 
     >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
     >>> cfg = OffPolicyConfig(demonstration_weight=0.5)
@@ -45,7 +45,7 @@ def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
 
 
 def without_truncated(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:
-    """Advantages [B, T], with `drop_truncated` 0 in rows that were cut at the length limit.
+    """Return advantages [B, T]; with `drop_truncated` they are 0 in rows that were cut at the length limit.
 
     >>> batch = step("aa", [1.0, 0.0], truncated=[True, False])
     >>> without_truncated(tensor([[1.0], [-1.0]]), batch, OffPolicyConfig(drop_truncated=True)).tolist()
@@ -57,10 +57,10 @@ def without_truncated(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
 
 
 def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> Tensor:
-    """Loss tokens whose probability is at most `drop_above`, bool [B, T]: the others train nothing, uncounted.
+    """Return [B, T] bool, true on loss tokens of probability ≤ `drop_above`; the others neither train nor count.
 
-    Judged by the old policy, not by the current one, so that the count is known before the first backward and the
-    objective does not depend on how rows are split; both agree at the first optimizer step of a batch.
+    The old policy's probability decides, so that the count is known before the first backward pass and the objective
+    does not depend on how rows are split. The current policy's is the same at the first optimizer step of a batch.
 
     >>> kept_tokens(tensor([[-0.01, -1.0]]), tensor([[True, True]]), 0.9).tolist()
     [[False, True]]
@@ -69,7 +69,7 @@ def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> T
 
 
 def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Tensor:
-    """Rows [B] bool that start with a demonstration although their group does not need it.
+    """Return [B] bool, true for rows that start with a demonstration although their group does not need one.
 
     A group needs its demonstration if the accuracy of its samples without one is at most `max_group_accuracy`, or if
     it has no such samples.
@@ -84,10 +84,10 @@ def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Te
 
 
 def mixed_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Demonstrations in the rows that train; see `filters.group_metrics` for what was sampled.
+    """Compute metrics of demonstrations in the rows that train; `filters.group_metrics` has those of all sampled rows.
 
-    batch/demonstration_frac: share of the loss tokens; on_off_metrics/{on,off}_{score,response_tokens}_mean of rows
-    without and with a demonstration. A mean over nothing is 0.
+    batch/demonstration_frac: share of demonstration tokens in the loss tokens. on_off_metrics/{on,off}_*_mean: mean
+    score and response_tokens of rows without (on) and with (off) a demonstration. A mean over no rows is 0.
 
     >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
     >>> mixed_metrics(batch)["batch/demonstration_frac"]

@@ -1,4 +1,4 @@
-"""Losses of rows that start with a demonstration: LUFFY's mixed loss (arXiv:2504.14945), or imitation beside RL.
+"""Compute the loss of rows that start with a demonstration: LUFFY's (arXiv:2504.14945), or imitation next to RL.
 
 Demonstration tokens are `demonstration_mask`, policy tokens are the other loss tokens. All tensors are [B, T].
 """
@@ -24,10 +24,10 @@ _PROBABILITY_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedLossTerms:
-    """loss: with graph, for the configured aggregation over all loss tokens.
+    """Mixed loss terms hold the loss per token, with graph, which the configured aggregation sums over loss tokens.
 
-    policy, demonstration: without graph, by metric name; their means are over policy tokens and over demonstration
-    tokens. Places outside the loss mask carry no meaning.
+    policy, demonstration: diagnostics by metric name, without graph; they are averaged over policy tokens and over
+    demonstration tokens. Values outside the loss mask are undefined.
     """
 
     loss: Tensor
@@ -42,13 +42,13 @@ def luffy_loss(
     clip: PolicyLossConfig,
     target_probs: Tensor | None = None,
 ) -> MixedLossTerms:
-    """LUFFY's loss per token (arXiv:2504.14945).
+    """Compute LUFFY's loss per token (arXiv:2504.14945).
 
     Policy tokens: the clipped surrogate of `ppo_clip` on the reshaped ratio R', with upper clip
     max(1 + clip_high, clip_upper_bound), or −A·R' with `remove_clip`; times the correction weights, if there are any.
-    Demonstration tokens: −A·f(P), P = exp(logprobs), without an old policy: the demonstrator's probability counts
-    as 1. Where `target_probs` q is known (≥ 0), P / (q + 1e-6) takes the place of f(P). f is cut at `max_clip`,
-    then raised to `min_clip`; there it has no gradient.
+    Demonstration tokens: −A·f(P) with P = exp(logprobs). There is no old policy: the demonstrator's probability counts
+    as 1. Where `target_probs` q is known (≥ 0), P / (q + 1e-6) replaces f(P). f is clamped to [min_clip, max_clip],
+    beyond which it has no gradient.
     Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, this is `ppo_clip`.
 
     >>> x, given = loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), tensor([[False, False]])
@@ -56,7 +56,7 @@ def luffy_loss(
     [[-1.0, -1.2]]
     """
     demonstrated = x.loss_mask & demonstration_mask
-    # Outside their tokens all inputs are 0, so that nothing there spoils a gradient.
+    # Inputs are set to 0 outside the tokens they are for, so that a NaN there cannot spoil a gradient.
     own = x.loss_mask & ~demonstrated
     logprobs, old_logprobs = (torch.where(own, v, 0.0) for v in (x.logprobs, x.old_logprobs.detach()))
     surrogate = clipped_surrogate(
@@ -93,7 +93,7 @@ def luffy_loss(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationMasks:
-    """Which loss tokens the policy loss sees, and which are imitated; disjoint, bool [B, T]."""
+    """Imitation masks mark the loss tokens of the policy loss and those that are imitated; disjoint, bool [B, T]."""
 
     policy: Tensor
     imitated: Tensor
@@ -102,7 +102,7 @@ class ImitationMasks:
 def imitation_masks(
     loss_mask: Tensor, demonstration_mask: Tensor, tokens: Literal["demonstration", "row"]
 ) -> ImitationMasks:
-    """A row with a demonstration token is imitated, that part of it or the whole row; others see the policy loss.
+    """Mark what is imitated in rows with demonstration tokens: those or the row. Other rows get the policy loss.
 
     loss = agg(policy loss over `policy`) − sft_coef · mean over `imitated` of logprobs
 
@@ -119,10 +119,10 @@ def imitation_masks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedCounts:
-    """Global counts of an optimizer mini-batch, known before its first backward.
+    """Mixed counts are global counts of an optimizer mini-batch, known before its first backward pass.
 
-    policy_loss: rows and tokens that the policy loss sees; num_policy_tokens, num_demonstration_tokens: by who wrote
-    them; num_imitated_tokens: those of the imitation loss, 0 unless `loss` is sft.
+    policy_loss: rows and tokens of the policy loss. num_policy_tokens, num_demonstration_tokens: loss tokens by who
+    wrote them. num_imitated_tokens: tokens of the imitation loss, 0 unless `loss` is sft.
     """
 
     policy_loss: RowCounts
@@ -132,7 +132,7 @@ class MixedCounts:
 
 
 def count_mixed(rows: Sequence[Row], cfg: OffPolicyConfig) -> MixedCounts:
-    """Counts of rows whose score `demonstration` marks demonstration tokens; rows without that score have none.
+    """Count rows and tokens by kind; the score `demonstration` marks demonstration tokens (without it, there are none).
 
     >>> count_mixed([row([1, 1, 1], demonstration=[1, 0, 0])], OffPolicyConfig()).num_demonstration_tokens
     1

@@ -1,4 +1,4 @@
-"""Policy losses per token. Gradients flow through the current policy's log-probs only."""
+"""Compute policy losses per token; gradients flow only through the current policy's log-probs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ from megarl.algos.masked import row_means
 from megarl.config.algo import PolicyLossConfig
 from megarl.registry import Registry
 
-# Bounds exp(): a ratio of e^±20 is far outside any clip range, and finite in float32.
+# Bounds log-ratios before exp(): e^±20 is far outside any clip range, and finite in float32.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
-    """Complete rows, every tensor [B, T]; `loss_mask` is bool. `correction`: weights of `compute_correction`."""
+    """The inputs hold complete rows, [B, T] each; `loss_mask` is bool, `correction` weights of `compute_correction`."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -28,9 +28,9 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossTerms:
-    """loss: [B, T] with graph. diagnostics: [B, T] without graph, by metric name; token means are logged.
+    """A policy loss returns the loss [B, T] with graph, and diagnostics [B, T] without graph by metric name.
 
-    Places outside the loss mask carry no meaning.
+    Token means of diagnostics are logged. Values outside the loss mask are undefined.
     """
 
     loss: Tensor
@@ -41,11 +41,11 @@ PolicyLoss: TypeAlias = Callable[[PolicyLossInputs, PolicyLossConfig], PolicyLos
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", key="algo.policy_loss.name")
 
-# Losses of one ratio per row: they want the aggregation of rows, and no weights per token.
+# Losses with one ratio per row: they need an aggregation over rows, and take no weights per token.
 ROW_RATIO_LOSSES = frozenset({"gspo", "gspo_token"})
 # Losses without a ratio to the old policy.
 RATIO_FREE_LOSSES = frozenset({"reinforce"})
-# Fields of PolicyLossConfig that a loss does not read.
+# Fields of PolicyLossConfig that the named loss does not read.
 UNREAD_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "reinforce": ("clip_low", "clip_high", "dual_clip"),
     "cispo": ("dual_clip",),
@@ -55,7 +55,7 @@ UNREAD_SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """The configured loss, each token times its correction weight if there are any. Diagnostics stay unweighted.
+    """Compute the configured loss, times the correction weights if there are any; diagnostics stay unweighted.
 
     >>> policy_loss(loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2]]
@@ -65,13 +65,13 @@ def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 
 def _log_ratio(x: PolicyLossInputs) -> Tensor:
-    """logprobs − old_logprobs, clamped to ±20."""
+    """Return logprobs − old_logprobs, clamped to ±20."""
     return (x.logprobs - x.old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """loss: [B, T] with graph. clipped, dual_clipped: [B, T] bool, where the clip and the dual clip decided it."""
+    """A surrogate holds the loss [B, T] with graph, and where the clip and the dual clip decided it, [B, T] bool."""
 
     loss: Tensor
     clipped: Tensor
@@ -81,7 +81,7 @@ class Surrogate:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual_clip: float | None
 ) -> Surrogate:
-    """max(−r·A, −clip(r, low, high)·A), and at most −dual_clip·A where A < 0 (None: no bound), all [B, T].
+    """Compute max(−r·A, −clip(r, low, high)·A), at most −dual_clip·A where A < 0 (None: no bound), all [B, T].
 
     >>> clipped_surrogate(tensor([1.0, 2.0]), tensor([1.0, 1.0]), low=0.5, high=1.5, dual_clip=None).loss.tolist()
     [-1.0, -1.5]
@@ -99,11 +99,11 @@ def clipped_surrogate(
 
 @POLICY_LOSSES.register("ppo_clip")
 def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """PPO's clipped surrogate (arXiv:1707.06347) with the dual clip (arXiv:1912.09729), per token.
+    """Compute PPO's clipped surrogate (arXiv:1707.06347) with the dual clip (arXiv:1912.09729), per token.
 
     r = exp(logprobs − old_logprobs); l = max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A);
-    where A < 0, l = min(l, −dual_clip·A). `dual_clip` None turns the last line off.
-    Diagnostics: whether the clip (dual clip) decided the loss, and old − new log-prob.
+    where A < 0, l = min(l, −dual_clip·A). with `dual_clip` None this bound is off.
+    Diagnostics: whether the clip or the dual clip decided the loss, and the old log-prob minus the new.
 
     >>> ppo_clip(loss_inputs([[1.0, 2.0, 2.0]], [[1.0, 1.0, -1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2, 2.0]]
@@ -124,7 +124,7 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("reinforce")
 def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """REINFORCE (Williams, 1992): l = −A·logprobs, no ratio and no clip; the policy gradient if the policy sampled.
+    """Compute REINFORCE (Williams, 1992): l = −A·logprobs, no ratio, no clip: the policy gradient on its own samples.
 
     >>> reinforce(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]
@@ -134,10 +134,10 @@ def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("cispo")
 def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """CISPO (arXiv:2506.13585): l = −clip(r, 1 − clip_low, 1 + clip_high)·A·logprobs with r as in `ppo_clip`.
+    """Compute CISPO (arXiv:2506.13585): l = −clip(r, 1 − clip_low, 1 + clip_high)·A·logprobs, r as in `ppo_clip`.
 
-    The ratio is a constant weight, so a clipped token keeps a gradient. The paper tunes the upper bound only: there
-    `clip_low` is near 1.
+    The ratio is a constant weight, so a clipped token keeps a gradient. The paper tunes only the upper bound, which
+    corresponds to a `clip_low` near 1.
 
     >>> cispo(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]
@@ -153,10 +153,10 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("gspo")
 def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Group sequence policy optimisation (arXiv:2507.18071): one ratio per row, the same on all its tokens.
+    """Compute group sequence policy optimisation (arXiv:2507.18071): all tokens of a row share one ratio.
 
     s = exp(Σ m·(logprobs − old_logprobs) / Σ m) over the row; l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
-    It belongs to the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4; `dual_clip` is not part of it.
+    Use it with the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4, without a `dual_clip`.
 
     >>> gspo(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
     [[-1.5, -1.5]]
@@ -166,9 +166,9 @@ def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("gspo_token")
 def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """GSPO-token (arXiv:2507.18071, section 4.3): the value of `gspo`, each token with its own log-prob's gradient.
+    """Compute GSPO-token (arXiv:2507.18071, section 4.3): values of `gspo`, with the gradient of each token's log-prob.
 
-    s_t = sg(s)·π(y_t) / sg(π(y_t)). The same as `gspo` where advantages are equal over a row, and free to differ.
+    s_t = sg(s)·π(y_t) / sg(π(y_t)). It equals `gspo` where advantages are equal over a row, but lets them differ.
 
     >>> gspo_token(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
     [[-1.5, -1.5]]
@@ -177,13 +177,13 @@ def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 
 def _row_log_ratio(x: PolicyLossInputs) -> Tensor:
-    """[B, 1] mean over the row's loss tokens of logprobs − old_logprobs, clamped to ±20."""
+    """Return the mean [B, 1] of logprobs − old_logprobs over the row's loss tokens, clamped to ±20."""
     mean = row_means(x.logprobs - x.old_logprobs.detach(), x.loss_mask)[:, None]
     return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """GSPO's clipped surrogate for a log-ratio [B, 1] or [B, T]."""
+    """Compute GSPO's clipped surrogate for a log-ratio [B, 1] or [B, T]."""
     ratio = row_log_ratio.exp().expand_as(x.logprobs)
     surrogate = clipped_surrogate(ratio, x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None)
     return PolicyLossTerms(

@@ -1,4 +1,4 @@
-"""The objective of reward models: the likelihood of preferences."""
+"""Define the objective of reward models: the likelihood of preferences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,28 +14,27 @@ MARGIN = "margin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BradleyTerry:
-    """− log σ(r_chosen − r_rejected − margin), mean over pairs (Bradley and Terry 1952; margins: arXiv:2307.09288).
+    """The loss is the mean of −log σ(r_chosen − r_rejected − margin) over pairs (Bradley and Terry 1952).
 
-    Of every batch the first half are the chosen of its pairs and the second half, in the same order, the rejected: a
-    pair is never split, as its gradient needs both scores. Each row has one score (`row_read_at_end`); `margin` is a
-    score of the chosen rows, 0 in the rejected.
-    """
+    Margins follow arXiv:2307.09288. The first half of every batch holds the chosen rows of its pairs, the second half
+    the rejected ones in the same order. A pair is never split, because its gradient needs both scores. Each row has
+    one score (`row_read_at_end`); the rows' score `margin` is set in the chosen rows and 0 in the rejected ones."""
 
     entropy_needs_grad: ClassVar[bool] = False
     token_local: ClassVar[bool] = False
     reads: ClassVar[frozenset[str]] = frozenset({MARGIN})
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """The pairs of an optimizer mini-batch."""
+        """Count the pairs of an optimizer mini-batch."""
         return {"pairs": max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
-        """Sums over the pairs of a micro-batch. Metrics: the share of pairs in order, the mean difference, mean scores.
+        """Sum the loss over a micro-batch's pairs; metrics: share of pairs in order, mean difference, mean scores.
 
-        Equal scores count as wrong: they prefer nothing.
+        Equal scores count as wrong, because they express no preference.
         """
         num_pairs = len(out.values) // 2
-        # Sums over the one place of a row: a micro-batch without rows has none.
+        # Each row has one token; sum(1) also works for a micro-batch without rows, which has none.
         scores, margin = out.values.sum(1), rows.score(MARGIN).sum(1)[:num_pairs]
         chosen, rejected = scores[:num_pairs], scores[num_pairs:]
         difference = chosen - rejected

@@ -1,6 +1,6 @@
-"""How much of its demonstration each sample of a prompt starts with (LUFFY, arXiv:2504.14945).
+"""Decide how much of its demonstration each sample of a prompt starts with (LUFFY, arXiv:2504.14945).
 
-Every draw is a hash of what identifies the sample, so that a resumed run repeats it without saved state.
+Every random draw is a hash of what identifies the sample, so that a resumed run repeats it without saved state.
 """
 
 import math
@@ -16,7 +16,7 @@ from megarl.seeds import uniform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A prefixed sample: the step (from 1), and its place among the `count` prefixed samples of its prompt."""
+    """A slot is a prefixed sample: its step (from 1) and its index among the `count` prefixed samples of its prompt."""
 
     step: int
     index: int
@@ -25,30 +25,30 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The share of the demonstration is drawn uniformly from [low, high], then cut to [0, 1]."""
+    """A window is the range from which the share of the demonstration is drawn uniformly, then clamped to [0, 1]."""
 
     low: float
     high: float
 
 
-# The score of a row that marks its demonstration tokens with 1.
+# Name of the score that marks a row's demonstration tokens with 1.
 DEMONSTRATION = "demonstration"
-# The score of a row with the demonstrator's probabilities, -1 where unknown and on all other tokens.
+# Name of the score that holds the demonstrator's probabilities, -1 where unknown and on all other tokens.
 TARGET_PROBS = "target_probs"
 
 PrefixStrategy: TypeAlias = Callable[[Slot, DemonstrationConfig], Window]
 
 PREFIX_STRATEGIES: Registry[PrefixStrategy] = Registry("prefix strategy", key="algo.demonstrations.strategy")
 
-# Stretches of equal numbers of steps in which the stepped schedules keep their window.
+# Stepped schedules divide decay_steps into this many equal parts, each with a constant window.
 _NUM_WINDOWS = 10
-# Keeps a product that a whole number was meant by, such as 0.29 · 100, from being rounded down to the one below.
+# Keeps a product that should be a whole number, such as 0.29 · 100, from being rounded down to the one below.
 _LENGTH_EPS = 1e-9
 
 
 @PREFIX_STRATEGIES.register("none")
 def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Give no demonstration.
+    """Start samples with nothing of the demonstration.
 
     >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
     Window(low=0.0, high=0.0)
@@ -58,7 +58,7 @@ def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("random")
 def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[min_ratio, max_ratio].
+    """Draw the share from U[min_ratio, max_ratio].
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> random(Slot(step=1, index=0, count=2), cfg)
@@ -69,7 +69,7 @@ def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear")
 def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
+    """Let the share fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear(Slot(step=6, index=1, count=2), cfg)
@@ -81,7 +81,7 @@ def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_max")
 def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[0, (10 − j)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
+    """Draw from U[0, (10 − j)·max_ratio / 10] in tenth j (from 0) of decay_steps, and in tenth 9 after them.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear_max(Slot(step=1, index=0, count=2), cfg)
@@ -92,7 +92,7 @@ def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("reverse_linear")
 def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[0, (j + 1)·max_ratio / 10] in the j-th tenth (from 0) of decay_steps; the last one goes on.
+    """Draw from U[0, (j + 1)·max_ratio / 10] in tenth j (from 0) of decay_steps, and in tenth 9 after them.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> reverse_linear(Slot(step=6, index=1, count=2), cfg)
@@ -103,7 +103,7 @@ def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("fixed")
 def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Space ratios equally from min_ratio to max_ratio over the prefixed samples; max_ratio for a single one.
+    """Space shares equally from min_ratio to max_ratio over the prefixed samples; a single one gets max_ratio.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> fixed(Slot(step=1, index=0, count=2), cfg), fixed(Slot(step=6, index=1, count=2), cfg)
@@ -116,7 +116,7 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_variance")
 def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[v − variance, v + variance] around v of `linear`.
+    """Draw from U[v − variance, v + variance], where v is the share that `linear` gives.
 
     >>> cfg = DemonstrationConfig(max_ratio=1.0, decay_steps=10, variance=0.25)
     >>> linear_variance(Slot(step=6, index=1, count=2), cfg)
@@ -127,13 +127,13 @@ def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 
 def _tenth(step: int, cfg: DemonstrationConfig) -> int:
-    """Return the tenth of decay_steps that s = step − 1 lies in; a boundary belongs to the earlier one."""
+    """Return the tenth of decay_steps that s = step − 1 lies in; a boundary belongs to the earlier tenth."""
     elapsed = (step - 1) * _NUM_WINDOWS
     return min(max(-(-elapsed // cfg.decay_steps) - 1, 0), _NUM_WINDOWS - 1)
 
 
 def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
-    """Return how many samples of a prompt, the first ones, get a prefix; ConfigError if there are fewer.
+    """Return how many samples of a prompt (the first ones) get a prefix; raise ConfigError if it has fewer samples.
 
     >>> num_prefixed(DemonstrationConfig(num_prefixed=-1), 8)
     8
@@ -151,7 +151,7 @@ def prefix_ratios(
 ) -> tuple[float, ...]:
     """Return the share of its demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
-    A draw depends on (run_seed, step, uid, sample index), with `shared` not on the last.
+    A draw depends on (run_seed, step, uid, sample index), but with `shared` not on the sample index.
 
     >>> cfg = DemonstrationConfig(strategy="fixed", min_ratio=0.5, max_ratio=1.0, num_prefixed=2)
     >>> prefix_ratios(cfg, uid="a", step=1, num_samples=3, run_seed=0)
@@ -168,7 +168,7 @@ def prefix_ratios(
 
 
 def prefix_length(num_tokens: int, ratio: float) -> int:
-    """Return ⌊num_tokens · ratio⌋, of a demonstration's tokens with its end token.
+    """Return the prefix length ⌊num_tokens · ratio⌋, where `num_tokens` counts the demonstration and its end token.
 
     >>> prefix_length(100, 0.29)
     29
@@ -177,7 +177,7 @@ def prefix_length(num_tokens: int, ratio: float) -> int:
 
 
 def keeps_demonstration(cfg: DemonstrationConfig, *, uid: str, run_seed: int) -> bool:
-    """Whether a prompt is among the `keep_frac` that use their demonstration; the same in every epoch.
+    """Return whether a prompt is in the share `keep_frac` that uses its demonstration; it is the same in every epoch.
 
     >>> keeps_demonstration(DemonstrationConfig(keep_frac=1.0), uid="a", run_seed=0)
     True

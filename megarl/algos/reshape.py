@@ -1,4 +1,4 @@
-"""Functions of probabilities and ratios that policy losses put in the ratio's place (LUFFY, arXiv:2504.14945)."""
+"""Reshape probabilities and ratios: policy losses use f(x) in place of the ratio (LUFFY, arXiv:2504.14945)."""
 
 import math
 import re
@@ -17,10 +17,10 @@ from megarl.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshape:
-    """A function f(x) = linear·s(x)^exponent + log·ln x, where s(x) = x, or x / (x + half) if `half` is given.
+    """A reshape is a function f(x) = linear·s(x)^exponent + log·ln x, where s(x) = x, or x / (x + half) with `half`.
 
-    x / (x + half) has the derivative half·x / (x + half)² in ln x, which is largest at x = half: tokens of about
-    that probability learn most.
+    x / (x + half) has the derivative half·x / (x + half)² with respect to ln x, which is largest at x = half: tokens
+    of about that probability learn most.
     """
 
     linear: float = 1.0
@@ -33,9 +33,9 @@ class Reshape:
         return self._value(self._log_s(logprobs), logprobs)
 
     def of_ratio(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        """Compute f(R) with R = exp(logprobs − old_logprobs); with `half`, s(P) / s(P_old) stands for R. ln R is cut at
-        ±20.
-        """
+        """Compute f(R) with R = exp(logprobs − old_logprobs), or with `half` R = s(P) / s(P_old).
+
+        ln R is clamped to ±20."""
         log_ratio = self._log_s(logprobs) - self._log_s(old_logprobs)
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return self._value(log_ratio, log_ratio)
@@ -49,7 +49,7 @@ class Reshape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshapeArguments:
-    """What a name is combined with: the settings of its place, and the number at its end, if there is one."""
+    """These arguments turn a reshape's name into a function: two settings, and the number that may end the name."""
 
     weight: float
     exponent: float
@@ -68,7 +68,7 @@ for _registry in (DEMONSTRATION_RESHAPES, RATIO_RESHAPES):
     _registry.register("pow")(lambda a: Reshape(exponent=a.exponent))
     _registry.register("p_div_p")(lambda a: Reshape(half=a.half))
 DEMONSTRATION_RESHAPES.register("logp")(lambda a: Reshape(linear=0.0, log=a.weight))
-# Without a weight, as in LUFFY's code.
+# As in LUFFY's code, the ratio's logp has no weight.
 RATIO_RESHAPES.register("logp")(lambda a: Reshape(linear=0.0, log=1.0))
 
 _P_DIV_P = "p_div_p"
@@ -76,7 +76,7 @@ _NUMBERED = re.compile(rf"{_P_DIV_P}_(\d*\.?\d+)")
 
 
 def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """Return f on demonstration tokens; ConfigError for an unknown name.
+    """Return the reshape for demonstration tokens; raise ConfigError for an unknown name.
 
     >>> square = demonstration_reshape(OffPolicyConfig(reshape="pow", reshape_exponent=2.0))
     >>> square.of_probability(tensor([0.5]).log()).tolist()
@@ -88,7 +88,7 @@ def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
 
 
 def ratio_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """Return f on the ratios of all other tokens; ConfigError for an unknown name.
+    """Return the reshape for the ratios of all other tokens; raise ConfigError for an unknown name.
 
     >>> root = ratio_reshape(OffPolicyConfig(on_policy_reshape="square_root"))
     >>> root.of_ratio(tensor([4.0]).log(), tensor([1.0]).log()).tolist()

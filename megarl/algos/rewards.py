@@ -1,4 +1,4 @@
-"""Rewards before the advantage: shaping, their source, and which rows hide them."""
+"""Prepare rewards and turn them into advantages: shape them, choose their source, and hide those of some rows."""
 
 import math
 from collections import Counter
@@ -16,22 +16,22 @@ from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
 from megarl.seeds import uniform
 from megarl.types import ScoredBatch
 
-# Tells this random choice apart from others of the same seed.
+# Makes this random choice independent of others with the same seed.
 _MASK_SALT = "reward mask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedRewards:
-    """Shaped rewards [B], and what to log about them."""
+    """Shaped rewards [B] come with the metrics to log about them."""
 
     rewards: Tensor
     metrics: Mapping[str, float]
 
 
 def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens: int) -> ShapedRewards:
-    """Shape the scorer's rewards with the overlong penalty, then what `truncated` says, then within `clip`.
+    """Shape the scorer's rewards: add the overlong penalty, apply `truncated`, then clamp to `clip`.
 
-    Metrics: critic/rule_score/*, the rewards before; reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
+    Metrics: critic/rule_score/* (before shaping); reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
 
     >>> cfg = RewardConfig(clip=(0.0, 1.0))
     >>> shape_rewards(step("a", [3.0]), cfg, max_response_tokens=8).rewards.tolist()
@@ -61,7 +61,7 @@ def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens:
 
 
 def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476), float64 like `num_tokens`: 0 up to max_tokens −
+    """Compute DAPO's soft overlong punishment (arXiv:2503.14476) for `num_tokens`, in float64: 0 up to max_tokens −
     buffer_tokens, then linear down to −factor at max_tokens.
 
     >>> overlong_penalty(tensor([7, 8]), max_tokens=8, buffer_tokens=2, factor=1.0).tolist()
@@ -74,11 +74,11 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int,
 def reward_advantages(
     batch: ScoredBatch, reward: RewardConfig, advantage: AdvantageConfig, *, keep: Tensor | None = None
 ) -> Estimate:
-    """Turn shaped rewards and the KL penalty into advantages: source, mask, estimator, flip, in this order.
+    """Turn shaped rewards and the KL penalty into advantages, in the order source, mask, estimator, flip.
 
-    With `source=critic` the value of a row's last loss token is its reward, there is no KL penalty, and the
-    estimator is `critic_value`. Rows that `keep` [B] hides (None: `keep_rows` decides) lose reward and KL penalty.
-    Their advantages change sign, their returns do not; the critic's advantages, which no reward enters, never do.
+    With `source=critic`, a row's reward is the value of its last loss token, there is no KL penalty, and the estimator
+    is `critic_value`. Rows outside `keep` [B] (None: `keep_rows` decides) lose their reward and KL penalty. Their
+    advantages then change sign, unless `mask.flip` is false or `source=critic` (no reward enters); returns never do.
 
     Metrics: reward_source/{rule_based,critic}, critic/score/* (rewards by their source), critic/rewards/* (after
     KL penalty and mask), reward_mask/{num_masked,mask_ratio_actual,flip_adv}, and the estimator's.
@@ -110,7 +110,7 @@ def reward_advantages(
 
 
 def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
-    """Return the batch with the value of each row's last loss token for its reward, and without a KL penalty.
+    """Return the batch with the value of each row's last loss token as its reward, and without a KL penalty.
 
     >>> critic_rewards(step("a", [1.0], values=[[0.5, 0.25]])).rewards.tolist()
     [0.25]
@@ -120,7 +120,7 @@ def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
 
 
 def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
-    """Return the batch with neither reward nor KL penalty on rows outside `keep`, [B] bool.
+    """Return the batch with reward and KL penalty 0 in rows outside `keep`, [B] bool.
 
     >>> hide_rewards(step("aa", [1.0, 1.0]), tensor([True, False])).rewards.tolist()
     [1.0, 0.0]
@@ -132,11 +132,11 @@ def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
 
 
 def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tensor:
-    """Mark, in bool [B], the rows that keep their reward.
+    """Return [B] bool, true for rows that keep their reward.
 
-    A row's number in [0, 1) is a hash of the seed, its uid and its place within its group. `bernoulli` hides rows
-    with a number below `ratio`, `fixed` the ⌊rows × ratio⌋ rows of the smallest ones. So a resumed run repeats its
-    choices without saved state, and the order of groups does not matter.
+    Each row has a number in [0, 1), a hash of the seed, its uid and its index within its group. `bernoulli` hides the
+    rows with a number below `ratio`, `fixed` the ⌊rows × ratio⌋ rows with the smallest numbers. A resumed run
+    therefore repeats its choices without saved state, and the order of groups does not matter.
 
     >>> keep_rows("aaaa", RewardMaskConfig(kind="fixed", ratio=0.5), seed=7).sum().item()
     2
@@ -150,6 +150,6 @@ def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tenso
     if cfg.kind == "bernoulli":
         return draws >= cfg.ratio
     keep = torch.ones(len(uids), dtype=torch.bool)
-    # Of the decimal ratio: 29 of 100 rows at 0.29, which in binary is just below.
+    # round() makes a ratio of 0.29 hide 29 of 100 rows, although its binary value gives a product just below 29.
     keep[draws.argsort()[: math.floor(round(len(uids) * cfg.ratio, 9))]] = False
     return keep

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as an algorithm: the same trainer seam, without rewards."""
+"""Define supervised fine-tuning as an algorithm without rewards, behind the trainer's usual interface."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftAlgorithm:
-    """loss = − mean over loss tokens of logprobs, i.e. the cross-entropy with the demonstration, in nats."""
+    """The loss is the mean of −logprobs over loss tokens, i.e. the cross-entropy with the demonstration, in nats."""
 
     entropy_needs_grad: ClassVar[bool] = False
     token_local: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The chain of changes that a step's advantages go through between the estimator and the loss."""
+"""Change a step's advantages between the estimator and the loss, by a chain of shapers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megarl.types import Advantages, Score, ScoredBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapingInputs:
-    """The step whose advantages are shaped.
+    """The inputs of a shaper describe the step whose advantages are shaped.
 
     batch: its rewards are those that the estimator read. scored_rewards: [B] rewards as the scorer gave them.
     """
@@ -27,12 +27,12 @@ class ShapingInputs:
     vocab_size: int | None
 
 
-# (advantages [B, T], the step) → new advantages, with scores and metrics to add; 0 stays 0 outside the loss mask.
+# (advantages [B, T], the step) → new advantages, still 0 outside the loss mask, with scores and metrics to add.
 AdvantageShaper: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
 
 
 def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Advantages as `algo.off_policy` weighs demonstration and policy tokens.
+    """Weigh the advantages of demonstration and policy tokens as `algo.off_policy` says.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)
@@ -44,7 +44,7 @@ def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 
 def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """CPO's shaping; where it needs the current entropy, its inputs go to the loss as scores instead.
+    """Shape advantages with CPO, or if that needs the current entropy, send its inputs to the loss as scores.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)
@@ -54,7 +54,7 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
     if x.cfg.cpo.method == "none":
         return Advantages(values=advantages)
     assert x.vocab_size is not None, "CPO needs the model's vocabulary size"
-    # Difficulty is judged by the scorer's rewards.
+    # Difficulty depends on the scorer's own rewards.
     batch = replace(x.batch, rewards=x.scored_rewards)
     inputs = cpo.inputs_from_batch(batch, advantages, x.cfg.cpo, vocab_size=x.vocab_size)
     metrics = {
@@ -74,7 +74,7 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 
 def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Unchanged advantages, with the weights by which the loss corrects for the engine that sampled.
+    """Keep the advantages, and add the weights by which the loss corrects for the engine that sampled.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)

@@ -1,4 +1,4 @@
-"""Rewards on tokens: the score of a row on its last loss token, the KL penalty on every one."""
+"""Assign rewards to tokens: a row's reward to its last loss token, the KL penalty to every loss token."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch import Tensor
 from megarl.algos.masked import masked_sum
 from megarl.types import ScoredBatch
 
-# The score that holds coefficient × KL of every token.
+# Name of the score that holds coefficient × KL of every token.
 KL_PENALTY = "kl_penalty"
 
 
 def last_token(loss_mask: Tensor) -> Tensor:
-    """Mark, in bool [B, T], the last loss token of every row that has one.
+    """Return [B, T] bool, true on the last loss token of each row that has one.
 
     >>> last_token(tensor([[True, True, False]])).tolist()
     [[False, True, False]]
@@ -20,7 +20,7 @@ def last_token(loss_mask: Tensor) -> Tensor:
 
 
 def place_reward(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return [B, T] with rewards [B] on the last loss token of their rows, else 0; a row without loss tokens has none.
+    """Return [B, T] with each row's reward on its last loss token, else 0; without loss tokens the reward is lost.
 
     >>> place_reward(tensor([2.0]), tensor([[True, True, False]])).tolist()
     [[0.0, 2.0, 0.0]]
@@ -29,7 +29,7 @@ def place_reward(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def kl_penalty(batch: ScoredBatch) -> Tensor:
-    """Return the penalty, float64 [B, T], β·KL, 0 outside the loss mask and without KL in the reward.
+    """Return the penalty β·KL, float64 [B, T]: 0 outside the loss mask, and if the reward has no KL penalty.
 
     >>> kl_penalty(step("a", [1.0], [[1, 0]], kl_penalty=[[0.5, 9.0]])).tolist()
     [[0.5, 0.0]]
@@ -40,7 +40,7 @@ def kl_penalty(batch: ScoredBatch) -> Tensor:
 
 
 def token_rewards(batch: ScoredBatch) -> Tensor:
-    """Return float64 [B, T]: the reward on the last loss token minus the KL penalty on every one.
+    """Return token rewards, float64 [B, T]: the row's reward on the last loss token minus the KL penalty on every one.
 
     >>> token_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
     [[-0.5, 0.75]]
@@ -49,7 +49,7 @@ def token_rewards(batch: ScoredBatch) -> Tensor:
 
 
 def sequence_rewards(batch: ScoredBatch) -> Tensor:
-    """Return float64 [B]: the reward minus the KL penalty of the whole row. A row without loss tokens keeps its reward.
+    """Return each row's reward minus its whole KL penalty, float64 [B]; a row without loss tokens keeps its reward.
 
     >>> sequence_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
     [0.25]
@@ -58,7 +58,7 @@ def sequence_rewards(batch: ScoredBatch) -> Tensor:
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:
-    """Return undiscounted sums Σ_{s≥t} of token rewards that are 0 outside the loss mask.
+    """Return the undiscounted sums Σ_{s≥t} of token rewards, which must be 0 outside the loss mask.
 
     >>> returns_to_go(tensor([[-0.5, 0.75]])).tolist()
     [[0.25, 0.75]]

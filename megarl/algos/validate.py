@@ -1,4 +1,4 @@
-"""Checks that an algorithm's choices exist and agree; `megarl.config` checks types and ranges."""
+"""Check that an algorithm's choices exist and agree; `megarl.config` checks types and ranges."""
 
 import warnings
 from dataclasses import fields
@@ -16,7 +16,7 @@ from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
 from megarl.registry import refuse_unused
 
-# A clip range beyond this is a PPO value, not a GSPO one.
+# A wider clip range suits PPO, not GSPO.
 GSPO_LARGE_CLIP = 0.01
 
 
@@ -63,7 +63,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 
 def _check_all_is_read(cfg: AlgoConfig) -> None:
-    """Refuse unread settings of the composition itself; those of its parts are checked with the parts."""
+    """Raise ConfigError for settings that the composition itself does not read; its parts check their own."""
     loss, kl, controller = cfg.policy_loss, cfg.kl, cfg.entropy.controller
     refuse_unused(
         "algo.policy_loss",

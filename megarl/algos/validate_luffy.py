@@ -1,4 +1,4 @@
-"""Checks that the settings of demonstrations and of their loss agree."""
+"""Check that the settings of demonstrations and of their loss agree."""
 
 import warnings
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ _ONLY_LUFFY = (
 _ONLY_SFT = ("sft_coef", "sft_tokens")
 # Settings of algo.off_policy that change nothing without demonstrations.
 _NEED_DEMONSTRATIONS = ("loss", "demonstration_weight", "prefix_reward", "only_positive")
-# Settings of algo.demonstrations that not every strategy reads, and those that do.
+# Settings of algo.demonstrations that only some strategies read → those strategies.
 _STRATEGIES_OF: Mapping[str, tuple[str, ...]] = {
     "min_ratio": ("random", "fixed"),
     "decay_steps": ("linear", "linear_max", "reverse_linear", "linear_variance"),
     "variance": ("linear_variance",),
 }
-# Settings of algo.off_policy that not every reshape reads, the setting that names it, and the names that do.
+# Settings of algo.off_policy that only some reshapes read → the setting that chooses the reshape, and those reshapes.
 _RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reshape_weight": ("reshape", ("logp", "p_logp")),
     "reshape_exponent": ("reshape", ("pow",)),
@@ -45,7 +45,7 @@ _RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_luffy(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown name or a conflict; warn of settings that hardly act.
+    """Raise ConfigError for an unknown name or a conflict; warn about settings that have little effect.
 
     >>> demonstrations = DemonstrationConfig(strategy="random", min_ratio=0.9, max_ratio=0.1)
     >>> check_luffy(AlgoConfig(demonstrations=demonstrations))
@@ -105,7 +105,7 @@ def _check_off_policy(cfg: AlgoConfig) -> None:
     least, most = off_policy.min_clip, off_policy.max_clip
     if least is not None and most is not None and least > most:
         raise ConfigError(f"algo.off_policy.min_clip: got {least}, expected <= max_clip={most}; swap them")
-    # Imitation and LUFFY's loss exclude each other: a setting of the one is refused with the other.
+    # Imitation and LUFFY's loss are alternatives: each refuses the settings of the other.
     for loss, names in (("luffy", _ONLY_LUFFY), ("sft", _ONLY_SFT)):
         if off_policy.loss != loss:
             refuse_unused(_OFF_POLICY, off_policy, names, f"loss={off_policy.loss}", f"set loss={loss}")

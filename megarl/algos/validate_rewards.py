@@ -1,4 +1,4 @@
-"""Checks that rewards and advantage estimator fit together: conflicts are errors, what is likely unwanted a warning."""
+"""Check that rewards and advantage estimator fit together: refuse conflicts, warn about likely mistakes."""
 
 from dataclasses import fields
 
@@ -60,7 +60,7 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 
 def _estimator(cfg: AlgoConfig) -> Estimator:
-    """Return the estimator that runs: the critic's values as rewards have their own."""
+    """Return the estimator that will run: with algo.reward.source=critic it is `critic_value`."""
     named = ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
     return ADVANTAGE_ESTIMATORS.get("critic_value") if cfg.reward.source == "critic" else named
 
@@ -102,7 +102,7 @@ def _check_mask(cfg: AlgoConfig) -> None:
 
 
 def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps: int) -> list[str]:
-    """Describe what is allowed and most likely not meant; one sentence each.
+    """Return one warning for each setting that is allowed but most likely a mistake.
 
     >>> reward_warnings(AlgoConfig(), critic_frozen=True, critic_warmup_steps=2)
     ['a frozen critic needs no warm-up: its 2 steps only delay the policy']

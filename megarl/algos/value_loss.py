@@ -1,4 +1,4 @@
-"""The critic's objective: regression of values on returns."""
+"""Define the critic's objective: a regression of values on returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """½·max((v − R)², (clip(v, v_old ± clip) − R)²), token mean (PPO, arXiv:1707.06347, and its reference code).
+    """The loss is the token mean of ½·max((v − R)², (clip(v, v_old ± clip) − R)²), as in PPO's reference code.
 
-    R is the score `returns` of a row, v_old its `values`; `clip` None turns the second term off and needs no `values`.
-    """
+    The paper is arXiv:1707.06347. R is the row's score `returns`, v_old its `values`; with `clip` None, the second term
+    is off and needs no `values`."""
 
     clip: float | None = None
 
@@ -25,11 +25,11 @@ class ValueLoss:
     reads: ClassVar[frozenset[str]] = frozenset({"returns", "values"})
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """A token mean: the loss tokens of an optimizer mini-batch."""
+        """Count the loss tokens of an optimizer mini-batch: the loss is a mean over tokens."""
         return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
-        """Local sums over a micro-batch; metrics `critic/{vf_loss,vf_clipfrac,vpred_mean}`."""
+        """Sum the loss over a micro-batch; metrics: `critic/{vf_loss,vf_clipfrac,vpred_mean}`."""
         mask, returns = rows.loss_mask, rows.score("returns")
         error = (out.values - returns).square()
         clipped = torch.zeros_like(error)

@@ -1,4 +1,4 @@
-"""Advantage estimators: from the rewards of complete groups to one number per token."""
+"""Estimate advantages: turn the rewards of complete groups into one number per token."""
 
 from megarl.algos.advantages import critic, group, reinforce  # noqa: F401 - they fill the registry
 from megarl.algos.advantages.estimator import (

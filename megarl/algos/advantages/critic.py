@@ -1,4 +1,4 @@
-"""Estimators that read a critic's values, and what is logged about those."""
+"""Estimate advantages from a critic's values, and compute the metrics of those values."""
 
 import torch
 from torch import Tensor
@@ -33,17 +33,17 @@ def last_values(batch: ScoredBatch) -> Tensor:
 
 
 def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """GAE (arXiv:1506.02438) over loss tokens; other tokens between them are skipped.
+    """Compute GAE (arXiv:1506.02438) over loss tokens, skipping the other tokens between them.
 
-    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, both 0 after the last token. Returns are A + V with
-    `lam_critic` for λ, and before any normalisation: they are in units of the reward.
+    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, with V and A 0 after the last token. Returns are A + V
+    with `lam_critic` as λ and without any normalisation, so they are in units of the reward.
 
     >>> batch = step("a", [1.0], values=[[0.5, 0.5]])
     >>> gae(batch, AdvantageConfig(estimator="gae", lam=0.5)).advantages.tolist()
     [[0.25, 0.5]]
     """
     mask, values = batch.loss_mask, masked_values(batch)
-    # Loss tokens first, in their order: the next loss token is the next column.
+    # Move loss tokens to the front, in order, so that the next loss token is in the next column.
     order = (~mask).to(torch.int8).argsort(dim=-1, stable=True)
     packed_values = values.gather(-1, order)
     next_values = torch.cat([packed_values[:, 1:], torch.zeros_like(packed_values[:, :1])], dim=-1)
@@ -73,9 +73,9 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Use the critic as its own reward: A_t = V_last − V_t, so 0 on the last token, and returns V_last.
+    """Use the critic as its own reward: A_t = V_last − V_t (0 on the last token), and returns V_last.
 
-    It is GAE with γ = λ = 1 and the reward V_last. Rewards of the batch are not read.
+    This is GAE with γ = λ = 1 and the reward V_last. The rewards of the batch are not read.
 
     >>> batch = step("a", [1.0], values=[[0.5, 0.75]])
     >>> critic_value(batch, AdvantageConfig()).advantages.tolist()
@@ -89,8 +89,7 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Whiten advantages to (A − mean)·rsqrt(var + 1e-8) over the loss tokens of the batch, with the unbiased variance;
-    see `whiten`.
+    """With `whiten`, scale advantages to (A − mean)·rsqrt(var + 1e-8) over the batch's loss tokens, var unbiased.
 
     >>> whitened(tensor([[1.0], [3.0]]), step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
     [[-0.71], [0.71]]

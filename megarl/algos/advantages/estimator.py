@@ -1,4 +1,4 @@
-"""What an advantage estimator is, and how one is run."""
+"""Define what an advantage estimator is, and run the configured one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +17,9 @@ from megarl.types import Score, ScoredBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What an estimator says of a batch.
+    """An estimate holds the advantages of a batch, with the critic's targets and metrics if there are any.
 
-    advantages: [B, T], 0 outside the loss mask. returns: [B, T] targets of a critic, if the estimator has any."""
+    advantages: [B, T], 0 outside the loss mask. returns: [B, T] targets of a critic, or None."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -28,7 +28,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """The rows [B] of which advantages (never returns) change sign, before or after the estimator normalises them."""
+    """A flip selects rows (bool [B]) whose advantages, not returns, change sign before or after normalisation."""
 
     rows: Tensor
     stage: Literal["before_whiten", "after_whiten"]
@@ -43,11 +43,10 @@ Normaliser: TypeAlias = Callable[[Tensor, ScoredBatch, AdvantageConfig], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """An advantage estimator: a float64 estimate, and what then brings its advantages to scale over the batch; neither
-    leaves the mask.
+    """An advantage estimator computes a float64 estimate, then normalises its advantages over the batch.
 
-    options: the fields of `AdvantageConfig` that they read. needs_values: whether they read a critic's values.
-    min_group: samples of a prompt without which it has nothing to compare.
+    Advantages are 0 outside the loss mask. options: the fields of `AdvantageConfig` that it reads. needs_values:
+    whether it reads a critic's values. min_group: how many samples of a prompt it needs to compare them.
     """
 
     raw: RawEstimator
@@ -75,7 +74,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key=
 
 
 def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-    """Compute the configured estimate; DataError names the row of an input that is not finite.
+    """Compute the estimate of the configured estimator; raise DataError if an input of a row is not finite.
 
     >>> cfg = AdvantageConfig(estimator="dr_grpo")
     >>> compute_advantages(step("aa", [1.0, 0.0]), cfg).advantages.tolist()

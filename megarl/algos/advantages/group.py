@@ -1,4 +1,4 @@
-"""Estimators that compare a row with its group: one number per row, on every loss token.
+"""Estimate advantages by comparing a row with its group: one number per row, on each of its loss tokens.
 
 Rewards r include the KL penalty of the row. A group of one has no baseline: its mean counts as 0, its deviation as 1.
 """
@@ -17,18 +17,18 @@ from megarl.config.algo import AdvantageConfig
 from megarl.errors import DataError
 from megarl.types import ScoredBatch
 
-# Keeps groups of equal rewards at 0 instead of 0/0; small against the spread of rewards that carry a signal.
+# Makes groups of equal rewards give 0 instead of 0/0; small compared with the spread of rewards that carry a signal.
 _STD_EPS = 1e-6
 _GROUP_NORM_EPS = 1e-9
 
-# A group of smaller deviation has equal rewards; rounding leaves it about 1e-16.
+# Rewards of a group with a smaller deviation count as equal; rounding alone leaves about 1e-16.
 EQUAL_REWARDS_STD = 1e-8
 
 RowEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Tensor]
 
 
 def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator]:
-    """Register a function that gives one float64 number per row, [B]; `options` as in `Estimator`."""
+    """Register a function that returns one float64 number per row, [B]; `options` are those of `Estimator`."""
 
     def add(rows: RowEstimator) -> RowEstimator:
         def raw(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
@@ -41,7 +41,7 @@ def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator
 
 
 def centred(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """Return rewards [B] minus their group's mean.
+    """Return rewards [B] minus the mean of their group.
 
     >>> centred(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
     [0.5, -0.5]
@@ -55,7 +55,7 @@ def _deviation(stats: GroupStats) -> Tensor:
 
 @_register("grpo", "norm_by_std")
 def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """GRPO (arXiv:2402.03300): A = (r − mean_group) / (std_group + 1e-6) with the unbiased deviation.
+    """Compute GRPO's A = (r − mean_group) / (std_group + 1e-6) with the unbiased deviation (arXiv:2402.03300).
 
     Without `norm_by_std`, A = r − mean_group (Dr. GRPO, arXiv:2503.20783).
 
@@ -70,10 +70,10 @@ def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("grpo_split", "norm_by_std")
 def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """GRPO whose mean and deviation are those of rows without demonstration tokens (LUFFY, arXiv:2504.14945).
+    """Compute GRPO's A with mean and deviation over rows without demonstration tokens (LUFFY, arXiv:2504.14945).
 
-    A deviation of 0 counts as 1, so that a demonstration stands out of a group of equal rewards. A group of
-    nothing but demonstrations uses all its rows. `norm_by_std` as in GRPO.
+    A deviation of 0 counts as 1, so that a demonstration stands out from a group of otherwise equal rewards. A group
+    in which all rows have demonstrations uses all of them. `norm_by_std` acts as in GRPO.
 
     >>> batch = step("aaa", [1.0, 0.0, 1.0], demonstration=[[1.0], [0.0], [0.0]])
     >>> grpo_split(batch, AdvantageConfig()).round(decimals=2).tolist()
@@ -95,7 +95,7 @@ def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("dr_grpo")
 def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Dr. GRPO (arXiv:2503.20783): A = r − mean_group.
+    """Compute Dr. GRPO's A = r − mean_group (arXiv:2503.20783).
 
     >>> dr_grpo(step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
     [0.5, -0.5]
@@ -106,7 +106,7 @@ def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("group_norm")
 def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """GRPO's advantage as OpenRLHF computes it: A = (r − mean_group) / (std_group + 1e-9).
+    """Compute GRPO's advantage as OpenRLHF does: A = (r − mean_group) / (std_group + 1e-9).
 
     >>> group_norm(step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
     [0.71, -0.71]
@@ -117,7 +117,7 @@ def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """Return rewards [B] minus the mean of the others in their group: n/(n − 1)·(r − mean).
+    """Return rewards [B] minus the mean reward of the other rows of their group: n/(n − 1)·(r − mean).
 
     >>> leave_one_out(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
     [1.0, -1.0]
@@ -127,7 +127,7 @@ def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
 
 @_register("rloo")
 def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """RLOO (arXiv:2402.14740): A_i = r_i − (Σ r − r_i)/(n − 1).
+    """Compute RLOO's A_i = r_i − (Σ r − r_i)/(n − 1) (arXiv:2402.14740).
 
     >>> rloo(step("aaa", [1.0, 0.0, 0.0]), AdvantageConfig()).tolist()
     [1.0, -0.5, -0.5]
@@ -138,10 +138,10 @@ def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("maxrl")
 def maxrl(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """MaxRL (arXiv:2602.02710): A = (r − mean_group) / mean_group; 0 in a group without success.
+    """Compute MaxRL's A = (r − mean_group) / mean_group, or 0 in a group without success (arXiv:2602.02710).
 
-    For r ∈ {0, 1}, the mean estimates the probability p of success, and A the gradient of log p instead of p.
-    A group of one has A = 0. DataError for a negative reward, which makes the mean no probability.
+    For r ∈ {0, 1}, the mean estimates the probability p of success, and A gives the gradient of log p instead of p.
+    A group of one has A = 0. Raises DataError for a negative reward, with which the mean is no probability.
 
     >>> maxrl(step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
     [1.0, -1.0]

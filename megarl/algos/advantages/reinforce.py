@@ -1,7 +1,7 @@
-"""REINFORCE with group baselines: returns of token rewards, then brought to scale over the batch or the group.
+"""Estimate advantages by REINFORCE with group baselines, then normalise them over the batch or the group.
 
-The reward, minus what the group's other rows say, is on the last loss token, the KL penalty on every one; returns
-are undiscounted.
+Advantages are undiscounted returns of token rewards: the row's reward minus its group's baseline is on the last loss
+token, and the KL penalty is on every loss token.
 """
 
 from dataclasses import replace
@@ -22,24 +22,24 @@ _MIN_VARIANCE = 1e-8
 _EPS = 1e-8
 _MAX_SCALE = 10.0
 _MAX_NEGATIVE_SQUARES = 1e8
-# Rounding leaves a token that should be 0 about 1e-17.
+# Rounding leaves about 1e-17 on a token that should be 0.
 _ZERO = 1e-12
 
 
 def _returns(batch: ScoredBatch, rewards: Tensor) -> Estimate:
-    """Estimate A_t = Σ_{s≥t} of token rewards with rewards [B] in place of the batch's."""
+    """Estimate A_t = Σ_{s≥t} of token rewards, with `rewards` [B] instead of those of the batch."""
     returns = returns_to_go(token_rewards(replace(batch, rewards=rewards)))
     return Estimate(advantages=torch.where(batch.loss_mask, returns, 0.0))
 
 
 def _equal_rewards(batch: ScoredBatch) -> Tensor:
-    """Mark, in bool [B], rows of groups of several whose rewards, without the KL penalty, are equal."""
+    """Return [B] bool, true for rows of groups of at least two whose rewards (without the KL penalty) are equal."""
     stats = group_stats(batch.rewards, batch.uids)
     return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
 
 
 def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group; see `batch_whitened` for the scale.
+    """Compute REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group, which `batch_whitened` then scales.
 
     >>> batch = step("aa", [1.0, 0.0], [[1, 1], [1, 0]])
     >>> reinforce_baseline(batch, AdvantageConfig()).advantages.tolist()
@@ -49,12 +49,11 @@ def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with μ and the population variance σ² over the loss tokens of
-    the batch.
+    """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with μ and population variance σ² over the batch's loss tokens.
 
-    Long rows weigh more in μ, which is therefore not 0 where length goes with reward, and shifts even groups of
-    equal rewards. Without `center` μ is 0, and σ² the mean square. With `exclude_equal_groups` tokens of such
-    groups do not count in μ and σ², and are divided but not shifted. Without `norm_by_std` nothing is divided.
+    Long rows have more weight in μ. Where length correlates with reward, μ is therefore not 0 and shifts even groups
+    of equal rewards. Without `center`, μ is 0 and σ² the mean square. With `exclude_equal_groups`, tokens of groups of
+    equal rewards do not count in μ and σ², and are divided but not shifted. Without `norm_by_std` nothing is divided.
 
     >>> batch_whitened(tensor([[0.5], [-0.5]]), step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
     [[1.0], [-1.0]]
@@ -72,9 +71,9 @@ def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
 
 
 def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1); see `max_normalised` for the scale.
+    """Compute REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1), which `max_normalised` then scales.
 
-    With `uniform_scale`, rows of a group of equal rewards have r/n instead.
+    With `uniform_scale`, rows of a group of equal rewards use r/n instead.
 
     >>> reinforce_max(step("aa", [1.0, 0.0]), AdvantageConfig()).advantages.tolist()
     [[1.0], [-1.0]]
@@ -90,9 +89,9 @@ def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Scale each group's loss tokens with A ≠ 0 to sum 0 and mean square 1: A > 0 becomes α·A, A < 0 becomes β·A.
 
-    S± and Q± are the sums of A and A² of each sign, N the number of tokens, α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻)) and
-    β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, 1e-8 in the denominator, α and β within [1e-8, 10]; a group
-    with |S±| < 1e-8 stays as it is, and with `uniform_scale` so does one of equal rewards.
+    S± and Q± are the sums of A and A² over tokens of each sign, N the number of tokens, α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻))
+    and β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, 1e-8 is added to the denominator, and α and β lie in [1e-8, 10].
+    A group with |S⁺| or |S⁻| < 1e-8 stays unchanged, as does, with `uniform_scale`, a group of equal rewards.
 
     >>> batch = step("aaa", [1.0, 0.0, 0.0])
     >>> advantages = tensor([[2.0], [-1.0], [-1.0]])
