@@ -1,13 +1,13 @@
-"""One typed batch per stage: Prompt → Sample → RolloutBatch → ScoredBatch → Row → RowBatch.
+"""Define the typed data of each stage: Prompt → Sample → RolloutBatch → ScoredBatch → Row → RowBatch.
 
-Per-token arrays cover the *response*: entry t belongs to token `prompt + t`, the label, not to the position
-that predicts it. The shift by one happens in a single place, when rows are packed for the model.
-Host-side types hold numpy arrays (they travel through Ray's shared memory without a copy); `ScoredBatch` and
-`RowBatch`, which algorithms compute with, hold torch tensors padded to [B, T].
+Per-token arrays cover the *response*: entry t belongs to the token (the label) at position `num_prompt_tokens + t`, not
+to the position that predicts it. The shift by one happens in a single place, when rows are packed for the model.
+Host-side types hold numpy arrays, which travel through Ray's shared memory without a copy. `ScoredBatch` and
+`RowBatch`, with which algorithms compute, hold torch tensors padded to [B, T].
 
-Glossary: `rollout_logprobs` are the sampling engine's, `old_logprobs` the trainer's at rollout time, `logprobs`
-the current policy's, `ref_logprobs` a frozen reference's. A *group* is the samples of one prompt, keyed by uid,
-never by position. `loss_mask` marks the tokens that the policy chose.
+Glossary: `rollout_logprobs` come from the sampling engine, `old_logprobs` from the trainer at rollout time, `logprobs`
+from the current policy, `ref_logprobs` from a frozen reference. A *group* is all samples of one prompt, found by uid,
+never by position. `loss_mask` marks the tokens that train: those that the policy sampled, and demonstrations.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -80,10 +80,10 @@ __all__ = [
     "scored_batch",
 ]
 
-if not TYPE_CHECKING:  # a checker would take any name for known
+if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs torch when it is first asked for: processes that only judge text do without it."""
+        """Import names that need torch on first use, because processes that only score text run without it."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.types import batches, objectives, rows

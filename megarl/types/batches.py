@@ -1,4 +1,4 @@
-"""What algorithms compute with: rows padded to [B, T], and what models and estimators say of them."""
+"""Define what algorithms compute with: rows padded to [B, T], model outputs for them, and their advantages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from megarl.types.samples import Reward
 
 
 class _PaddedScores:
-    """Padded [B, T] scores by name; reading one that was not computed raises and says how to get it."""
+    """This base holds padded [B, T] scores by name; reading one that was not computed raises KeyError with a remedy."""
 
     __slots__ = ()
     loss_mask: torch.Tensor
@@ -20,7 +20,7 @@ class _PaddedScores:
     def score(self, name: str) -> torch.Tensor:
         if name in self.scores:
             return self.scores[name]
-        if not len(self.loss_mask):  # A batch without rows lacks nothing.
+        if not len(self.loss_mask):  # A batch without rows has every score, all empty.
             return torch.zeros(self.loss_mask.shape, device=self.loss_mask.device)
         raise KeyError(
             f"{name} was not computed for this batch (there are: {sorted(self.scores)}); "
@@ -30,10 +30,10 @@ class _PaddedScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch(_PaddedScores):
-    """All rows of a step, as advantage estimators see them: complete groups, padded to [B, T].
+    """A scored batch holds all rows of a step for advantage estimators: complete groups, padded to [B, T].
 
-    uids: B group keys; rewards: [B] sequence scores; correct: [B] bool; loss_mask: [B, T] bool; truncated: [B] bool,
-    responses cut at the length limit (None: none was). `seed` is that of this step's random choices.
+    uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool,
+    responses cut at the length limit (None: none was). seed: determines this step's random choices.
     """
 
     uids: tuple[str, ...]
@@ -57,7 +57,7 @@ class ScoredBatch(_PaddedScores):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch(_PaddedScores):
-    """Rows of one micro-batch as losses see them: complete rows padded to [B, T], whatever the layout."""
+    """A row batch holds one micro-batch for the loss: complete rows padded to [B, T], whatever the parallel layout."""
 
     labels: tuple[str, ...]
     loss_mask: torch.Tensor
@@ -81,7 +81,7 @@ def scored_batch(
     step: int = 0,
     seed: int = 0,
 ) -> ScoredBatch:
-    """Pad the rows of a step for the advantage estimator (float32 scores on the host).
+    """Pad the rows of a step for the advantage estimator, with float32 scores on the host.
 
     >>> verdicts = [Reward(score=1.0, correct=True)]
     >>> scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts).scores["values"].tolist()
@@ -100,7 +100,7 @@ def scored_batch(
 
 
 def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Pad the scores of rows that all have the same ones."""
+    """Pad the scores of rows; raise ValueError unless all rows have scores of the same names."""
     names = rows[0].scores.keys() if rows else frozenset()
     for row in rows:
         if row.scores.keys() != names:
@@ -124,7 +124,7 @@ def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutputs:
-    """What the current policy says of a `RowBatch`: log-probs of the labels and entropies in nats, [B, T].
+    """Policy outputs are the current policy's log-probs of a `RowBatch`'s labels and its entropies, in nats, [B, T].
 
     Both are 0 outside the loss mask. `entropy` carries a gradient only if the algorithm asked for it.
     """
@@ -135,7 +135,7 @@ class PolicyOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOutputs:
-    """What a critic says of a `RowBatch`: float32 values [B, T], 0 outside the loss mask."""
+    """Value outputs are a scalar head's float32 values [B, T] for a `RowBatch`, 0 outside the loss mask."""
 
     values: torch.Tensor
 
@@ -145,9 +145,9 @@ ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """[B, T] advantages, 0 outside the loss mask, and what to log about them.
+    """Advantages [B, T] are 0 outside the loss mask, and come with metrics to log.
 
-    scores: further [B, T] numbers that the updates need (`returns`, `correction`), by name.
+    scores: further tensors [B, T] that the updates need (`returns`, `correction`), by name.
     """
 
     values: torch.Tensor

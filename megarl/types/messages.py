@@ -1,4 +1,4 @@
-"""What the driver and the trainer's ranks say to each other. Imports no megatron: the driver unpickles these."""
+"""Define the messages between the driver and the trainer's ranks, without megatron: the driver unpickles them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megarl.types import AlgoState, Denominators, FloatArray, Objective
 
 
 class Role(StrEnum):
-    """What a model is for."""
+    """A role says what a model is for."""
 
     ACTOR = "actor"
     REFERENCE = "reference"
@@ -19,14 +19,14 @@ class Role(StrEnum):
 
 
 class Head(StrEnum):
-    """What a model's last layer answers per token: log-probs over the vocabulary, or one value."""
+    """A head is what a model's last layer outputs per token: log-probs over the vocabulary, or one value."""
 
     LM = "lm"
     SCALAR = "scalar"
 
 
 class Part(StrEnum):
-    """What of a role's memory moves between device and host on its own."""
+    """A part is a share of a role's memory that moves between device and host on its own."""
 
     PARAMS = "params"
     GRADS = "grads"
@@ -35,9 +35,9 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """A model of the run. One without `trainable` gets neither gradient buffers nor an optimizer.
+    """A role spec describes a model of the run; if not `trainable`, it has neither gradient buffers nor an optimizer.
 
-    settings: its layout and training, in the actor's terms whatever the role.
+    settings: its layout and training, in the actor's config class whatever the role.
     """
 
     role: Role
@@ -52,13 +52,13 @@ class RoleSpec:
 
     @property
     def replays_routing(self) -> bool:
-        """Whether its tokens go to the experts that the rollout recorded: those of the policy that sampled it."""
+        """Return whether tokens go to the experts that the rollout engine recorded; only the actor can replay them."""
         return self.role is Role.ACTOR and self.settings.moe.replay_routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The models of a run; a group of ranks is asked for those of its layout."""
+    """A load request lists the models of a run; a group of ranks is asked only for those with its layout."""
 
     roles: tuple[RoleSpec, ...]
     seed: int
@@ -67,14 +67,14 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """Which rows of a batch each data-parallel rank processes, in micro-batches: `ranks[dp][micro_batch]` lists row
-    indices. All ranks have the same number of micro-batches.
-    """
+    """A plan assigns a batch's rows to data-parallel ranks and micro-batches: `ranks[dp][micro_batch]` lists indices.
+
+    All ranks have the same number of micro-batches."""
 
     ranks: Sequence[Sequence[Sequence[int]]]
 
     def paired(self, offset: int) -> "MicroBatchPlan":
-        """The plan of a batch twice as long: each micro-batch also gets the rows `offset` further on, in its order."""
+        """Return the plan of a batch twice as long: each micro-batch also gets its indices + `offset`, at its end."""
         return MicroBatchPlan(
             [[[*indices, *(offset + i for i in indices)] for indices in batches] for batches in self.ranks]
         )
@@ -82,11 +82,10 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """One scoring pass of one role. Log-probs and entropies are those at `temperature`.
+    """A score request asks for one scoring pass of one role, with log-probs and entropies at `temperature`.
 
-    paired: the second half of each micro-batch repeats the first with other prompts; the KL between the two is scored
-    as well.
-    """
+    paired: the second half of each micro-batch repeats the first with other prompts, and the KL between the two is
+    computed as well."""
 
     role: Role
     step: int
@@ -96,9 +95,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """Per-token float32 results of some rows, 0 outside the loss mask.
+    """Row scores are per-token float32 results of a scoring pass for some rows, 0 outside the loss mask.
 
-    scores: `logprobs` and `entropy`, `values` for a scalar head, or `kl` of pairs → index in the batch → [R].
+    scores: name (`logprobs` and `entropy`, `values` of a scalar head, or `kl` of pairs) → index in the batch → [R].
     """
 
     scores: Mapping[str, Mapping[int, FloatArray]]
@@ -106,13 +105,13 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreResult:
-    """What was written of each Hugging Face tensor: elements, and (if asked for) position-weighted checksums."""
+    """A store result holds elements written per Hugging Face tensor, and position-weighted checksums if requested."""
 
     num_elements: Mapping[str, int]
     checksums: Mapping[str, int]
 
     def merged(self, other: "StoreResult") -> "StoreResult":
-        """Add up what two ranks wrote."""
+        """Return the sums over what two ranks wrote."""
         names = self.num_elements.keys() | other.num_elements.keys()
         return StoreResult(
             num_elements={n: self.num_elements.get(n, 0) + other.num_elements.get(n, 0) for n in names},
@@ -125,7 +124,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
-    """One optimizer step of one role."""
+    """An update request asks for one optimizer step of one role."""
 
     role: Role = Role.ACTOR
     step: int
@@ -138,8 +137,9 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """Metrics of the whole mini-batch, and what the role said of its rows before the step, by index: log-probs of
-    a policy, values of a critic."""
+    """An update result holds the metrics of the whole mini-batch, and the role's outputs from before the step.
+
+    before: a policy's log-probs or a critic's values, by index of the row."""
 
     metrics: Mapping[str, float]
     before: Mapping[int, FloatArray]

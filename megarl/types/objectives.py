@@ -1,4 +1,4 @@
-"""What a worker differentiates, what its sums are divided by, and the seam between trainer and algorithms."""
+"""Define the interface between trainer and algorithms: objectives, their sums and denominators, and their state."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ import torch
 from megarl.types.batches import Advantages, PolicyOutputs, RowBatch, ScoredBatch
 from megarl.types.rows import Row, Score
 
-# What sums are divided by, under names that the objective chooses: counts over one optimizer mini-batch (all
-# micro-batches × data-parallel ranks), at least 1 each.
+# The numbers that sums are divided by, under names that the objective chooses: counts over one optimizer mini-batch
+# (all micro-batches × data-parallel ranks), at least 1 each.
 Denominators: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Local sums over a micro-batch, each under the name of its denominator.
+    """Loss sums are local sums over a micro-batch, each stored under the name of its denominator.
 
     objective: scalars with graph; the objective is Σ sum / denominator, added in this order.
     metrics: detached scalars by denominator and metric name; a metric is sum / denominator.
@@ -48,7 +48,7 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyState:
-    """The coefficient of the entropy bonus, and the moments of its optimizer after `num_updates` updates."""
+    """The state holds the coefficient of the entropy bonus, and its optimizer's moments after `num_updates` updates."""
 
     coef: float = 0.0
     exp_avg: float = 0.0
@@ -58,14 +58,14 @@ class EntropyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoState:
-    """What an algorithm carries from one batch to the next."""
+    """The state of an algorithm is what it carries from one batch to the next: the coefficients of KL and entropy."""
 
     kl_coef: float = 0.0
     entropy: EntropyState = field(default_factory=EntropyState)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "AlgoState":
-        """Restore the state of which `dataclasses.asdict` made `state`."""
+        """Restore a state from the result of `dataclasses.asdict`."""
         return cls(kl_coef=state["kl_coef"], entropy=EntropyState(**state["entropy"]))
 
 
@@ -73,38 +73,38 @@ OutputsT = TypeVar("OutputsT", contravariant=True)
 
 
 class Objective(Protocol[OutputsT]):
-    """What a worker differentiates: a picklable, stateless loss of a model's outputs."""
+    """An objective is what a worker differentiates: a picklable, stateless loss of a model's outputs."""
 
     @property
     def entropy_needs_grad(self) -> bool:
-        """Whether the loss differentiates the entropy."""
+        """Return whether the loss differentiates the entropy."""
 
     @property
     def token_local(self) -> bool:
-        """Whether the loss is a sum over tokens, each term a function of its own token's outputs alone."""
+        """Return whether the loss is a sum over tokens in which each term depends only on the outputs for its token."""
 
     @property
     def reads(self) -> frozenset[str]:
-        """Scores of rows that the loss reads where rows have them; the others stay with the driver."""
+        """Return the names of the scores that the loss reads if rows have them; others are not sent to the workers."""
 
     def loss(self, rows: RowBatch, out: OutputsT, state: AlgoState) -> LossSums:
-        """Local sums over a micro-batch."""
+        """Return the local sums over a micro-batch."""
 
 
 class Algorithm(Objective[PolicyOutputs], Protocol):
-    """The seam between the trainer and what it optimises. Implementations are picklable and stateless."""
+    """An algorithm tells the trainer what to optimise; implementations are picklable and stateless."""
 
     def requires(self) -> frozenset[Score]:
-        """Scores that must be computed before `advantages`, for the whole batch."""
+        """Return the scores that must be computed for the whole batch before `advantages`."""
 
     def initial_state(self) -> AlgoState:
-        """State before the first step."""
+        """Return the state before the first step."""
 
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
-        """Advantages of complete groups, on the host."""
+        """Compute the advantages of complete groups, on the host."""
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Global counts of an optimizer mini-batch, known before its first backward."""
+        """Count an optimizer mini-batch over all ranks, before its first backward pass."""
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
-        """State for the next step, from this step's reduced metrics."""
+        """Compute the state for the next step from this step's reduced metrics."""

@@ -1,4 +1,4 @@
-"""What the trainer's workers get of a sample: a row, and the scores that passes add to it."""
+"""Define the row, the form of a sample that the trainer's workers get, and the scores that passes add to it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +13,13 @@ from megarl.types.samples import BoolArray, ExpertArray, FloatArray, IntArray, S
 
 
 class Score(StrEnum):
-    """Per-token quantities a scoring pass can compute before the update."""
+    """A score is a per-token quantity that a scoring pass can compute before the update."""
 
     OLD_LOGPROBS = "old_logprobs"
     OLD_ENTROPY = "old_entropy"
     REF_LOGPROBS = "ref_logprobs"
     HINT_LOGPROBS = "hint_logprobs"
-    # The same with the hint of another prompt.
+    # Log-probs with the hint of another prompt.
     SHUFFLED_HINT_LOGPROBS = "shuffled_hint_logprobs"
     # KL(policy with the hint ‖ policy) over the whole vocabulary.
     HINT_KL = "hint_kl"
@@ -28,10 +28,10 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sample as the trainer's workers need it. R = response length; per-token arrays are [R].
+    """A row is one sample in the form that the trainer's workers need; per-token arrays are [R], R = response length.
 
     `scores` holds what was computed so far (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
-    `routed_experts`: as that of `Sample`.
+    `routed_experts` is that of `Sample`.
     """
 
     uid: str
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """How messages name this row."""
+        """Return the name of this row in messages."""
         return f"{self.uid}/{self.sample_index}"
 
     @property
@@ -69,11 +69,11 @@ class Row:
         return int(self.loss_mask.sum())
 
     def with_scores(self, **scores: FloatArray) -> "Row":
-        """Return the row with these scores besides, or in place of, its own."""
+        """Return the row with these scores added; they replace its own scores of the same name."""
         return replace(self, scores={**self.scores, **scores})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
-        """Return the row with those of its scores that are named, and with its experts only if asked for."""
+        """Return the row with only the named scores, and without its experts unless `routed_experts` is set."""
         return replace(
             self,
             scores={name: score for name, score in self.scores.items() if name in names},
@@ -81,13 +81,12 @@ class Row:
         )
 
 
-# Rows by their index in a batch: all of them, or those that one process needs.
+# Rows by their index in a batch: a sequence of all of them, or a mapping of those that one process needs.
 Rows: TypeAlias = Sequence[Row] | Mapping[int, Row]
 
 
 def row_from_sample(sample: Sample) -> Row:
-    """Make the row of a sample: everything after the prompt segment is response; `loss_mask` says which of it the
-    policy chose.
+    """Make the row of a sample, in which everything after the prompt segment is response.
 
     >>> from megarl.types import FinishReason, prompt_segment
     >>> prompt = prompt_segment([5, 6])
@@ -107,9 +106,10 @@ def row_from_sample(sample: Sample) -> Row:
 
 
 def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: float) -> Row:
-    """Make a row of a whole sequence that a scalar head scores at its last token; it has the one place of that score.
+    """Make a row of a whole sequence that a scalar head scores at its last token; its response has a single token.
 
-    What a head says of a token it says from the token before. So one more token follows, which no score depends on.
+    A head's output for a token is read at the token before. The response is therefore one more token after the
+    sequence, on which no score depends.
 
     >>> row_read_at_end("a", 0, np.array([5, 6]), margin=0.5).token_ids.tolist()
     [5, 6, 6]

@@ -1,4 +1,4 @@
-"""What is sampled: prompts, segments, samples, and rewards."""
+"""Define prompts, the samples that answer them (as segments), and rewards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ ExpertArray: TypeAlias = npt.NDArray[np.int16]
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped a sample."""
+    """A finish reason says why the engine stopped a sample."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 
 class SegmentSource(StrEnum):
-    """Who wrote a segment of a sample."""
+    """A source says who wrote a segment of a sample."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -34,7 +34,7 @@ class SegmentSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a chat."""
+    """A message is one turn of a chat."""
 
     role: str
     content: str
@@ -45,11 +45,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question as the model reads it, with what a scorer needs to judge an answer.
+    """A prompt is a question as the model reads it, with what a scorer needs to judge an answer.
 
-    messages: the chat of which `token_ids` were made, for scorers with a chat template of their own.
-    demonstration_ids: an answer to start samples with, ending in the end token unless it was cut; empty: none.
-    demonstration_probs: the demonstrator's probability of each of them, -1 where unknown; empty: none is known.
+    messages: the chat that `token_ids` were made from, for scorers with a chat template of their own.
+    demonstration_ids: an answer to start samples with, which ends in the end token unless it was cut; empty: none.
+    demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
     """
 
     uid: str
@@ -64,7 +64,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of a sample written by one source. Arrays have one entry per token, shape [n].
+    """A segment is a stretch of a sample written by one source, in arrays of shape [n] with one entry per token.
 
     `weight_versions` is -1 where no policy weights were involved.
     """
@@ -84,7 +84,7 @@ class Segment:
 
 
 def prompt_segment(token_ids: Sequence[int]) -> Segment:
-    """Make the segment that every sample starts with: no loss, no policy weights.
+    """Make the segment that every sample starts with, without loss tokens or policy weights.
 
     >>> prompt_segment([5, 6]).weight_versions.tolist()
     [-1, -1]
@@ -100,11 +100,11 @@ def prompt_segment(token_ids: Sequence[int]) -> Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One finished sample: a prompt segment, then what the policy (or an environment) wrote.
+    """A sample is finished: a prompt segment, then segments of a demonstration, the policy or an environment.
 
-    routed_experts: [tokens, layers, k] int16, to which experts the engine sent each token of prompt and response, by
-    the number of the layer (layers without experts hold anything); -1 where it is not known, as of a last token that
-    the engine never read. None: not recorded.
+    routed_experts: [tokens, layers, k] int16, the experts to which the engine sent each token of prompt and response in
+    each layer (layers without experts may hold anything); -1 where unknown, as for a last token that the engine never
+    read. None: not recorded.
     """
 
     uid: str
@@ -130,17 +130,17 @@ class Sample:
 
     @property
     def loss_mask(self) -> BoolArray:
-        """Loss mask [R] over the response."""
+        """Return the loss mask [R] over the response."""
         return np.concatenate([np.empty(0, np.bool_), *(s.loss_mask for s in self.segments[1:])])
 
     @property
     def has_demonstration(self) -> bool:
-        """Whether some of the response was not sampled but given."""
+        """Return whether a part of the response is a demonstration."""
         return any(segment.source is SegmentSource.DEMONSTRATION for segment in self.segments)
 
     @property
     def rollout_logprobs(self) -> FloatArray:
-        """The engine's log-probs [R] over the response; 0 on tokens that the engine did not sample."""
+        """Return the engine's log-probs [R] over the response; they are 0 on tokens that the engine did not sample."""
         parts = [
             np.zeros(len(s.token_ids), np.float32) if s.rollout_logprobs is None else s.rollout_logprobs
             for s in self.segments[1:]
@@ -149,7 +149,7 @@ class Sample:
 
 
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
-    """Raise ValueError unless recorded experts are those of all tokens.
+    """Raise ValueError unless recorded experts have one entry for every token.
 
     >>> require_experts_of_tokens(np.zeros((2, 1, 1), np.int16), 3, "sample a/0")
     Traceback (most recent call last):
@@ -164,7 +164,7 @@ def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The samples of one step, with the prompts they answer; `prompts` are keyed by uid."""
+    """A rollout batch holds the samples of one step, and by uid the prompts that they answer."""
 
     prompts: Mapping[str, Prompt]
     samples: tuple[Sample, ...]
@@ -177,11 +177,11 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty.
+    """A reward is a scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty.
 
-    details: the scorer's other numbers, by the name that they have in metrics.
-    notes: what else it said, such as the answer it read, as JSON can hold it; only the rollout files show it.
-    dropped: nobody could judge it, so it must not train; its score is NaN, which whoever reads it refuses.
+    details: the scorer's other numbers, by the names that they have in metrics.
+    notes: its other findings, such as the answer it read, as JSON values; only the rollout files contain them.
+    dropped: no scorer could judge the sample, so it must not train; its score is NaN, which all readers refuse.
     """
 
     score: float
