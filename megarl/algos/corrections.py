@@ -173,7 +173,7 @@ def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept the first token, and others with low ≤ g_{t−1} ≤ high, which is known before y_t is drawn.
+    """Accept the first token, and others with low ≤ g_{t−1} ≤ high (see `prefix_within`), known before y_t is drawn.
 
     >>> earlier_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[True, False]]

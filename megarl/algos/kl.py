@@ -135,7 +135,7 @@ def fixed(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
 
 @KL_CONTROLLERS.register("adaptive")
 def adaptive(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
-    """Steer to the target KL (arXiv:1909.08593): β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2).
+    """Steer β to the target KL (arXiv:1909.08593): β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2).
 
     >>> cfg = KLConfig(controller="adaptive", target_nats=0.1, horizon=1000)
     >>> adaptive(AlgoState(kl_coef=1.0), KLObservation(kl_nats=0.2, num_rows=100), cfg).kl_coef

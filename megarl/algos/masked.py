@@ -36,7 +36,7 @@ class GroupStats:
 
 
 def group_index(uids: Sequence[str], device: torch.device) -> tuple[Tensor, int]:
-    """Return the number of the group of each row [B], and how many groups there are.
+    """Return the group number of each row [B], and how many groups there are.
 
     >>> index, num_groups = group_index("aba", torch.device("cpu"))
     >>> index.tolist(), num_groups

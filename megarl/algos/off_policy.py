@@ -102,7 +102,7 @@ class ImitationMasks:
 def imitation_masks(
     loss_mask: Tensor, demonstration_mask: Tensor, tokens: Literal["demonstration", "row"]
 ) -> ImitationMasks:
-    """Mark what is imitated in rows with demonstration tokens: those or the row. Other rows get the policy loss.
+    """In rows with a demonstration, mark its tokens or the whole row as imitated; other rows get the policy loss.
 
     loss = agg(policy loss over `policy`) − sft_coef · mean over `imitated` of logprobs
 

@@ -48,7 +48,7 @@ _LENGTH_EPS = 1e-9
 
 @PREFIX_STRATEGIES.register("none")
 def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Start samples with nothing of the demonstration.
+    """Use nothing of the demonstration.
 
     >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
     Window(low=0.0, high=0.0)
@@ -149,7 +149,7 @@ def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
 def prefix_ratios(
     cfg: DemonstrationConfig, *, uid: str, step: int, num_samples: int, run_seed: int
 ) -> tuple[float, ...]:
-    """Return the share of its demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
+    """Return the share of the demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
     A draw depends on (run_seed, step, uid, sample index), but with `shared` not on the sample index.
 

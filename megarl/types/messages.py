@@ -26,7 +26,7 @@ class Head(StrEnum):
 
 
 class Part(StrEnum):
-    """A part is a share of a role's memory that moves between device and host on its own."""
+    """A part is the kind of a role's memory that moves between device and host independently of the others."""
 
     PARAMS = "params"
     GRADS = "grads"

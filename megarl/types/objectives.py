@@ -104,7 +104,7 @@ class Algorithm(Objective[PolicyOutputs], Protocol):
         """Compute the advantages of complete groups, on the host."""
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Count an optimizer mini-batch over all ranks, before its first backward pass."""
+        """Compute the denominators of an optimizer mini-batch from its rows on all ranks, before the first backward."""
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         """Compute the state for the next step from this step's reduced metrics."""

@@ -100,7 +100,7 @@ def prompt_segment(token_ids: Sequence[int]) -> Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A sample is finished: a prompt segment, then segments of a demonstration, the policy or an environment.
+    """A sample is a finished sequence: a prompt segment, then what a demonstration, the policy or an environment wrote.
 
     routed_experts: [tokens, layers, k] int16, the experts to which the engine sent each token of prompt and response in
     each layer (layers without experts may hold anything); -1 where unknown, as for a last token that the engine never

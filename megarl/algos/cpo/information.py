@@ -14,7 +14,7 @@ MAX_DELTA = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiEstimator:
-    """An estimator computes the mutual information of token and hint from d, clamped to a range.
+    """An estimator computes the mutual information of token and hint from the log-ratio d, clamped to a range.
 
     of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ (`ratio_clamp`) → the range that d is clamped to."""
 
