@@ -30,7 +30,7 @@ class WorkerError(RuntimeError):
 
 
 class EngineDiedError(WorkerError):
-    """An engine that can be restarted died: whoever knows what it was doing restarts it and begins again."""
+    """An engine died that can be restarted; the caller that knows its work restarts it and repeats the work."""
 
 
 class RunStopped(Exception):  # noqa: N818 - not an error: the run did what a signal asked for

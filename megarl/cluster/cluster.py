@@ -141,7 +141,7 @@ class Cluster:
 
     @property
     def roster(self) -> Roster:
-        """The roster of all processes of the run."""
+        """Return the roster of all processes of the run."""
         first, *_ = [*self.workers.processes, *self.engines.processes]
         return first.roster
 

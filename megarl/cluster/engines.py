@@ -13,7 +13,7 @@ from megarl.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A batch that engines are working on: the positions of each engine's requests (`hands`), and the pending calls."""
+    """Holds a batch that engines work on: the positions of each engine's requests (`hands`), and the pending calls."""
 
     requests: tuple[GenerationRequest, ...]
     hands: tuple[tuple[int, ...], ...]

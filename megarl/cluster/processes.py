@@ -134,7 +134,7 @@ def wait_streams(
 
 
 class _Wait:
-    """A wait for remote calls, each a reference or a stream of references, until none is pending.
+    """Waits for remote calls, each a reference or a stream of references, until none is pending.
 
     needs_all: whether it fails when a process dies that was called and can be replaced.
     """

@@ -28,7 +28,7 @@ NOWHERE = Location(host="", address="", device_ids=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
+    """Describes a remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
 
     roster: all processes of the run. A wait for one of them notices the death of any.
     """

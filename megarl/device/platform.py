@@ -31,13 +31,13 @@ COMMON_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # Engine workers rename themselves; the new name must not overwrite the environment by which they are found.
     "SPT_NOENV": "1",
-    # A wait at a store that looks up now and then warns each time.
+    # Repeated short waits at a store would otherwise print a warning each.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
 class Platform:
-    """This is a kind of device. Methods that a kind does not override suit a CPU: nothing has to be waited for.
+    """Wraps a kind of device. Methods that a kind does not override suit a CPU, where nothing has to be waited for.
 
     Attributes:
         name: of the kind.
@@ -69,7 +69,7 @@ class Platform:
         """Make this process compute on its device; call once, before it makes tensors."""
         import torch
 
-        # Several processes share the cores.
+        # One thread per process, because several processes share the cores.
         torch.set_num_threads(1)
 
     def devices(self) -> list[Device]:
@@ -107,7 +107,7 @@ class Platform:
 
 
 class CpuPlatform(Platform):
-    """This platform is the host's cores, with Gloo between processes."""
+    """Computes on the host's cores, with Gloo between processes."""
 
     name = torch_device = "cpu"
     backend = "gloo"
@@ -117,16 +117,16 @@ class CpuPlatform(Platform):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "CUDA_VISIBLE_DEVICES": "",
-        # One host; several need the interface that connects them.
+        # This suits a single host; several hosts need the interface that connects them.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    # Logical: two ranks and a tensor-parallel engine share two cores.
+    # Logical CPUs: two ranks and a tensor-parallel engine can share two cores.
     resources = MappingProxyType({"CPU": 0.5})
     expert_width_multiple = 32
 
 
 class CudaPlatform(Platform):
-    """This platform is an NVIDIA GPU, with NCCL between processes."""
+    """Computes on an NVIDIA GPU, with NCCL between processes."""
 
     name = "cuda"
     # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.
@@ -186,7 +186,7 @@ def platform() -> Platform:
     try:
         is_cpu_torch = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
-        # `megarl doctor` says that it is missing.
+        # `megarl doctor` reports a missing torch.
         is_cpu_torch = False
     detected = "cuda" if Path("/dev/nvidiactl").exists() and not is_cpu_torch else "cpu"
     name = os.environ.get("MEGARL_DEVICE", detected)

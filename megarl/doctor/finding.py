@@ -14,7 +14,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """This is the result of checking one subject: what was found, and what to do about it (empty if nothing)."""
+    """Holds the result of checking one subject: what was found, and what to do about it (empty if nothing)."""
 
     subject: str
     found: str

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 MIN_PYTHON = (3, 11)
-# A run goes without these; Megatron's own layers and optimizer take their place.
+# A run can do without these; Megatron's own layers and optimizer replace them.
 OPTIONAL = ("transformer-engine", "apex")
-# Their default builds load CUDA libraries, and vLLM does not import beside them where torch has none.
+# The default builds of these load CUDA libraries; if torch has no CUDA, vLLM cannot be imported beside them.
 ABSENT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
-# What NVIDIA's apex has and the package of that name on the Python Package Index has not.
+# A module of NVIDIA's apex that the unrelated package `apex` on the Python Package Index does not have.
 NVIDIA_APEX_MODULE = "multi_tensor_apply"
 
 

@@ -25,7 +25,7 @@ from megarl.weights.safetensors_map import model_files, read_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What options decide, not overrides.
+# Settings that come from command-line options, and so cannot be overridden.
 _OPTIONS = {
     "model.path": "MODEL",
     "data.train": "--data",
@@ -39,7 +39,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """This is what the command line asks an evaluation to do.
+    """Holds what the command line asks an evaluation to do.
 
     model: a Hugging Face directory, a run, or RUN/checkpoints/step_N.
     """
@@ -59,7 +59,7 @@ class EvalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalInputs:
-    """These are the checked inputs of an evaluation: all that it needs besides a cluster.
+    """Holds the checked inputs of an evaluation: all that it needs besides a cluster.
 
     checkpoint: None if the engines read the model themselves. labels: the name of each prompt's data file.
     """

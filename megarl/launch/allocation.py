@@ -19,7 +19,7 @@ PORTS_PER_JOB = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """These are equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
+    """Describes a group of equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
 
     hosts: tuple[str, ...]
     cpus_per_host: int
@@ -27,7 +27,7 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """These are a job's groups of hosts; this host is the first of the first group.
+    """Lists a job's groups of hosts; this host is the first of the first group.
 
     `num_requeues` counts how often the job has been put back into the queue.
     """
@@ -70,7 +70,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPorts:
-    """These are the ports of Ray that cannot be left to chance; jobs that share a host have different ones."""
+    """Holds the ports of Ray that have to be chosen explicitly, since jobs that share a host need different ones."""
 
     gcs: int
     client: int

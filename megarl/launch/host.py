@@ -16,7 +16,7 @@ from megarl.host.janitor import Janitor, clean_up, end_processes, scopes_of
 from megarl.host.ray_environment import HEALTH_CHECKS, RAY_ENVIRONMENT, keep_worker_logs
 from megarl.launch.allocation import RayPorts, address_towards, interface_of
 
-# Slurm may kill what is left 3 s after its first signal.
+# How long processes get to end; Slurm may kill what is left 3 s after its first signal.
 HURRY_S = 1.0
 
 
@@ -40,13 +40,13 @@ def main() -> None:
     for name, value in (RAY_ENVIRONMENT | HEALTH_CHECKS).items():
         os.environ.setdefault(name, value)
     for earlier in scopes_of(f"{arguments.job_id}-"):
-        # Attempts of this job that were killed together with their janitors.
+        # Clean up after earlier attempts of this job that were killed together with their janitors.
         clean_up(earlier)
     janitor = Janitor(arguments.run_id)
     code = 1
     try:
         with _stop_on_sigterm() as stopped:
-            # A process that ignores SIGUSR1, as this one now does, hands that on to its children.
+            # This process now ignores SIGUSR1, and its children inherit that.
             command = _command(arguments, ports, address, janitor.scope.temp_dir)
             code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
         if not stopped:
@@ -73,7 +73,7 @@ def _stop_on_sigterm() -> Iterator[list[int]]:
             raise _StoppedError
 
     signal.signal(signal.SIGTERM, stop)
-    # It is for the driver; Slurm may send it to all.
+    # SIGUSR1 is meant for the driver, but Slurm may send it to all processes.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(_StoppedError):
         yield received

@@ -23,20 +23,20 @@ from megarl.launch.command import JobCommand, read_command
 from megarl.launch.restarts import FAILED, FINISHED, STOPPED, AttemptLog
 
 POLL_S = 0.2
-# What the driver gets to say what is wrong once a host's Ray has ended, and the hosts to clean up.
+# The seconds that the driver gets to report what is wrong after a host's Ray has ended, and that hosts get to clean up.
 LAST_WORDS_S = 20.0
 CLEAN_UP_S = 20.0
-# After which hosts that have not even started their task are named.
+# After this many seconds, hosts that have not yet started their task are named in the log.
 SIGN_OF_LIFE_S = 8.0
-# A time limit that is shorter than the start of a run would be met for ever.
+# With a time limit shorter than the start of a run, attempts would otherwise be repeated forever.
 MAX_FRUITLESS = 3
-# How long a job that was put back into the queue waits for its end.
+# How long a job that was put back into the queue waits for Slurm to end it.
 REQUEUE_S = 120.0
 
 
 @dataclass(slots=True)
 class _Driver:
-    """This is the driver's process, if it runs, and the signals that were passed on to it."""
+    """Holds the driver's process, if it runs, and the signals that were passed on to it."""
 
     process: subprocess.Popen[bytes] | None = None
     signals: list[signal.Signals] = field(default_factory=list)
@@ -85,7 +85,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
         if done.returncode:
             say(f"scontrol requeue failed: {done.stderr.strip()}; submit the job again, it resumes")
         else:
-            # Slurm ends this process.
+            # Slurm ends this process during the wait.
             time.sleep(REQUEUE_S)
     return code
 
@@ -108,7 +108,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
     run_id = f"{allocation.job_id}-{allocation.num_requeues}-{number}"
     head, ports = own_address(allocation.hosts[0]), RayPorts.of_job(allocation.job_id)
     address = f"{head}:{ports.gcs}"
-    # A token of this job's own: another Ray on the same hosts is not taken for it.
+    # With a token of its own, this job cannot connect to another Ray on the same hosts by mistake.
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     here = logs / f"attempt-{number}"
     here.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
     """
     deadline = time.monotonic() + CLEAN_UP_S
     while hosts.poll() is None and time.monotonic() < deadline:
-        # Again and again: a step that is just starting takes no signals.
+        # Signal repeatedly, because a step that is just starting ignores signals.
         subprocess.run(["scancel", "--signal=TERM", str(job_id)], check=False, capture_output=True)
         time.sleep(1.0)
     if hosts.poll() is None:

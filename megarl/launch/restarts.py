@@ -11,7 +11,7 @@ from megarl.host.exit_codes import EXIT_STOPPED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """This is one start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
+    """Records one start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
 
     started: float
     ended: float

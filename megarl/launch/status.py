@@ -19,7 +19,7 @@ from megarl.launch.restarts import AttemptLog
 from megarl.record.metrics import RunPaths, read_metrics
 
 BEAT_S = 2.0
-# A driver that has not written for so long is gone, or cannot reach the run's storage.
+# A driver that has not written for this long is gone, or cannot reach the run's storage.
 LOST_S = 30.0
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10
@@ -33,7 +33,7 @@ _SHOWN_METRICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """This is the state of a run as its driver last wrote it.
+    """Holds the state of a run as its driver last wrote it.
 
     state: running, finished, stopped (by a signal), failed. phase, phase_since: what the driver waits for, and since
     when. Times are in seconds since 1970.

@@ -18,7 +18,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesRequest:
-    """This is a request for equal nodes, with further options of sbatch for them."""
+    """Requests a number of equal nodes, with further options of sbatch for them."""
 
     num_nodes: int
     gpus_per_node: int
@@ -36,7 +36,7 @@ class NodesRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """This says what to run on which nodes, as the options of `megarl slurm submit` do.
+    """Says what to run on which nodes, as the options of `megarl slurm submit` do.
 
     engine_nodes: nodes of another kind for the engines: a heterogeneous job; None: all nodes are equal.
     """
@@ -108,7 +108,7 @@ def job_script(request: SubmitRequest) -> str:
     return text.replace('"$@"', arguments)
 
 
-# What each command that the script can run asks of a configuration.
+# The check of the configuration for each command that the script can run.
 _CHECKS = {"train": check_train, "sft": check_sft}
 
 

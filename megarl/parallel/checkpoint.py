@@ -55,7 +55,7 @@ class RankCheckpoints:
         for file in self._rng_files.values():
             torch.save(states, directory / file)
         for name, (role, optimizer) in self._trained.items():
-            # An optimizer that has not stepped gets the zeros it would start from: Megatron cannot save it without.
+            # Megatron cannot save an optimizer without state, so one that has not stepped gets its initial zeros.
             for adam in (each.optimizer for each in optimizer.chained_optimizers):
                 for group in adam.param_groups:
                     group.setdefault("step", 0)
@@ -73,7 +73,7 @@ class RankCheckpoints:
             self._writes.schedule_async_request(request)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Say whether nothing is being written any more; an error of a writing process is raised here."""
+        """Tell whether all writing has finished; an error of a writing process is raised here."""
         with _failures_raised("writing a checkpoint"):
             self._writes.maybe_finalize_async_calls(blocking=wait)
         return self._writes.get_num_unfinalized_calls() == 0

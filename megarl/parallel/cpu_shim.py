@@ -39,7 +39,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Immediate:
-    """This is a stream or an event of a device that does everything at once."""
+    """Stands in for a stream or an event of a device on which every operation has finished when its call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -56,7 +56,7 @@ class _Immediate:
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """This AdamW has the contract of the fused CUDA ones: `step` in the group, exp_avg and exp_avg_sq as state."""
+    """Implements AdamW with the contract of fused CUDA ones: `step` in the group, exp_avg and exp_avg_sq as state."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ def install() -> None:
 
     import megatron.core.jit as mcore_jit
 
-    # Before any other megatron module: they decorate functions at import.
+    # This must precede the import of any other megatron module, since they decorate functions at import.
     mcore_jit.disable_jit_fuser()
     _replace_rng_tracker()
     import megatron.core.optimizer as mcore_optimizer
@@ -126,7 +126,7 @@ def install() -> None:
     mcore_optimizer.Adam = CpuFusedAdam
     mcore_optimizer.USING_PYTORCH_OPTIMIZER = False
     mcore_distributed.Adam = CpuFusedAdam
-    # With these two the distributed optimizer's checkpoints load; it must take Adam for a fused one.
+    # Checkpoints of the distributed optimizer load only if it takes Adam for a fused one, hence these two flags.
     mcore_distributed.HAVE_APEX_OR_TE = True
     mcore_distributed.USING_APEX_OPTIMIZER = True
     _replace_dispatch()
@@ -135,7 +135,7 @@ def install() -> None:
     run_backward = torch.autograd._engine_run_backward
 
     def run_backward_with_mode(*args: Any, **kwargs: Any) -> Any:
-        # Autograd's entry points pop function modes; custom backwards and recompute need ours.
+        # Autograd's entry points pop function modes, but custom backward functions and recompute need ours.
         with _CudaMeansCpu():
             return run_backward(*args, **kwargs)
 
@@ -176,7 +176,7 @@ def _replace_dispatch() -> None:
     gather_even, reduce_scatter_even = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Megatron turns only tensors of a CUDA device into arrays, but counts on arrays.
+        # Megatron converts only tensors on a CUDA device to arrays, but its callers rely on arrays.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:

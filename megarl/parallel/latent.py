@@ -29,9 +29,9 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Megatron takes its wrappers for Transformer Engine itself, and then compares with types that are none.
+    # Megatron mistakes its own wrappers for Transformer Engine, and then compares with names that are no types.
     multi_latent_attention.HAVE_TE = False
-    # The layer besides its own ones that it accepts for projections into latents.
+    # Besides its own layers, Megatron accepts only this name for projections into latents.
     multi_latent_attention.Linear = ReplicatedLinear
 
 

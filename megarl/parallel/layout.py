@@ -22,7 +22,7 @@ class Layout:
     dp_group: dist.ProcessGroup
     # Ranks that hold the same parameter shards: data and context parallel.
     replica_group: dist.ProcessGroup
-    # Those of experts, which a stage splits over its ranks in its own way.
+    # The groups of experts, which are split over a stage's ranks in a way of their own.
     ep_group: dist.ProcessGroup
     etp_group: dist.ProcessGroup
     expert_replica_group: dist.ProcessGroup

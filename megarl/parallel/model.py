@@ -42,13 +42,13 @@ from megarl.weights.tables import VALUE_HEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """These are the values that a scalar head gives the kept labels: [N] float32."""
+    """Holds the values that a scalar head computes for the kept labels: [N] float32."""
 
     values: torch.Tensor
 
 
 class PackedModel(GPTModel):
-    """This is a `GPTModel` over packs of rows, without an output of its own: heads are subclasses.
+    """Runs a `GPTModel` over packs of rows; it has no output of its own, which subclasses add as heads.
 
     Positions outside the loss mask are dropped before the head, so prompt tokens never meet it.
     """
@@ -78,11 +78,11 @@ class PackedModel(GPTModel):
             vp_stage=vp_stage,
         )
         if spec.dims.latent is None:
-            # The frequencies that it was trained with; latent attention takes its own from its options.
+            # Use the frequencies that the model was trained with; latent attention computes its own from its options.
             assert not isinstance(spec.rope_scaling, YarnRope)
             self.rotary_pos_emb.inv_freq = spec.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
         if (experts := spec.dims.experts) is not None and experts.routing is not None:
-            # By how many of its best experts a group of experts is rated; Megatron has no option for it.
+            # Megatron has no option for the number of best experts by which a group of experts is scored.
             for layer in moe_layers([self]):
                 layer.router.group_rating = experts.routing.group_rating
         if spec.family.scales_embedding and self.pre_process:
@@ -186,7 +186,7 @@ HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: Value
 def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
     """Yield this rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
     spec, layout = chunks[0].spec, chunks[0].layout
-    # Parameters, and biases of routers, under names with global layer numbers.
+    # Collect parameters and router biases under names with global layer numbers.
     shards = []
     for chunk in chunks:
         layers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
@@ -226,7 +226,7 @@ def build_model(
     ]
     for chunk in chunks:
         chunk.to(platform().device())
-        # Vocabulary padding has no source; it must not hold random weights.
+        # No checkpoint fills the padding of the vocabulary, which must not keep random weights.
         for name, parameter in chunk.named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 parameter.data.zero_()
@@ -279,7 +279,7 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
 
 _ACTIVATIONS: dict[Activation, dict[str, Any]] = {
     Activation.SILU: {"activation_func": F.silu},
-    # Megatron fuses it only under the name of the exact one.
+    # Megatron fuses the tanh approximation only under the name of the exact GELU.
     Activation.GELU_TANH: {
         "activation_func": functools.partial(F.gelu, approximate="tanh"),
         "bias_activation_fusion": False,

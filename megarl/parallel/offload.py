@@ -72,7 +72,7 @@ def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
         for ddp in role.ddp:
             yield from (buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
     elif role.optimizer is not None:
-        # Megatron's may be a chain of torch's, and empty on a rank without parameters.
+        # Megatron's optimizer may be a chain of torch optimizers, with None on a rank without parameters.
         chain = (each.optimizer for each in getattr(role.optimizer, "chained_optimizers", [role.optimizer]))
         for optimizer in (each for each in chain if each is not None):
             # Under float32 these are views of the parameters; under bfloat16 they are main parameters.

@@ -43,14 +43,14 @@ class PackAlignment:
 
 @dataclass
 class PackSeqParams(PackedSeqParams):
-    """These parameters are what Megatron carries to every layer, with the pack that they describe."""
+    """Extends the parameters that Megatron passes to every layer with the pack that they describe."""
 
     pack: "Pack | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """This is a micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
+    """Holds a micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
 
     cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
     rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]

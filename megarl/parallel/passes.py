@@ -62,7 +62,7 @@ def _run_schedule(
         )
         gradients = None if loss_gradients is None else loss_gradients(pack, indices)
         answer = chunk(pack, request, gradients)
-        # Of a model with experts Megatron asks what it gets for its device, so it gets a tensor.
+        # With experts, Megatron reads the `device` of the output, so it must be a tensor.
         passed = answer if isinstance(answer, torch.Tensor) else torch.empty(0, device=device)
         return passed, lambda _, **__: on_output(_unwrap(chunk), pack, indices, answer)
 
@@ -91,7 +91,7 @@ def _to_rows(values: torch.Tensor, rows: Rows, indices: Sequence[int]) -> dict[i
     return {i: host[b, : rows[i].num_response_tokens] for b, i in enumerate(indices)}
 
 
-# How messages call a score, and which settings train a role if not those of its name.
+# The names of scores in messages; and, for roles without training settings of their own, the role whose settings apply.
 _SPOKEN = {"logprobs": "log-probs"}
 _TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.REWARD: Role.ACTOR}
 
@@ -169,7 +169,7 @@ def accumulate_gradients(
     load = MiniBatchLoad(loaded.chunks, experts, rows, micro_batches, aux_loss_coef=coef, dp_group=dp_group)
 
     def gradients_of(pack: Pack, indices: Sequence[int]) -> LossGradients:
-        # Made when a head asks for it: those of other stages and regimes do not.
+        # The batch is built only when a head asks for it; on other stages and in other regimes none does.
         batch = functools.cache(lambda: row_batch([rows[i] for i in indices], device=device))
         return lambda logprobs, entropy: _loss_gradients(request, batch(), pack, logprobs, entropy)
 
@@ -182,7 +182,7 @@ def accumulate_gradients(
     in_chunk = gradients_of if objective.token_local else None
     _run_schedule(loaded.ddp, rows, micro_batches, head, loss_of, forward_only=False, loss_gradients=in_chunk)
     metrics = _reduce_sums(sums, dp_group, device)
-    # A critic's experts are reported under its name.
+    # Metrics of a critic's experts get the role's name as prefix.
     prefix = "" if request.role is Role.ACTOR else f"{request.role}/"
     metrics |= {f"{prefix}{name}": value for name, value in load.metrics().items()}
     return UpdateResult(metrics=metrics, before=before)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWorker:
-    """This is one rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
+    """Runs one rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -154,7 +154,7 @@ class PolicyWorker:
         self.checkpoints.start_save(Path(directory))
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Say whether the checkpoint under way is written on all ranks; with `wait`, return when it is."""
+        """Tell whether all ranks have written the current checkpoint; with `wait`, wait until they have."""
         return self.checkpoints.finish_save(wait=wait)
 
     def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:

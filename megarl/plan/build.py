@@ -37,7 +37,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
     specs: dict[Role, ModelSpec] = {}
     for role in roles:
         path, published = role.model.path, role.model.config_path
-        # The published sizes do for as long as the model itself is not there.
+        # As long as the model itself is not there, its published config.json is enough.
         if published is not None and not (Path(path) / "config.json").is_file():
             path = published
         specs[role.role] = read_model_spec(path, model_key(config, role))

@@ -109,7 +109,7 @@ def head_bytes(
     kept = dtype_bytes * num_tokens * rows
     chunk = head.chunk_tokens or automatic_chunk(num_tokens, hidden=dims.hidden, num_logits=rows, itemsize=dtype_bytes)
     logits = dtype_bytes * min(chunk, num_tokens) * rows
-    # Whether the loss is a sum over tokens decides between two regimes that take the same.
+    # `token_local` only decides between two regimes that take the same memory, so either value does.
     regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
     scored = dtype_bytes * num_tokens * dims.hidden
     return (kept if backward and regime is Regime.KEEP else logits) + scored

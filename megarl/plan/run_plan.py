@@ -7,7 +7,7 @@ from megarl.sync.plan.build import PlanStatistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """This is a model of the run; `num_parameters` is that of the whole model, without vocabulary padding.
+    """Describes a model of the run; `num_parameters` is that of the whole model, without vocabulary padding.
 
     num_expert_parameters: those of them that belong to experts.
     """
@@ -23,7 +23,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """These are the processes of one layout and the roles that share them; rank i uses device i.
+    """Describes the processes of one layout and the roles that share them; rank i uses device i.
 
     groups: ranks of each process group, by axis.
     """
@@ -36,7 +36,7 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """This is the batch arithmetic of a step.
+    """Holds the batch sizes of a step.
 
     Micro-batches are those of one optimizer step on one replica if every row has full length.
     """
@@ -52,7 +52,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """This is what a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
+    """Describes what a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
 
     `resident` holds by part what lies on a rank between passes if nothing is offloaded; `activations` and `head` are
     those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds. Of every layer with
@@ -74,7 +74,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """These are the bytes on one device during a phase: what the ranks keep, what a pass adds, what an engine holds."""
+    """Counts the bytes on one device during a phase: what the ranks keep, what a pass adds, what an engine holds."""
 
     trainer: int
     activations: int
@@ -87,7 +87,7 @@ class PhasePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """These devices hold the same shards, those of all layouts together; `phases` are those of a step on each of them.
+    """Describes devices that hold the same shards, over all layouts; `phases` are those of a step on each of them.
 
     Devices have the numbers of the actor's ranks. `resident`: bytes of all shards on one.
     """
@@ -99,7 +99,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """These are the vLLM engines, with bytes per device; `kv_cache` is None if vLLM is to measure what it can take."""
+    """Describes the vLLM engines, with bytes per device; `kv_cache` is None if vLLM is to measure what it can take."""
 
     num_engines: int
     tp: int
@@ -111,7 +111,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """This is what runs on a node.
+    """Lists what runs on a node.
 
     offloaded: bytes of host memory that its trainer ranks need while engines generate.
     """
@@ -123,7 +123,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """This is all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last."""
+    """Holds all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last."""
 
     run: str
     roles: tuple[RolePlan, ...]

@@ -21,7 +21,7 @@ from megarl.errors import ConfigError, DataError
 
 
 class RunPaths:
-    """This names the files and directories of one run, all below its root directory RUN."""
+    """Names the files and directories of one run, all below its root directory RUN."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,7 +59,7 @@ class RunPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    """These are metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
+    """Holds metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
 
     step: int
     time_s: float
@@ -75,7 +75,7 @@ class MetricsRecord:
 
 
 class MetricsSink(Protocol):
-    """This is a destination for metrics records."""
+    """Receives metrics records."""
 
     def write(self, record: MetricsRecord) -> None: ...
 
@@ -222,7 +222,7 @@ def _drop_torn_line(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """These are the mean, the maximum and the minimum of a batch's values."""
+    """Holds the mean, the maximum and the minimum of a batch's values."""
 
     mean: float
     max: float
@@ -264,7 +264,7 @@ class Timers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """This is one sampled response as text, with its reward: a row of RUN/rollouts/step_*.parquet."""
+    """Holds one sampled response as text, with its reward: a row of RUN/rollouts/step_*.parquet."""
 
     step: int
     uid: str

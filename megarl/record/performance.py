@@ -62,7 +62,7 @@ class PerformanceMeter:
         self._num_epochs = config.trainer.num_epochs
         self._peak_tflops = config.logging.peak_tflops
         if not self._peak_tflops:
-            # The slowest of this host's devices that is known.
+            # Use the lowest known peak among this host's devices.
             peaks = [peak_tflops(device.name, config.model.dtype) for device in platform().devices()]
             self._peak_tflops = min((peak for peak in peaks if peak is not None), default=None)
 
@@ -78,7 +78,7 @@ class PerformanceMeter:
 
 
 class ProfiledWorkers(Protocol):
-    """These are the calls that `StepProfiler` makes on a group of ranks."""
+    """Declares the calls that `StepProfiler` makes on a group of ranks."""
 
     def start_profile(self) -> None: ...
 

@@ -18,7 +18,7 @@ PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressValues:
-    """These are the values that the progress line shows for a step; those that are None are left out."""
+    """Holds the values that the progress line shows for a step; those that are None are left out."""
 
     reward: float | None = None
     loss: float | None = None

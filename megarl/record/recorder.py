@@ -155,7 +155,7 @@ def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
     responses = [float(len(s.response_token_ids)) for s in rollout.samples]
     prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
     num_cut = sum(s.finish_reason is FinishReason.LENGTH for s in rollout.samples)
-    # Shares of the prompts' demonstrations that the responses start with.
+    # For each response, the share of its prompt's demonstration that it starts with; 0 without one.
     ratios = []
     for sample in rollout.samples:
         given = sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.DEMONSTRATION)

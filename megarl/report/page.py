@@ -50,7 +50,7 @@ KEY_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """This is an inline figure of the page."""
+    """Holds an inline figure of the page."""
 
     svg: Markup
     caption: str
@@ -58,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRow:
-    """This is a line of a validation table."""
+    """Holds a row of a validation table."""
 
     name: str
     decoding: str
@@ -68,7 +68,7 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """This is a rollout as the page shows it."""
+    """Holds a rollout as the page shows it."""
 
     row: RolloutRecord
     is_right: bool
@@ -78,7 +78,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleGroup:
-    """These are the examples of one recorded step."""
+    """Holds the examples of one recorded step."""
 
     step: int
     num_rows: int
@@ -88,7 +88,7 @@ class ExampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """This is a line of the table of metrics: the first, the last, the mean and the extreme values of one."""
+    """Holds a row of the table of metrics: the first, last, mean and extreme values of a metric."""
 
     name: str
     values: tuple[str, ...]

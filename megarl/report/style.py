@@ -54,7 +54,7 @@ LABEL_GAP_FRAC = 0.085
 
 
 class EndLabel(NamedTuple):
-    """This is a text beside the right end of a line, at data height `y`."""
+    """Describes a text beside the right end of a line, at data height `y`."""
 
     y: float
     text: str

@@ -49,7 +49,7 @@ CONTINUABLE = (
 )
 
 
-# The section that says how long a command's runs are, and how long.
+# The section that sets the length of a command's runs, and that length in steps.
 _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
     "train": lambda config: ("trainer", config.trainer.total_steps),
     "sft": lambda config: ("sft", config.sft.total_steps),

@@ -49,7 +49,7 @@ _INCIDENTAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRun:
-    """This is a run that a study asks for: a file of configs/algo, a seed, and settings of its own."""
+    """Describes a run that a study asks for: a file of configs/algo, a seed, and settings of its own."""
 
     algo: str
     seed: int = 0
@@ -63,7 +63,7 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """This is the content of a study file.
+    """Holds the content of a study file.
 
     overrides: settings of all runs; those of a run come after them.
     """
@@ -76,7 +76,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """This is a checked run that is still to do; `place` counts all runs of the study from 1."""
+    """Describes a checked run that is still to do; `place` counts all runs of the study from 1."""
 
     place: int
     config: Config
@@ -90,7 +90,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyPlan:
-    """This plan holds the names of finished runs by place, and the runs that are still to do."""
+    """Holds the names of finished runs by place, and the runs that are still to do."""
 
     num_runs: int
     finished: Mapping[int, str]
@@ -140,7 +140,7 @@ def is_finished(config: Config) -> bool:
     if not paths.export.is_dir() or not paths.metrics.is_file():
         return False
     saved = saved_config(yaml.safe_load(paths.config.read_text(encoding="utf-8")))
-    # A study may be moved.
+    # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
     if changes := list(changed_keys(saved, config)):
         raise ConfigError(

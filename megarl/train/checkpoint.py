@@ -32,7 +32,7 @@ Command: TypeAlias = Literal["train", "sft", "train-reward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """This is the driver's state in a checkpoint: all that the driver needs to continue after `step`.
+    """Holds the driver's state in a checkpoint: all that the driver needs to continue after `step`.
 
     score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
     num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
@@ -61,7 +61,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """This is a complete checkpoint: its directory and the driver's state in it."""
+    """Refers to a complete checkpoint: its directory and the driver's state in it."""
 
     path: Path
     state: RunState
@@ -122,7 +122,7 @@ class CheckpointManager:
             RunStopped: a signal asked for it, and the checkpoint of this step is complete.
         """
         self._finish(wait=False)
-        # Read once: a signal that arrives from here on is for the next step.
+        # Read the signal once: one that arrives later is handled after the next step.
         signum, every = stop.signum, self._config.every_steps
         last = step == total or signum is not None
         if last or (every and step % every == 0):

@@ -27,7 +27,7 @@ from megarl.types import Prompt, Reward, RolloutBatch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """These are the samples of complete groups with their rewards, in the same order, and metrics of the collection.
+    """Holds the samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
     A group lacks only those samples that nobody could judge.
     """
@@ -73,7 +73,7 @@ class PromptQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """These are the judged samples of one prompt; `num_sampled` also counts the samples that nobody could judge."""
+    """Holds the judged samples of one prompt; `num_sampled` also counts the samples that nobody could judge."""
 
     index: int
     prompt: Prompt

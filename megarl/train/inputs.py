@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainInputs:
-    """These are the checked inputs of `megarl train`: all that it needs besides a cluster."""
+    """Holds the checked inputs of `megarl train`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -42,7 +42,7 @@ class TrainInputs:
     algorithm: Algorithm
     roles: tuple[RoleSpec, ...]
     hints: HintWriter | None
-    # The reward model's view of samples, if one judges them.
+    # Encodes samples for the reward model, if the run has one.
     conversations: ConversationEncoder | None
     train: PromptDataset
     val: PromptDataset | None
@@ -56,7 +56,7 @@ class TrainInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftInputs:
-    """These are the checked inputs of `megarl sft`: all that it needs besides a cluster."""
+    """Holds the checked inputs of `megarl sft`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -65,7 +65,7 @@ class SftInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRewardInputs:
-    """These are the checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
+    """Holds the checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec

@@ -32,7 +32,7 @@ from megarl.types.messages import LoadRequest, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """This is the result of a step: its samples, the rows it trained on, and the metrics of its stages.
+    """Holds the result of a step: its samples, the rows it trained on, and the metrics of its stages.
 
     rows: empty if the filter removed all groups.
     """
@@ -122,7 +122,7 @@ class Trainer:
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
         if rows:
             needed = inputs.algorithm.requires()
-            # Without old log-probs, one optimizer step takes the current ones for them.
+            # A single optimizer step needs no old log-probs: the current ones are the same.
             if batch_counts(config).optimizer_steps_per_step > 1 or not self.gate.passed:
                 needed |= {Score.OLD_LOGPROBS}
             rows, metrics = self.scoring.score(rows, collected.rollout.prompts, needed, seed=seed, step=step)

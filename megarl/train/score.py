@@ -53,8 +53,8 @@ SOURCES: dict[Score, ScoreSource] = {
     Score.HINT_KL: ScoreSource(Role.ACTOR, "kl", Variant.PAIR),
 }
 HINT_SCORES = frozenset(score for score, source in SOURCES.items() if source.variant is not Variant.PLAIN)
-# The roles that score, in order, with the names of their timers, which are verl's. The actor is last: its update
-# follows, and finds it on its devices.
+# The roles that score, in order, with the names of their timers, which are those of verl. The actor scores last, so
+# that it is still on its devices for its update.
 _TIMERS = {Role.REFERENCE: "ref", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
 
 
@@ -120,7 +120,7 @@ class ScoringPasses:
         variants = {Score.HINT_LOGPROBS: self.hints.write(rows, hints)}
         if Score.SHUFFLED_HINT_LOGPROBS in wanted:
             variants[Score.SHUFFLED_HINT_LOGPROBS] = self.hints.write(rows, shuffled_hints(hints, seed=seed))
-        # A row counts as hinted only if all its variants got a hint: a baseline of nothing would be none.
+        # A row counts as hinted only if all its variants got a hint; otherwise there would be nothing to compare with.
         has_hint = np.logical_and.reduce([variant.has_hint for variant in variants.values()])
         asked = [*rows, *(row for variant in variants.values() for row in variant.rows)]
         pairs = np.flatnonzero(variants[Score.HINT_LOGPROBS].has_hint) if Score.HINT_KL in wanted else np.empty(0, int)
@@ -129,7 +129,7 @@ class ScoringPasses:
         for place, score in enumerate(variants, start=1):
             name = SOURCES[score].name
             hinted = found[name][place * count : (place + 1) * count]
-            # Rows that got no hint have their plain score, exactly.
+            # Rows without a hint get exactly their plain score.
             scores[score] = [a if has else b for has, a, b in zip(has_hint, hinted, found[name][:count], strict=True)]
         if Score.HINT_KL in wanted:
             scores[Score.HINT_KL] = found["kl"]

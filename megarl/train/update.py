@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CountedObjective(Objective[Any], Protocol):
-    """This objective knows the counts its sums are divided by: an `Algorithm`, or a critic's `ValueLoss`."""
+    """Declares an objective that knows the counts that divide its sums: an `Algorithm`, or a critic's `ValueLoss`."""
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Return the global counts of an optimizer mini-batch."""
@@ -48,7 +48,7 @@ class RoleScorer:
 
     def _score(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
         request = ScoreRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
-        # Scores of earlier passes stay with the driver.
+        # Do not send the scores of earlier passes along.
         return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired), request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
@@ -113,7 +113,7 @@ class RoleUpdater(RoleScorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchUpdate:
-    """This is the result of a batch's optimizer steps.
+    """Holds the result of a batch's optimizer steps.
 
     metrics: means over the steps. before: what the role computed for each row in its first mini-batch.
     """

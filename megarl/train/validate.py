@@ -14,7 +14,7 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """This is the result of a validation: its metrics, the score for `checkpoint.keep_best`, and a one-line summary."""
+    """Holds the result of a validation: its metrics, the score for `checkpoint.keep_best`, and a one-line summary."""
 
     metrics: Mapping[str, float]
     score: float | None

@@ -16,7 +16,7 @@ __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRule:
-    """A weight rule applied to one layer and one expert; each is None if the rule is not per layer or per expert."""
+    """Applies a weight rule to one layer and one expert; each is None if the rule is not per layer or per expert."""
 
     rule: WeightRule
     layer: int | None = None

@@ -17,7 +17,7 @@ TESTED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """These kernels may be unusable here; `errors` are what their first use raises then."""
+    """Names kernels that may be unusable here; their first use then raises one of `errors`."""
 
     name: str
     kernels: ChunkKernels

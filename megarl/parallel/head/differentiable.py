@@ -26,7 +26,7 @@ from megarl.parallel.head.statistics import (
 # ([N] log-probs, [N] entropies) → the loss's gradients with respect to both; None: it does not depend on entropies.
 LossGradients: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
-# Two computations of one gradient in float32 differ by less, relative to its largest element.
+# Two float32 computations of the same gradient differ by less than this, relative to its largest element.
 SAME_GRADIENT = 1e-4
 
 
@@ -91,7 +91,7 @@ class DeferredGradients(torch.autograd.Function):
             chunk_tokens=chunk_tokens,
             kernels=kernels,
         )
-        # Their gradient overwrites the logits: a second backward computes them again.
+        # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
@@ -107,7 +107,7 @@ class DeferredGradients(torch.autograd.Function):
                 grad_weight.add(logits, hidden[rows])
                 grad_hidden.add(rows, logits, x.weight)
         if kept is not None:
-            # In one product: sums are read and written once.
+            # Use a single product, which reads and writes the accumulated gradient only once.
             grad_weight.add(kept, hidden)
             for rows in x.chunks():
                 grad_hidden.add(rows, kept[rows], x.weight)
@@ -164,7 +164,7 @@ class GradientsInChunk(torch.autograd.Function):
         _require_same("entropy", used_entropy, grad_entropy)
         if ctx.gradients is None:
             raise RuntimeError("log-prob head, regime in_chunk: a second backward, but gradients are made once")
-        # Kept here too, they would be copied.
+        # Drop our references, or autograd would copy the gradients.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         return grad_hidden, grad_weight, None, None, None
 

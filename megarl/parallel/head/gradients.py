@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.parallel.head.rows import RowOwners, wait_all
 
-# How many chunks are being reduced at once: the next one is computed meanwhile, and each further one would hold a
+# How many chunks may be in reduction at once. The next chunk is computed meanwhile; each further one would hold another
 # buffer of the backend.
 MAX_REDUCTIONS = 2
 
@@ -50,7 +50,7 @@ class HiddenGradient:
         """Return this rank's rows of the gradient, complete."""
         for works in self._works:
             wait_all(works)
-        # Of its own for autograd, which copies what others hold.
+        # Detach, so that autograd holds the only reference; otherwise it would copy the tensor.
         return self._owners.own(self._partial).detach()
 
 
@@ -76,7 +76,7 @@ class WeightGradient:
         if grad_logits.dtype == target.dtype:
             target.addmm_(grad_logits.t(), hidden)
         elif grad_logits.is_cuda:
-            # The GEMM of 16-bit inputs adds up in float32 as it is; this keeps what it has.
+            # A GEMM of 16-bit inputs accumulates in float32 anyway; `out_dtype` keeps that result unrounded.
             torch.addmm(target, grad_logits.t(), hidden, out_dtype=target.dtype, out=target)
         else:
             target.addmm_(grad_logits.t().to(target.dtype), hidden.to(target.dtype))

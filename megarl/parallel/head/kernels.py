@@ -14,7 +14,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class ChunkKernels(Protocol):
-    """This is an implementation of both passes. Labels are local: −1 where another rank owns the label."""
+    """Declares both passes over a chunk of logits. Labels are local: −1 where another rank owns the label."""
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
         """Write the statistics of each row of z into `out` [3, n]: lse, entropy of the local softmax, z of the label.
@@ -61,7 +61,7 @@ class TorchKernels:
             z, e = shifted[:n], mass[:n]
             torch.mul(logits[rows], inverse_temperature[rows, None], out=z)
             peak = z.amax(1, keepdim=True)
-            # Entropies of shifted logits: no large numbers cancel.
+            # Compute the entropy from shifted logits, so that no large numbers cancel.
             torch.exp(z.sub_(peak), out=e)
             total = e.sum(1)
             mean = e.mul_(z).sum(1) / total
@@ -80,7 +80,7 @@ class TorchKernels:
         a: Tensor,
         b: Tensor | None,
     ) -> None:
-        # The division by T is done to a row's factors, which are few.
+        # Divide the factors of each row by T, instead of its many logits.
         at_label = (grad_logprobs * inverse_temperature * (labels >= 0)).to(lse.dtype)
         labels = labels.clamp(min=0)
         log_probs, gradient = _workspaces(logits, lse.dtype)
@@ -95,7 +95,7 @@ class TorchKernels:
                 g.mul_(a[rows, None] * scale)
             else:
                 g.mul_(log_p.mul_(b[rows, None] * scale).add_(a[rows, None] * scale))
-            # Before rounding: a likely label's two terms nearly cancel.
+            # Add this term before rounding, because for a likely label the two terms nearly cancel.
             g.scatter_add_(1, labels[rows, None], at_label[rows, None])
             logits[rows] = g
 

@@ -28,7 +28,7 @@ from megarl.parallel.head.statistics import NOT_OWNED, HeadInputs, TopLogprobs, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """These are log-probs of labels and entropies, [N] float32 in nats. `entropy` has no graph unless asked for."""
+    """Holds log-probs of labels and entropies, [N] float32 in nats. `entropy` has no graph unless asked for."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -84,7 +84,7 @@ def vocab_parallel_logprobs(
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = row_statistics(x)
         return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy)
-    # What was gathered here is nobody else's.
+    # Hidden states that were gathered here belong to nobody else, so they may be overwritten.
     overwrite = overwrite_hidden or states.data_ptr() != hidden.data_ptr()
     sinks = GradientSinks(owners=owners, main_grad=main_grad, overwrite_hidden=overwrite)
     if loss_gradients is not None:
@@ -147,7 +147,7 @@ def head_inputs(
         labels=local.where((local >= 0) & (local < shard.size), NOT_OWNED),
         inverse_temperature=inverse_temperature.expand(labels.shape).contiguous(),
         shard=shard,
-        # From what all ranks know alike: they exchange chunk by chunk.
+        # Computed from values that are equal on all ranks, because ranks exchange data chunk by chunk.
         chunk_tokens=chunk_tokens
         or automatic_chunk(len(hidden), hidden=hidden.shape[1], num_logits=len(weight), itemsize=hidden.element_size()),
         kernels=kernels or choose_kernels(hidden.device),

@@ -78,7 +78,7 @@ class PolicyHead:
             chunk_tokens=request.settings.chunk_tokens,
             entropy_needs_grad=request.entropy_needs_grad,
             fp32_logits=request.fp32_logits,
-            # A copy, since positions are picked.
+            # Picking positions has made a copy, which may be overwritten.
             overwrite_hidden=True,
             row_counts=counts,
             main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,

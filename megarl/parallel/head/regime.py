@@ -2,9 +2,9 @@
 
 from enum import StrEnum
 
-# Automatic chunks are multiples of it, as GEMMs like.
+# Automatic chunks have a multiple of this many rows, which is efficient for GEMMs.
 CHUNK_MULTIPLE = 64
-# And their logits take no more than this, unless `CHUNK_MULTIPLE` rows do.
+# The logits of an automatic chunk take at most this much memory, unless `CHUNK_MULTIPLE` rows already take more.
 MAX_CHUNK_BYTES = 512 << 20
 AUTO = "auto"
 

@@ -17,7 +17,7 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """This case has logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
+    """Describes a case with logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
 
     Every third label is not owned.
     """
@@ -51,7 +51,7 @@ def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """This comparison holds if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
+    """Compares results; it passes if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
 
     name: str
     got: Tensor

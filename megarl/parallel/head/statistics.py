@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from megarl.parallel.head.kernels import ChunkKernels
 
-# Elements: kernels load 16 bytes at once where rows start at multiples of it.
+# In elements. Kernels load 16 bytes at once if rows start at multiples of this.
 ROW_MULTIPLE = 16
-# The local label of a row whose label another rank holds.
+# Stands for the local label of a row whose label another rank holds.
 NOT_OWNED = -1
-# Token ids travel among float32 statistics, which hold integers up to here.
+# Token ids are sent as float32 along with the statistics; float32 represents integers exactly up to this one.
 MAX_ID = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """This rank holds rows [start, start + size) of the true vocabulary; padded rows are excluded by `size`."""
+    """Says that a rank holds rows [start, start + size) of the true vocabulary; `size` excludes padded rows."""
 
     group: dist.ProcessGroup
     start: int
@@ -38,7 +38,7 @@ def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInputs:
-    """These are the inputs of a chunked head.
+    """Holds the inputs of a chunked head.
 
     hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's rows; inverse_temperature: [N];
     chunk_tokens: rows of logits at a time.
@@ -84,7 +84,7 @@ class HeadInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """These are the k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
+    """Holds the k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
 
     logprobs: torch.Tensor
     ids: torch.Tensor
@@ -92,7 +92,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """These are the statistics of each row over the whole vocabulary: [N] each, in nats."""
+    """Holds the statistics of each row over the whole vocabulary: [N] each, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

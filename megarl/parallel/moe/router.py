@@ -24,12 +24,12 @@ from megarl.types import Rows
 from megarl.weights.dims import Experts
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # Megatron asks for it everywhere, and defines it only where Transformer Engine is.
+    # Megatron reads this name always, but defines it only if Transformer Engine is installed.
     moe_utils.te_general_gemm = None
 
 
 class PackRouter(TopKRouter):
-    """This router works over packs and counts the load of its experts.
+    """Routes the tokens of a pack, and counts the load of its experts.
 
     pack: what the next forward is over. `begin` starts an optimizer mini-batch; after its passes `loads` [E] and
     `balance` hold this rank's sums over it (`moe/routing.py`).
@@ -94,7 +94,7 @@ class PackRouter(TopKRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """This decoder layer with experts tells its router which pack it is over."""
+    """Extends a decoder layer with experts so that its router knows which pack it works on."""
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
         assert isinstance(packed_seq_params, PackSeqParams)
@@ -153,7 +153,7 @@ class MiniBatchLoad:
             return {}
         place = {layer: i for i, layer in enumerate(self._experts.layers)}
         device = platform().device()
-        # A column of every expert, and one of the balance. Each rank adds its layers and its tokens.
+        # There is a column per expert, and one for the balance loss. Each rank adds its layers and its tokens.
         sums = torch.zeros(len(place), self._experts.num + 1, dtype=torch.float64, device=device)
         for layer in self._layers:
             row = sums[place[layer.layer_number - 1]]

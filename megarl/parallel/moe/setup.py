@@ -20,12 +20,12 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
         "num_moe_experts": experts.num,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn,
-        # In checkpoints Megatron stacks layers unless a list says which have experts.
+        # Megatron stacks layers in checkpoints unless a list says which of them have experts.
         "moe_layer_freq": 1 if dims.has_equal_layers else with_experts,
-        # Softmax over all experts; otherwise over the chosen ones, which is the same as normalising their share.
+        # The softmax is over all experts, or else over the chosen ones, which equals normalising their probabilities.
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_dtype": "fp32",
-        # The balance loss is ours: Megatron's depends on micro-batches, and divides by tokens at the end.
+        # We compute the balance loss: Megatron's depends on the micro-batches, and is divided by tokens at the end.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "expert_model_parallel_size": layout.ep,
@@ -50,7 +50,7 @@ def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> Non
     """Mark the parameters of experts and freeze routers if asked, before Megatron wraps the chunks for training."""
     for layer in moe_layers(chunks):
         for parameter in layer.experts.parameters():
-            # Megatron takes them for replicated over data-parallel ranks unless experts are split. But without
-            # expert parallelism too, their replicas are those of `expert_dp`, which may be more ranks.
+            # Unless experts are split, Megatron treats them as replicated over data-parallel ranks. But even without
+            # expert parallelism their replicas are the ranks of `expert_dp`, which may be more.
             parameter.allreduce = False
         layer.router.requires_grad_(not config.freeze_router)

@@ -10,17 +10,17 @@ from megarl.errors import WeightSyncError
 from megarl.weights.boxes import Box, num_elements, pieces
 from megarl.weights.safetensors_map import TensorSpec
 
-# What a process holds or needs: of each tensor one box.
+# What a process holds or needs, as one box per tensor.
 Holding: TypeAlias = Mapping[str, Box]
 # Sink → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
-# Box of a tensor → who has it.
+# Box of a tensor → the sources that have it.
 _Places: TypeAlias = Mapping[Box, tuple[int, ...]]
 _NOWHERE: _Places = {}
 
 
 class Run(NamedTuple):
-    """This is the same box of several tensors, end to end. num_bytes: of one box; item_bytes: of one element."""
+    """Describes the same box of several tensors, end to end. num_bytes: of one box; item_bytes: of one element."""
 
     tensors: tuple[str, ...]
     box: Box
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """This is a run on its way from a source to a sink; sinks that need the same share one object."""
+    """Sends a run from a source to a sink; sinks with equal needs share one object."""
 
     source: int
     sink: int
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """These are successive tensors of the model that have the same shape and type, holders and needs.
+    """Groups successive tensors of the model that have the same shape, dtype, holders and needs.
 
     Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
     """

@@ -27,7 +27,7 @@ _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """This is a box of a tensor in a message; `offset` is where its bytes start there."""
+    """Describes a box of a tensor in a message; `offset` is where its bytes start there."""
 
     tensor: str
     box: Box
@@ -35,7 +35,7 @@ class Fragment:
 
 
 class Parcel(NamedTuple):
-    """This is what a source sends to a sink in one bucket, end to end: the `turn`-th message of this pair.
+    """Describes what a source sends to a sink in one bucket, end to end, as the `turn`-th message of this pair.
 
     local: the two share memory, and nothing goes over the wire.
     """
@@ -61,7 +61,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """This is a transfer: all of its messages by bucket, and `specs` of the full tensors."""
+    """Describes a transfer: all of its messages by bucket, and `specs` of the full tensors."""
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
@@ -110,14 +110,14 @@ def build_plan(
     """
     if bucket_bytes is None:
         bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
-    # The plan is millions of small objects in no cycle: looking for cycles among them takes half of the time.
+    # A plan is millions of small objects without cycles; garbage collection would take half of the planning time.
     was_on = gc.isenabled()
     gc.disable()
     try:
         transfers = staggered(assign(specs, held, needed, neighbours or {}), specs, held, needed)
         return Plan(specs=specs, needs=needed, messages=tuple(_pack(transfers, bucket_bytes)))
     finally:
-        # They go to the oldest generation, as if they had been looked at.
+        # Move the new objects to the oldest generation, as if they had been scanned.
         gc.freeze()
         gc.unfreeze()
         if was_on:
@@ -140,7 +140,7 @@ def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
 
 
 class _Open:
-    """This is the last message of a pair, which still grows."""
+    """Collects the last message of a pair while it still grows."""
 
     __slots__ = ("bucket", "num_bytes", "runs", "turn")
 
@@ -157,7 +157,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
     Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
     of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
     """
-    # Of every source and every sink, over the wire or locally: the bucket that it is at, and the bytes in it.
+    # For every source and every sink, over the wire and locally: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
     growing = defaultdict[tuple[int, int, bool], _Open](_Open)
     buckets = defaultdict[int, list[Parcel]](list)
@@ -166,7 +166,7 @@ def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
         out, into, message = sources[source], sinks[sink], growing[source, sink, local]
         for run in _blocks(whole, bucket_bytes):
             size = len(run.tensors) * run.num_bytes
-            # The later bucket; of the same one, who has more in it.
+            # Take the later bucket of the two; if they are at the same one, the larger fill.
             bucket, filled = max(out, into)
             if filled and filled + size > bucket_bytes:
                 bucket += 1

@@ -15,7 +15,7 @@ _LAYER = "model.layers.{}."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePosition:
-    """This is a worker's place in its engine. expert_parallel: each of a layer's experts is whole on one worker."""
+    """Says where a worker is in its engine. expert_parallel: each of a layer's experts is whole on one worker."""
 
     rank: int
     size: int
@@ -56,9 +56,9 @@ def engine_needs(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -
     Layers of a kind differ in their number only, and large models have many.
     """
     first = {spec.dims.kind_of(layer): layer for layer in reversed(range(spec.dims.num_layers))}
-    # Short, yet with a layer of every kind at its own place.
+    # A shortened model that still has a layer of every kind at its original index.
     short = replace(spec, dims=replace(spec.dims, num_layers=max(first.values()) + 1))
-    # The layer in the short model that each layer is like.
+    # For each layer, the layer of the short model that is of the same kind.
     layers = [first[spec.dims.kind_of(layer)] for layer in range(spec.dims.num_layers)]
     needs = list[Holding]()
     for rank in range(size):

@@ -41,7 +41,7 @@ def assignment(costs: np.ndarray) -> list[int]:
     costs: [n, m] int64, n ≤ m. Exact; O(n² m).
     """
     num_rows, num_columns = costs.shape
-    # Column 0 and row 0 are outside the matrix: where a path begins.
+    # Column 0 and row 0 are outside the matrix; paths begin there.
     row_price, column_price = np.zeros(num_rows + 1, dtype=np.int64), np.zeros(num_columns + 1, dtype=np.int64)
     row_of = np.zeros(num_columns + 1, dtype=np.int64)
     for row in range(1, num_rows + 1):

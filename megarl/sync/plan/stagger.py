@@ -14,7 +14,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 class _Place(NamedTuple):
-    """This is a tensor's place in bytes: where its layer begins, that layer's size, and its place in the layer.
+    """Locates a tensor in bytes: where its layer begins, that layer's size, and its place in the layer.
 
     What stands between layers, such as embeddings, counts as a layer of size 0: it keeps its order.
     """
@@ -40,7 +40,7 @@ def staggered(
         return transfers
     places, total = _places(specs), sum(spec.num_bytes for spec in specs.values())
     layers = sorted({place.layer for place in places.values()})
-    # Of each sink the layer that it begins with, and the part of every layer that it gets last.
+    # For each sink, the layer that it begins with, and the part of every layer that it gets last.
     begins = dict[int, tuple[int, float]]()
     for i, sink in enumerate(needed):
         begin = i * total / len(needed)
