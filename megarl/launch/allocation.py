@@ -86,7 +86,7 @@ class RayPorts:
 def own_address(hostname: str) -> str:
     """Return the IPv4 address at which other hosts reach this one, which they call `hostname`.
 
-    Some systems resolve a host's own name to a loopback address; then it is the first other one.
+    Some systems resolve a host's own name to a loopback address; in that case, return its first other address.
     """
     resolved = socket.gethostbyname(hostname)
     if not ipaddress.ip_address(resolved).is_loopback:

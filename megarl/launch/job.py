@@ -183,7 +183,7 @@ def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs:
 def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
     """End the job step that runs Ray; its tasks clean up at SIGTERM.
 
-    A signal to srun itself would leave them no time.
+    Signalling srun itself would leave the tasks no time for that.
     """
     deadline = time.monotonic() + CLEAN_UP_S
     while hosts.poll() is None and time.monotonic() < deadline:

@@ -57,7 +57,7 @@ class Heartbeat:
     def __init__(self, path: Path, command: str, phase: Callable[[], tuple[str, float] | None]) -> None:
         """Prepare the status of a command that has just started.
 
-        phase: returns what the driver waits for now, and since when (seconds since 1970); None if for nothing.
+        phase: returns what the driver waits for now, and since when (seconds since 1970); None if it is not waiting.
         """
         self._path, self._phase, now = path, phase, time.time()
         self._status = Status(

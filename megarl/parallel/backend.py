@@ -1,6 +1,6 @@
 """Say how Megatron-Core runs on each kind of device.
 
-Nothing of Megatron is imported before it is needed: on a CPU the shim must come first, and `megarl doctor` calls
+Megatron is imported only when it is needed: on a CPU the shim must come first, and `megarl doctor` calls
 `check_megatron` where Megatron may not be installed.
 """
 
@@ -82,7 +82,7 @@ def check_megatron() -> None:
     """Refuse a megatron-core that lacks something we rely on; the tested version passes by definition.
 
     Raises:
-        ConfigError: with the names of what it lacks.
+        ConfigError: something is missing; the message names it.
     """
     version = importlib.metadata.version("megatron-core")
     if version == TESTED_MEGATRON:

@@ -160,7 +160,7 @@ class PolicyWorker:
     def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:
         """Continue from a complete checkpoint: weights, optimizer states, and RNG states.
 
-        The latter only if `same_layout` names a role of this rank: one laid out as when it was saved.
+        RNG states are loaded only if `same_layout` (roles laid out as when they were saved) has a role of this rank.
         """
         self.checkpoints.load(Path(directory), same_layout=same_layout)
 

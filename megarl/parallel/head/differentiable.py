@@ -117,7 +117,7 @@ class DeferredGradients(torch.autograd.Function):
 class GradientsInChunk(torch.autograd.Function):
     """Implements the regime in_chunk: (own hidden rows, weight) → (log p, H), computing gradients on the way.
 
-    Backward hands these out after comparing the loss's gradients with those they were computed from.
+    Backward returns these, after checking that the loss's gradients are those from which they were computed.
     """
 
     @staticmethod

@@ -18,8 +18,8 @@ MAX_REDUCTIONS = 2
 class GradientSinks:
     """Says where the head's gradients are written.
 
-    owners: which rank each hidden row belongs to. overwrite_hidden: whether their gradient takes the place of the
-    hidden rows. main_grad: the tensor to which the gradient of the weight is added; None: one of its own.
+    owners: which rank each hidden row belongs to. overwrite_hidden: whether the gradient of the hidden rows overwrites
+    them. main_grad: the tensor to which the gradient of the weight is added; None: it gets a new tensor.
     """
 
     owners: RowOwners
@@ -59,7 +59,7 @@ class WeightGradient:
 
     The sum goes into Megatron's main gradient where there is one.
 
-    Sums in bfloat16 would depend on the size of a chunk. Of a frozen weight no gradient is wanted, and none is summed.
+    Sums in bfloat16 would depend on the size of a chunk. No gradient is computed for a frozen weight.
     """
 
     def __init__(self, weight: torch.Tensor, main: torch.Tensor | None, *, wanted: bool) -> None:

@@ -19,9 +19,9 @@ from megarl.parallel.packing import Pack
 class HeadRequest:
     """Says how the log-prob head scores a pack.
 
-    temperature: of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the loss
-    is a sum over tokens. paired: the second half of a pack's rows are the first half's with another prompt, and the
-    KLs between the two are asked for too.
+    temperature: that of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
+    loss is a sum over tokens. paired: the second half of a pack's rows repeats the first half with other prompts, and
+    the KLs between the two are computed too.
     """
 
     temperature: float

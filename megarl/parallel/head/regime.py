@@ -18,10 +18,10 @@ class Regime(StrEnum):
 
 
 def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_local: bool) -> Regime:
-    """Choose the regime named, or under `auto` the fastest.
+    """Return the regime that the setting names, or the fastest one if it is `auto`.
 
-    That is keep if the logits fit into the budget, else in_chunk if the loss allows it, else recompute. All ranks that
-    share a pack must be told the same.
+    The fastest is keep if the logits fit into the budget, else in_chunk if the loss allows it, else recompute. All
+    ranks that share a pack must choose the same.
     """
     if setting != AUTO:
         return Regime(setting)
@@ -33,9 +33,9 @@ def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_l
 def automatic_chunk(num_rows: int, *, hidden: int, num_logits: int, itemsize: int) -> int:
     """Choose how many rows, of `num_logits` logits each, to work on at a time.
 
-    Their logits take half of what the weight shard [num_logits, hidden] takes. So the memory is in proportion to the
-    weights', and a chunk's GEMMs are large enough beside the reading of the weight and the writing of its gradient. No
-    more rows than there are; `MAX_CHUNK_BYTES` of logits at most.
+    The logits take half as much memory as the weight shard [num_logits, hidden]. So their memory is proportional to
+    that of the weights, and a chunk's GEMMs are large compared with reading the weight and writing its gradient. There
+    are never more rows than `num_rows`, nor more than `MAX_CHUNK_BYTES` of logits.
     """
     fitting = min(hidden // 2, MAX_CHUNK_BYTES // max(1, num_logits * itemsize))
     return max(1, min(num_rows, max(fitting // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE))

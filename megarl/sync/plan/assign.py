@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Sends a run from a source to a sink; sinks with equal needs share one object."""
+    """Says which source sends a run to which sink; sinks with equal needs share one run object."""
 
     source: int
     sink: int
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Groups successive tensors of the model that have the same shape, dtype, holders and needs.
+    """Holds successive tensors of the model that have the same shape, dtype, holders and needs.
 
     Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
     """
@@ -102,7 +102,7 @@ def assign(
 
 
 def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
-    """Share a run among sources: whoever has least to send then sends the next tensor. Adds it to `load`."""
+    """Share a run among sources: the one with least to send sends the next tensor, whose bytes are added to `load`."""
     tensors, _, num_bytes, _ = run
     if len(candidates) == 1:
         (source,) = candidates

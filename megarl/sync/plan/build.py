@@ -125,7 +125,7 @@ def build_plan(
 
 
 def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
-    """Split a run into runs that are small enough: some of its tensors each, or blocks of rows of one."""
+    """Split a run into runs that are small enough, each of some of its tensors or of a block of rows of one tensor."""
     tensors, box, num_bytes, item_bytes = run
     if len(tensors) * num_bytes <= max_bytes:
         return (run,)
@@ -225,7 +225,7 @@ def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
 
 
 def _staged(messages: Iterable[Parcel], depth: int) -> int:
-    """Return the most bytes that any `depth` successive buckets have."""
+    """Return the largest number of bytes in any `depth` successive buckets."""
     by_bucket = defaultdict[int, int](int)
     for message in messages:
         by_bucket[message.bucket] += message.num_bytes
