@@ -51,7 +51,7 @@ def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """Holds two results to compare, which agree if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
+    """Says that a test passes if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
 
     name: str
     got: Tensor

@@ -14,7 +14,7 @@ from megarl.weights.safetensors_map import TensorSpec
 Holding: TypeAlias = Mapping[str, Box]
 # Sink → sources that share its memory.
 Neighbours: TypeAlias = Mapping[int, Collection[int]]
-# Box of a tensor → the sources that have it.
+# Box of a tensor → the processes that hold or need it.
 _Places: TypeAlias = Mapping[Box, tuple[int, ...]]
 _NOWHERE: _Places = {}
 
