@@ -1,4 +1,4 @@
-"""What an algorithm is composed of: one module per family of choices, all under `algo:`."""
+"""Define the config sections under `algo:`, which compose an algorithm; each module holds one family of choices."""
 
 from megarl.config.algo.compose import AlgoConfig, KLConfig, PolicyLossConfig
 from megarl.config.algo.cpo import CpoConfig, HintConfig

@@ -1,4 +1,4 @@
-"""The composition itself."""
+"""Define the section `algo:`, which composes an algorithm from its parts."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +12,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, PROBABILITY,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """The per-token policy loss and its clipping range; `reinforce` does not clip."""
+    """Choose the per-token policy loss and its clipping range; the loss `reinforce` does not clip."""
 
     name: str = "ppo_clip"  # Name of the policy loss; see docs/algorithms.md.
     clip_low: float = setting(0.2, PROBABILITY)  # Ratios are clipped below 1 - clip_low.
@@ -23,12 +23,12 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLConfig:
-    """The KL penalty towards the reference: in the loss, in the reward, or none."""
+    """Configure the KL penalty that keeps the policy near the reference model, in the loss or in the reward."""
 
     where: Literal["none", "loss", "reward"] = "none"  # Where the KL penalty is applied.
     estimator: str = "k3"  # Name of the KL estimator; see docs/algorithms.md.
     coef: float = setting(0.001, AT_LEAST_0)  # Coefficient of the penalty; with controller=adaptive, its initial value.
-    # fixed: constant coefficient; adaptive: the coefficient steers the KL towards target_nats.
+    # fixed: coef stays constant; adaptive: coef rises or falls to bring the KL to target_nats.
     controller: Literal["fixed", "adaptive"] = "fixed"
     target_nats: float = setting(6.0, POSITIVE)  # Target KL per token of the adaptive controller.
     horizon: float = setting(10000.0, POSITIVE)  # Number of rows over which the adaptive controller acts.
@@ -36,19 +36,19 @@ class KLConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyConfig:
-    """What steers `algo.entropy_coef`, the coefficient of the entropy bonus."""
+    """Configure the controller of `algo.entropy_coef`, the coefficient of the entropy bonus."""
 
-    # fixed: constant coefficient; learned: its logarithm is a trained parameter; proportional: entropy_coef ×
-    # target / entropy.
+    # fixed: constant coefficient; learned: its logarithm is a trained parameter; proportional: the coefficient is
+    # entropy_coef × target_nats / entropy.
     controller: Literal["fixed", "learned", "proportional"] = "fixed"
-    target_nats: float = setting(1.0, POSITIVE)  # Target entropy per token of the controllers.
+    target_nats: float = setting(1.0, POSITIVE)  # learned, proportional: target entropy per token.
     lr: float = setting(0.01, POSITIVE)  # learned: learning rate of the coefficient's AdamW.
     max_coef: float | None = setting(None, POSITIVE)  # Upper bound of the coefficient; null: none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
-    """An algorithm is a composition: reward × estimator × shaping × policy loss × correction × KL × aggregation."""
+    """Compose an algorithm: reward × estimator × shaping × policy loss × correction × KL × aggregation."""
 
     name: str = "grpo"  # Name of the algorithm in reports.
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -63,5 +63,5 @@ class AlgoConfig:
     entropy_coef: float = setting(0.0, AT_LEAST_0)  # Coefficient of the entropy bonus; 0: none.
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     aggregation: str = "token-mean"  # How per-token losses are aggregated; see docs/algorithms.md.
-    # Length by which seq-mean-token-sum-norm and dr_grpo divide; null: rollout.max_response_tokens.
+    # Length by which seq-mean-token-sum-norm and dr_grpo divide the loss; null: rollout.max_response_tokens.
     aggregation_horizon_tokens: int | None = setting(None, AT_LEAST_1)

@@ -1,4 +1,4 @@
-"""CPO: the advantage shaped by what a hint changes in the policy's log-probs."""
+"""Define the sections of CPO, which shapes advantages by how a hint changes the policy's log-probs."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,23 +8,23 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, PROBABILITY,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintConfig:
-    """The hint, which is inserted after a prompt's last user tag for an additional scoring pass."""
+    """Configure the hint, which an additional scoring pass inserts after the prompt's last user tag."""
 
-    # The hint is extra_info.gold_solution, or the ground-truth answer.
+    # solution: the hint is extra_info.gold_solution; answer: it is the ground-truth answer.
     source: Literal["solution", "answer"] = "solution"
-    template: str = "{hint}"  # Text around the hint, which replaces {hint}.
+    template: str = "{hint}"  # Text to insert; the hint replaces {hint} in it.
     max_tokens: int = setting(2048, AT_LEAST_1)  # Maximum length; longer hints are truncated at the end.
-    # Whether a row without a hint is an error or keeps its advantage.
+    # Row without a hint. error: the run stops with an error; skip_row: the row keeps its advantage.
     on_missing: Literal["error", "skip_row"] = "skip_row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpoConfig:
-    """Mutual-information shaping of advantages; method and formula_set choose a formula of docs/algorithms.md."""
+    """Shape advantages by mutual information; `method` and `formula_set` choose a formula of docs/algorithms.md."""
 
     method: str = "none"  # Name of the method, with or without the suffix _qwen3; none: advantages are not shaped.
-    # Formulas as the method was described (doc), as its public code computes them (ref), or corrected (fix);
-    # null: the method's default.
+    # doc: the formulas as the method was described; ref: as its public code computes them; fix: corrected; null:
+    # the method's default.
     formula_set: Literal["doc", "ref", "fix"] | None = None
     ratio_clamp: float = setting(5.0, Range(expected="> 1", above=1))  # λ: likelihood ratios are clamped to [1/λ, λ].
     pos_alpha: float = setting(0.05, AT_LEAST_0)  # Weight of the terms on correct rows.
@@ -39,13 +39,13 @@ class CpoConfig:
     # How a group's difficulty is judged: by its number of correct samples, or by the variance of its rewards; see
     # docs/algorithms.md.
     difficulty: Literal["three_way", "five_way", "variance", "variance_signed"] = "three_way"
-    # Take entropies from the scoring pass before the update (old), or from the update's own forward pass
-    # (current).
+    # old: take entropies from the scoring pass before the update; current: take them from the update's own
+    # forward pass.
     entropy_source: Literal["old", "current"] = "old"
     shuffled_baseline: bool = False  # Subtract the effect of another prompt's hint.
     exclude_answer: bool = False  # Do not shape the advantages of the final answer's tokens (boxed, or after ####).
-    # verifier_sign: the hint's weights are clipped to 1 ± this, then divided by their mean over the row, which
-    # may take them outside that range.
+    # verifier_sign: the hint's weights are clipped to 1 ± this, then divided by their mean over the row; the
+    # division may take them outside that range.
     weight_clip: float = setting(0.2, PROBABILITY)
     # verifier_sign: share of the hint's weights in the advantage at the first step.
     mix: float = setting(1.0, FRACTION)

@@ -1,4 +1,4 @@
-"""LUFFY: demonstrations as prefixes of samples, and the loss on their tokens."""
+"""Define the sections of LUFFY, which starts samples with demonstrations and has its own loss on their tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationConfig:
-    """How much of a demonstration the samples of a prompt start with."""
+    """Choose which samples of a prompt start with a prefix of its demonstration, and how long that prefix is."""
 
     # none | random | linear | linear_max | reverse_linear | fixed | linear_variance; see docs/algorithms.md.
     strategy: str = "none"
@@ -20,9 +20,9 @@ class DemonstrationConfig:
     max_ratio: float = setting(0.8, FRACTION)  # Largest fraction of the demonstration that a prefix has.
     decay_steps: int = setting(300, AT_LEAST_1)  # Number of steps over which the schedules run.
     variance: float = setting(0.1, FRACTION)  # linear_variance: half-width of the interval around the linear schedule.
-    # Maximum length of a demonstration without its end token; one that is cut to it gets no end token.
+    # Maximum length of a demonstration, not counting its end token; a demonstration that is cut gets no end token.
     max_tokens: int = setting(8192, AT_LEAST_1)
-    on_long: Literal["cut", "drop"] = "cut"  # Whether a longer demonstration is cut or not used.
+    on_long: Literal["cut", "drop"] = "cut"  # cut: truncate a longer demonstration; drop: do not use it.
     # Probability that a prompt uses its demonstration; the choice is the same in every epoch.
     keep_frac: float = setting(1.0, FRACTION)
     # Use a prompt's demonstration only if the accuracy of its other samples is at most this; null: always.
@@ -31,7 +31,7 @@ class DemonstrationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyConfig:
-    """The loss on demonstration tokens, and LUFFY's changes to the loss on all others."""
+    """Choose the loss on demonstration tokens, and LUFFY's changes to the loss on all other tokens."""
 
     # luffy: −A·f(π) without an old policy; sft: imitation of rows with a prefix; none: the same loss as on other
     # tokens.

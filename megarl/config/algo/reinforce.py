@@ -1,4 +1,4 @@
-"""Advantage estimators and the correction for rollouts that another engine sampled."""
+"""Define the sections of the advantage estimator and of the correction for rollouts sampled by another engine."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megarl.config.setting import AT_LEAST_0, FRACTION, POSITIVE, SHARE, Range, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig:
-    """The estimator that turns rewards into advantages."""
+    """Choose the estimator that turns rewards into advantages, and its options."""
 
     estimator: str = "grpo"  # Name of the advantage estimator; see docs/algorithms.md.
     # grpo, grpo_split: divide by the group's standard deviation; reinforce_baseline: by the batch's.
@@ -28,16 +28,16 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionConfig:
-    """Weights on the policy loss that correct for differences between the engine's log-probs and the trainer's.
+    """Weight the policy loss to correct for differences between the engine's log-probs and the trainer's.
 
-    ρ = exp(old_logprobs − rollout_logprobs) per token; each correction applies the bounds `low` and `high` in its way.
+    Each token has the ratio ρ = exp(old_logprobs − rollout_logprobs); how `low` and `high` bound it depends on `name`.
     """
 
     name: str = "none"  # Name of the correction; see docs/algorithms.md.
     low: float = setting(0.5, AT_LEAST_0)  # Lower threshold, inclusive; at most 1.
     high: float = setting(5.0, POSITIVE)  # Upper threshold, inclusive; at least 1.
     max_kl_nats: float = setting(0.1, POSITIVE)  # sequence_mask: mask rows whose mean of −ln ρ exceeds this.
-    # Upper bound of the weights of tokens that a gate lets through; null: none.
+    # Upper bound of the weights of tokens that the gate (the rule that rejects tokens) accepts; null: none.
     token_cap: float | None = setting(None, POSITIVE)
     # Give weight 0 to rows that have a token with ρ above this or below its inverse; null: none.
     veto: float | None = setting(None, Range(expected="> 1, or null for none", above=1))

@@ -1,4 +1,4 @@
-"""What happens to rewards before advantages, and which groups train."""
+"""Define the sections that shape rewards before advantages are computed, and that filter groups."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, Range, setti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardMaskConfig:
-    """Rows whose reward is hidden, so that the critic's values take its place."""
+    """Hide the reward of some rows, so that the critic's values take its place."""
 
     ratio: float = setting(0.0, FRACTION)  # Fraction of rows whose reward is hidden.
     # bernoulli: each row independently with probability ratio; fixed: exactly ⌊rows × ratio⌋ of them.
@@ -20,7 +20,7 @@ class RewardMaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """A row's reward before advantages are computed: its source, shaping and masking."""
+    """Choose the source, shaping and masking of a row's reward before advantages are computed."""
 
     # rule: the scorer's reward; critic: the critic's value of the last token.
     source: Literal["rule", "critic"] = "rule"
@@ -36,7 +36,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig:
-    """Which groups are trained on, judged by the scorer's scores; discarded groups can be replaced."""
+    """Choose by the scorer's scores which groups are trained on; discarded groups can be replaced."""
 
     # Exclusive bounds of a group's mean score, as in [0.0, 1.0]; null: no bounds.
     mean_score: tuple[float, float] | None = None
