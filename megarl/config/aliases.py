@@ -9,9 +9,9 @@ from megarl.config.aliases_roles import OPENRLHF_REWARDS, OPENRLHF_ROLES, VERL_R
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """This is an option of another framework, with the keys that it corresponds to here.
+    """Map an option of another framework to the keys that it corresponds to here.
 
-    `key` has one key or several, or is empty if there is nothing to set; `note` says what differs, or why it is empty.
+    `key` holds keys separated by spaces, or is empty if nothing is to be set; `note` says what differs, or why.
     """
 
     framework: str
@@ -193,7 +193,7 @@ _OPENRLHF = {
     "wandb_run_name": ("run.name",),
 }
 
-# What its engine arguments are called, for those who set them as `rollout.engine.*`.
+# Names of vLLM's engine arguments, for users who set them as `rollout.engine.*`.
 _VLLM = {
     "rollout.engine.data_parallel_size": ("rollout.engine.num_engines",),
     "rollout.engine.enable_prefix_caching": ("rollout.engine.prefix_caching",),
@@ -222,11 +222,11 @@ ALIASES: Mapping[str, Alias] = {
 
 
 def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
-    """Return the other framework's name and its alias for an unknown dotted key, or for a key below it.
+    """Find an unknown dotted key, or a key below it, among other frameworks' options; return its name and its alias.
 
-    A mapping is searched down to its leaves. The first sections of a name may be missing if all names that end so
-    mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is left out.
-    An alias of one value, as `algorithm.adv_estimator=cpo`, goes before that of its key.
+    A mapping is searched down to its leaves. A name may lack its first sections if all known names that end with it
+    mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is ignored.
+    An alias of one value, such as `algorithm.adv_estimator=cpo`, precedes the alias of its key.
     """
     for leaf, item in _leaves(path.lstrip("+"), value):
         for name in (f"{leaf}={item}", leaf):

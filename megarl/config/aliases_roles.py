@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TypeAlias
 
-# Our key, or keys, and what differs.
+# By the other framework's name: our key (or keys, separated by spaces), and optionally a note on what differs.
 Entries: TypeAlias = Mapping[str, tuple[str, ...]]
 
 _TOKENS = "tokens, not rows"

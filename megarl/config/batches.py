@@ -7,7 +7,7 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """These are the counts of one training step, in rows (one per sample). Batch sizes in the config count prompts."""
+    """Hold the counts of one training step, in rows (one per sample); batch sizes in the config count prompts."""
 
     rows_per_step: int
     rows_per_optimizer_step: int

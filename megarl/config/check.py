@@ -1,6 +1,6 @@
-"""Check what a configuration must satisfy beyond its types: ranges, relations of keys, the model's dimensions.
+"""Check a configuration beyond its types: ranges, relations between keys, and fit to the model's dimensions.
 
-Each rule is a function that raises ConfigError, and a member of one of the lists below.
+Each rule is a function that raises ConfigError and stands in one of the lists below.
 """
 
 import re
@@ -39,7 +39,7 @@ Rule: TypeAlias = Callable[[Config], None]
 
 
 def check_config(config: Config) -> None:
-    """Apply the rules of every kind of run. Raises ConfigError with the remedy."""
+    """Apply the rules of every kind of run. Raises ConfigError, whose message says what to change."""
     _apply(COMMON_RULES, config)
 
 
@@ -255,7 +255,7 @@ EVAL_RULES: tuple[Rule, ...] = (
     _require_ipc,
     _require_joined_cluster,
 )
-# What `megarl serve-reward` reads of a configuration.
+# Rules for the part of a configuration that `megarl serve-reward` reads.
 SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)
 
 

@@ -1,4 +1,4 @@
-"""Check that counts of rows, micro-batches and optimizer steps fit each other and every role's layout."""
+"""Check that rows, micro-batches and optimizer steps fit together and fit every role's layout."""
 
 from megarl.config.batches import batch_counts, mini_batch_prompts, num_actor_steps
 from megarl.config.schema import Config, OptimizerConfig, role_settings
@@ -11,7 +11,7 @@ def max_row_tokens(config: Config) -> int:
 
 
 def max_row_terms(config: Config) -> str:
-    """Return the settings whose sum is the longest row, as messages show them."""
+    """Return the settings whose sum is the length of the longest row, as text for messages."""
     return (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
@@ -50,7 +50,7 @@ def check_whole_mini_batches(config: Config) -> None:
 
 
 def check_dp_divides_rows(config: Config) -> None:
-    """Raise ConfigError unless each role's dp divides the rows of an optimizer step, or of a step if it only scores."""
+    """Raise ConfigError unless each role's dp divides its rows: per optimizer step if it trains, else per step."""
     samples = config.rollout.num_samples
     update, step = (mini_batch_prompts(config), "an optimizer step"), (config.trainer.prompts_per_step, "a step")
     counted = {"actor": update, "reference": step, "critic": update, "reward_model": step}
@@ -83,7 +83,7 @@ def check_dp_divides_pairs(config: Config) -> None:
 
 
 def check_pair_fits_micro_batch(config: Config) -> None:
-    """Raise ConfigError unless a micro-batch holds both sides of the longest preference pair: its loss needs both."""
+    """Raise ConfigError unless one micro-batch holds both sides of the longest preference pair, as its loss needs."""
     longest = 2 * (max_row_tokens(config) + 1)
     if config.actor.micro_batch_tokens < longest:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Check the settings of mixture-of-experts models, and that other models have none of them."""
+"""Check the settings of mixture-of-experts models, and that they are not set for other models."""
 
 from collections.abc import Mapping
 
@@ -6,13 +6,13 @@ from megarl.config.check_layout import divisors, model_dimension
 from megarl.config.schema import Config, LayoutConfig, MoeConfig
 from megarl.errors import ConfigError
 
-# What config.json files call the number of experts, and the width of one; the first that is there holds.
+# Names that config.json files use for the number of experts and for the width of one; the first that is present counts.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
 def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Raise ConfigError unless ep and etp divide the experts and Megatron can train them; dense models need 1 and 1."""
+    """Raise ConfigError unless ep and etp fit the experts and Megatron can train them; dense models need both 1."""
     where, key = f"{role}.layout", _first(_NUM_EXPERTS, hf_config)
     if key is None:
         for name in ("ep", "etp"):
@@ -57,7 +57,7 @@ def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple
 
 
 def check_replayed_routing(config: Config) -> None:
-    """Raise ConfigError if routing is to be replayed but samples do not come from a record, which alone has experts."""
+    """Raise ConfigError if routing is to be replayed without recorded samples, as only records hold expert choices."""
     if config.actor.moe.replay_routing and config.rollout.source != "replay":
         raise ConfigError(
             f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "

@@ -1,4 +1,4 @@
-"""Check parallel layouts: what must divide what, and what Megatron computes wrongly."""
+"""Check parallel layouts: divisibility, and combinations for which Megatron computes wrong results."""
 
 from collections.abc import Mapping
 from math import gcd
@@ -59,7 +59,7 @@ def check_role_layouts(config: Config) -> None:
 
 
 def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> int:
-    """Return a size that the config.json of a role's model must have. Raises ConfigError if it has none."""
+    """Return a size from the config.json of a role's model. Raises ConfigError unless it is a positive int."""
     value = hf_config.get(name)
     if type(value) is not int or value < 1:
         key = "model.path" if role == "actor" else f"{role}.model_path"
@@ -68,7 +68,7 @@ def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> in
 
 
 def divisors(number: int) -> str:
-    """List the divisors of a number, as messages show them."""
+    """Return the divisors of a number as text for messages."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
@@ -88,7 +88,7 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError unless layers split evenly over stages and model chunks, except stages with a set number."""
+    """Raise ConfigError unless layers split evenly over those stages, and their chunks, that have no set number."""
     if layout.pp == 1:
         return
     num_layers = int(str(hf_config["num_hidden_layers"]))

@@ -1,4 +1,4 @@
-"""Check that engines and trainer fit on their nodes, and that the way of weight sync suits the placement."""
+"""Check that engines and trainer fit on their nodes, and that the weight-sync settings suit the placement."""
 
 from collections.abc import Mapping
 
@@ -46,7 +46,7 @@ def check_engines(config: Config) -> None:
 
 
 def check_sync(config: Config) -> None:
-    """Raise ConfigError for ways of weight sync that exclude each other or that the placement does not allow."""
+    """Raise ConfigError for weight-sync settings that exclude each other or that the placement does not allow."""
     sync = config.sync
     # A process group over devices has one member per device, so trainer and engines must not share any.
     if sync.host_group == "device" and config.placement.mode == "colocated":
@@ -69,7 +69,7 @@ def check_sync(config: Config) -> None:
 
 
 def check_engine_tp(config: Config, hf_config: Mapping[str, object]) -> None:
-    """Raise ConfigError unless the engine's tensor parallelism divides the model; vLLM may repeat key-value heads."""
+    """Raise ConfigError unless rollout.engine.tp divides the model; vLLM may replicate key-value heads to fit."""
     tp = config.rollout.engine.tp
     sizes = {name: int(str(hf_config[name])) for name in ("num_attention_heads", "intermediate_size")}
     kv_heads = int(str(hf_config.get("num_key_value_heads") or sizes["num_attention_heads"]))

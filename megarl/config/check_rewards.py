@@ -1,4 +1,4 @@
-"""Check that settings of the section `rewards` go together, and that none is without effect."""
+"""Check that the settings of the section `rewards` are consistent and that each has an effect."""
 
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
@@ -30,12 +30,12 @@ def check_group_scores(config: Config) -> None:
 
 
 def judges(rewards: RewardsConfig, manager: str) -> bool:
-    """Return whether this manager judges samples, alone or as a part of the mixture."""
+    """Return whether this manager judges samples, alone or as a term of the hybrid mixture."""
     return manager in (rewards.manager, *(part.manager for _, part in _parts(rewards)))
 
 
 def _parts(rewards: RewardsConfig) -> Iterator[tuple[str, HybridPartConfig]]:
-    """Yield the key and the settings of each part of the mixture; there are none unless the manager is `hybrid`."""
+    """Yield the key and the settings of each term of the mixture; none unless `rewards.manager` is `hybrid`."""
     if rewards.manager == "hybrid":
         yield from ((f"{_HYBRID}.parts.{name}", part) for name, part in rewards.hybrid.parts.items())
 
@@ -100,7 +100,7 @@ def _check_part(key: str, part: HybridPartConfig) -> None:
 
 
 def _check_single(rewards: RewardsConfig) -> None:
-    """Raise ConfigError if several parts use the rule or the reward model, of which a run has one each."""
+    """Raise ConfigError if several parts use the rule, or several the reward model: a run has only one of each."""
     for manager in ("rule", "model"):
         names = [name for name, part in rewards.hybrid.parts.items() if part.manager == manager]
         if len(names) > 1:

@@ -37,7 +37,7 @@ _JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "numbe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """This is one key of the reference: its name, the values it takes, its default and what it means."""
+    """Describe one key of the reference: its name, the values it takes, its default and its meaning."""
 
     key: str
     expects: str
@@ -80,7 +80,7 @@ def render_json_schema() -> str:
 
 
 def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
-    """Describe a section as JSON schema; numbers without a range of their own have the default one."""
+    """Describe a section as JSON schema; numbers without a range of their own have the range `default`."""
     hints, comments = get_type_hints(cls), _comments(cls)
     properties = {}
     for field in fields(cls):
@@ -130,7 +130,7 @@ def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
 
 
 def _sections(cls: type, path: str, default: Range | None = None) -> Iterator[tuple[str, type, Range | None]]:
-    """Yield name, class and default range of every section, parents first, and of records in lists and mappings."""
+    """Yield the name, class and default range of every section (parents first) and of records in lists and mappings."""
     hints = get_type_hints(cls)
     for field in fields(cls):
         hint, allowed, section = hints[field.name], range_of(field, default), f"{path}{field.name}"
@@ -177,7 +177,7 @@ def _summary(cls: type) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comment above each field and beside it, by the field's name; of inherited fields too."""
+    """Return the comments above and beside each field, inherited ones included, by the field's name."""
     found: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(cls.__mro__)):
         lines = Path(inspect.getfile(owner)).read_text().splitlines()

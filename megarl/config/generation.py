@@ -1,4 +1,4 @@
-"""How engines generate, where they run, and how they get the trainer's weights."""
+"""Define the sections that say how engines generate, where they run, and how they get the trainer's weights."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The vLLM engines, which all have the same settings. null leaves a choice to vLLM."""
+    """Configure the vLLM engines, which all have the same settings; null leaves a choice to vLLM."""
 
     num_engines: int = setting(1, AT_LEAST_1)  # Number of engines; each holds a full copy of the policy.
     tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size of each engine.
@@ -23,9 +23,9 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """How responses are sampled."""
+    """Configure how responses are sampled."""
 
-    # Generate with vLLM, or replay the samples that an earlier run recorded.
+    # vllm: generate with vLLM; replay: use the samples that an earlier run recorded.
     source: Literal["vllm", "replay"] = "vllm"
     num_samples: int = setting(8, AT_LEAST_1)  # Samples per prompt: the group size.
     temperature: float = setting(1.0, POSITIVE)  # Sampling temperature; all log-probs in training use it too.
@@ -35,7 +35,7 @@ class RolloutConfig:
     max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
     # Time limit of one step's generation, and of one call to the trainer's ranks.
     timeout_s: float = setting(3600.0, POSITIVE, affects=("workers",))
-    # How many engine crashes a run survives: that many times an engine is restarted and its unfinished samples
+    # Number of engine crashes that a run survives: each time the engine is restarted and its unfinished samples
     # are generated again.
     max_engine_restarts: int = setting(3, AT_LEAST_0)
     record: bool = False  # Record every step's rollout under RUN/records, for replay.
@@ -45,7 +45,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesConfig:
-    """Nodes over which a group of processes is distributed evenly."""
+    """Set the number of nodes over which a group of processes is distributed evenly."""
 
     num_nodes: int = setting(1, AT_LEAST_1)  # Number of nodes.
     # Devices used on each node; null: as many as the processes need.
@@ -54,12 +54,12 @@ class NodesConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Whether engines share the trainer's devices (colocated) or have their own (split)."""
+    """Choose whether engines share the trainer's devices (colocated) or have their own (split)."""
 
-    # Run engines on the trainer's devices, or on devices of their own.
+    # colocated: engines run on the trainer's devices; split: they have devices of their own.
     mode: Literal["colocated", "split"] = "colocated"
     trainer: NodesConfig = field(default_factory=NodesConfig)
-    # Only with mode=split.
+    # Nodes of the engines; only with mode=split.
     engines: NodesConfig = field(default_factory=NodesConfig)
     # With mode=colocated: move the trainer's state to host memory while engines generate, and put engines to
     # sleep while the trainer works.
@@ -68,11 +68,11 @@ class PlacementConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
-    """Transfer of the policy's weights from the trainer to the engines after every update."""
+    """Configure how the policy's weights are sent from the trainer to the engines after every update."""
 
     verify: bool = False  # Compare checksums of every tensor on both sides after each sync; slow, for debugging.
-    # What connects different hosts: gloo over the network, or with placement.mode=split the devices' own links
-    # (NCCL). Within a host, weights go through shared memory.
+    # Connection between hosts. gloo: the network; device: the devices' own links (NCCL), only with
+    # placement.mode=split. Within a host, weights go through shared memory.
     host_group: Literal["gloo", "device"] = setting("gloo", affects=("workers",))
     # Data type to which weights are cast for the transfer; null: no cast. float8_e4m3 has one
     # scale per matrix and is expanded to float32 before vLLM loads it, so engines sample from less precise
@@ -90,7 +90,7 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
-    """Validation on data.val, with sampled and with greedy answers."""
+    """Configure validation on data.val, with sampled and with greedy answers."""
 
     before_train: bool = True  # Also validate the initial policy.
     # Steps between validations; the last step is always validated.

@@ -6,9 +6,9 @@ A run file may name files to build upon, and then holds only what differs:
     use: {run: sums-common, algo: ./my.yaml}    # another run file, and a path to any .yaml file
 
 Names are looked up in the configs root, the parent of the run file's directory; paths, here and anywhere in a
-configuration, are relative to the current working directory. Layers, the later above the earlier: the group
-files (one per group: a run file's choice replaces that of the run file it builds upon), the run files (base
-first), the overrides. Mappings merge key by key; any other value, a list too, replaces what it covers.
+configuration, are relative to the current working directory. Layers are merged in this order, and later ones win:
+the group files (one per group; a run file's choice replaces that of the run file it builds upon), the run files
+(base first), the overrides. Mappings merge key by key; any other value, including a list, is replaced.
 """
 
 import os
@@ -26,24 +26,24 @@ from megarl.errors import ConfigError
 
 __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 
-# Settings that earlier versions wrote into runs and checkpoints, and that decide nothing any more.
+# Settings that earlier versions wrote into runs and checkpoints, and that no longer have an effect.
 _REMOVED = (("sync", "transport"),)
 
 Tree: TypeAlias = dict[str, Any]
 
 
 def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
-    """Load a run file with overrides. Raises ConfigError for keys and types; `check` judges the values."""
+    """Load a run file with overrides. Raises ConfigError for unknown keys and wrong types; `check` checks values."""
     return from_dict(Config, compose(run_file, overrides))
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """Return a configuration with some settings changed by overrides, as in `compose`, but without `use`."""
+    """Return a copy of a configuration with some settings overridden, as in `compose`, but without `use`."""
     return from_dict(Config, _merge(asdict(config), _parse_overrides(overrides)))
 
 
 def saved_config(saved: Mapping[str, Any]) -> Config:
-    """Build the configuration that a run or a checkpoint saved, without the settings that have been removed since."""
+    """Rebuild the configuration that a run or checkpoint saved, ignoring settings that have since been removed."""
     kept = {section: dict(value) if isinstance(value, Mapping) else value for section, value in saved.items()}
     for section, key in _REMOVED:
         kept.get(section, {}).pop(key, None)
@@ -51,14 +51,14 @@ def saved_config(saved: Mapping[str, Any]) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Write every key as YAML, which loads back to an equal Config."""
+    """Return a configuration as YAML with every key; it loads back to an equal Config."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
-    """Merge the layers of a run (see the module) into one mapping, not yet checked against the schema.
+    """Merge the layers of a run (see the module) into one mapping, which is not yet checked against the schema.
 
-    An override is `dotted.key=value`, the value read as YAML. `use.algo=cpo` chooses another file.
+    An override is `dotted.key=value`, with the value read as YAML. `use.algo=cpo` chooses another group file.
     """
     changes = _parse_overrides(overrides)
     group_files, bodies = _collect(run_file, _take_use(changes, "overrides"), ())
@@ -92,7 +92,7 @@ def _collect(
 ) -> tuple[dict[str, Path], list[Tree]]:
     """Return the file of each group, and the bodies of the run files, base first.
 
-    above: the run files that named this one, to find circles.
+    above: the run files that led to this one, for detecting circular `use`.
     """
     if run_file.resolve() in above:
         raise ConfigError(f"{run_file}: builds upon itself; remove the circle of use.run")
@@ -138,7 +138,7 @@ def _require_file(path: Path, where: str) -> None:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Read the mapping of a YAML file, empty for an empty file. ConfigError if it is not a mapping or repeats a key."""
+    """Read a YAML file's mapping (empty if the file is). Raises ConfigError for other content or a repeated key."""
     _require_file(path, "")
     tree = _parse_yaml(path.read_bytes(), str(path))
     if tree is None:
@@ -151,14 +151,14 @@ def read_yaml(path: Path) -> Tree:
 def _parse_yaml(text: bytes, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_UniqueKeyLoader)
-    # ValueError: text that looks like a date or a number and is none, such as 2024-13-01.
+    # PyYAML raises ValueError for text that looks like a date or number but is invalid, such as 2024-13-01.
     except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split()).replace('in "<byte string>",', "at")
         raise ConfigError(f"{where}: not valid YAML: {problem}") from error
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """This YAML loader refuses duplicate keys, of which PyYAML keeps the last."""
+    """Load YAML but refuse duplicate keys, of which PyYAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

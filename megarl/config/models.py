@@ -1,4 +1,4 @@
-"""The models of a run: their files, and the layout and the training of each role."""
+"""Define the sections for the models of a run: their files, and the layout and training of each role."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The model to train: a Hugging Face directory with config.json, *.safetensors and a tokenizer."""
+    """Name the model to train: a Hugging Face directory with config.json, *.safetensors and a tokenizer."""
 
     path: str = ""  # The model's directory; the run starts from the weights in it.
     # Directory whose config.json `train --dry-run` reads if `path` has none; a run never reads it.
@@ -21,7 +21,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
-    """Parallel layout of one role: world size = tp × cp × dp × pp, in Megatron's order of ranks."""
+    """Set the parallel layout of one role: world size = tp × cp × dp × pp, in Megatron's order of ranks."""
 
     tp: int = setting(1, AT_LEAST_1)  # Tensor-parallel size.
     pp: int = setting(1, AT_LEAST_1)  # Number of pipeline stages.
@@ -46,12 +46,12 @@ class LayoutConfig:
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks of a pipeline stage."""
+        """Return the number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def expert_dp(self) -> int:
-        """Number of ranks of a stage that hold the same part of the same experts."""
+        """Return the number of ranks of a stage that hold the same part of the same experts."""
         return self.stage_size // (self.ep * self.etp)
 
     def dp_rank_of(self, rank: int) -> int:
@@ -61,7 +61,7 @@ class LayoutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a learning-rate schedule over the run's optimizer steps."""
+    """Configure AdamW, with linear warm-up and a learning-rate schedule over the run's optimizer steps."""
 
     lr: float = setting(1e-6, POSITIVE)  # Peak learning rate.
     betas: tuple[float, float] = setting((0.9, 0.95), BELOW_1)  # Decay of the two moments.
@@ -79,7 +79,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """How the log-prob head uses memory: a micro-batch's logits would otherwise take most of it."""
+    """Configure the memory use of the log-prob head: all logits of a micro-batch at once would dominate memory."""
 
     # What the head keeps from forward to backward: nothing (recompute), the logits (keep), or their gradients
     # (in_chunk, for losses that are sums over tokens). auto: keep if the logits fit memory_mib, else in_chunk if
@@ -92,7 +92,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Training of mixture-of-experts models; other models require the defaults."""
+    """Configure the training of mixture-of-experts models; other models require the defaults."""
 
     # Weight of the load-balancing loss of every MoE layer, which is added to the policy loss; see docs/moe.md.
     aux_loss_coef: float = setting(0.0, AT_LEAST_0)
@@ -104,7 +104,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
-    """The trained policy on Megatron-Core. Other roles use these settings where they have none of their own."""
+    """Configure the trained policy on Megatron-Core; other roles use its settings where they set none themselves."""
 
     layout: LayoutConfig = section(LayoutConfig, affects=("engines", "workers"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -118,7 +118,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceConfig:
-    """The frozen reference model, for algorithms that read its log-probs."""
+    """Configure the frozen reference model, for algorithms that read its log-probs."""
 
     # Layout of the reference, with the keys and defaults of actor.layout; it then runs in separate processes on
     # the devices of the actor's first ranks. null: the actor's layout and processes.
@@ -130,14 +130,14 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's optimizer, with the keys of actor.optimizer; its steps are counted separately."""
+    """Configure the critic's optimizer, with the keys of actor.optimizer; its steps are counted separately."""
 
     lr: float = setting(1e-5, POSITIVE)  # Peak learning rate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """The value model, for algorithms that read values. It trains on the same mini-batches and epochs as the actor."""
+    """Configure the value model, for algorithms that read values; it trains on the actor's mini-batches and epochs."""
 
     # Layout of the critic, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None
@@ -150,8 +150,8 @@ class CriticConfig:
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
     freeze: bool = False  # Use the critic's values, but do not train it.
-    # Clip new values to within this distance of those before the update, and take the larger of both losses;
-    # null: no clipping.
+    # Clip new values to within this distance of those before the update, and take the larger of the clipped and
+    # unclipped losses; null: no clipping.
     value_clip: float | None = setting(0.2, Range(expected="> 0, or null for no clipping", above=0))
     # Step, counted from 1, at which the actor's updates begin; before it only the critic trains.
     warmup_steps: int = setting(0, AT_LEAST_0)
@@ -159,7 +159,7 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """The frozen reward model, for runs whose rewards.manager asks for one."""
+    """Configure the frozen reward model, for runs whose rewards.manager asks for one."""
 
     # Layout of the reward model, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None

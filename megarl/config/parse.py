@@ -20,10 +20,10 @@ _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 
 
 def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
-    """Build the dataclass tree `cls`; keys that are absent keep their defaults.
+    """Build the dataclass tree `cls` from a mapping; keys that are absent keep their defaults.
 
-    `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6; an int
-    field takes a float of integral value, a float field an int, and neither a bool, NaN or infinity.
+    `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6. An int field
+    accepts a float of integral value and a float field an int, but neither accepts a bool, NaN or infinity.
     """
     return cast(T, _convert(cls, mapping, path))
 
@@ -41,7 +41,7 @@ def _dotted_keys(cls: type, path: str) -> Iterator[str]:
 
 def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[str]) -> None:
     if not isinstance(mapping, Mapping):
-        return  # a wrong type, which the conversion reports
+        return  # The conversion reports the wrong type.
     hints = get_type_hints(cls)
     for key, value in mapping.items():
         if key not in hints:
@@ -54,7 +54,7 @@ def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[
 
 
 def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) -> str:
-    """Return what to do about an unknown key, as messages say it."""
+    """Return the advice that an error message about an unknown key ends with."""
     if "." in key:
         return "dotted keys belong to overrides on the command line; in a file, nest one mapping in the other"
     found = suggest_keys(key, path, known)
@@ -64,7 +64,7 @@ def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) 
 
 
 class _WrongTypeError(Exception):
-    """Raised when a value does not fit a type hint; `_convert` makes the message."""
+    """Report that a value does not fit a type hint; `_convert` turns it into a ConfigError with a message."""
 
 
 def _convert(hint: Any, value: object, path: str) -> object:
@@ -93,7 +93,7 @@ def _parse_section(hint: Any, value: object, path: str) -> object:
 
 
 def _parse_union(hint: Any, value: object, path: str) -> object:
-    """Parse a union: a type or null, a section or null, or a plain type or a section."""
+    """Parse a value of a union type: a type or null, a section or null, or a plain type or a section."""
     plain = [arg for arg in get_args(hint) if arg is not NoneType and not is_dataclass(arg)]
     for other in get_args(hint):
         if other is NoneType and value is None:
@@ -136,7 +136,7 @@ def _parse_exact(hint: Any, value: object, path: str) -> object:
 
 
 def parse_bool(value: object) -> bool:
-    """Parse True, False, or one of the texts true/yes/1 and false/no/0 in any case; ConfigError for anything else."""
+    """Parse True, False, or true/yes/1 or false/no/0 as text in any case; raise ConfigError for anything else."""
     if isinstance(value, bool):
         return value
     text = value.lower() if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""Who judges samples, and how: the section `rewards`. See docs/rewards.md."""
+"""Define the section `rewards`, which says who judges samples and how. See docs/rewards.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from megarl.sandbox.options import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """How the rule judges one data source; null keeps the scorer's own choice."""
+    """Configure how the rule (the manager `rule`) judges one data source; null keeps the scorer's own choice."""
 
     # Name of a data source whose scorer to use; null: this source's own scorer, or the custom function if there
     # is one.
@@ -20,8 +20,8 @@ class SourceConfig:
     # Score of a response from which no answer can be extracted; null: the scorer's own, usually that of a wrong
     # answer.
     malformed: float | None = setting(None, ANY_NUMBER)
-    # Formulas as in the original code (ref), as in its documentation (doc), or with known exploits closed (fix);
-    # null: the scorer's own.
+    # ref: formulas as in the original code; doc: as in its documentation; fix: with known exploits closed; null:
+    # the scorer's own.
     mode: Literal["ref", "doc", "fix"] | None = None
     # Name of a format in docs/rewards/scorers.md that contributes to the score; null: the scorer's own.
     format: str | None = None
@@ -31,18 +31,18 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
-    """A custom reward function in a Python file. It judges every data source whose `scorer` is not set."""
+    """Name a custom reward function in a Python file; it judges every data source whose `scorer` is not set."""
 
     path: str | None = None  # The Python file; null: the built-in scorers judge.
     # Name of the function: OpenRLHF's reward_func(queries, prompts, labels, **kwargs) or verl's
-    # compute_score(data_source, solution_str, ground_truth, extra_info); the parameters tell which of the two it
+    # compute_score(data_source, solution_str, ground_truth, extra_info). Its parameters show which of the two it
     # is.
     name: str = "reward_func"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """The worker processes in which scorers and custom functions run."""
+    """Configure the worker processes in which scorers and custom functions run."""
 
     workers: int = setting(2, AT_LEAST_1)  # Number of worker processes.
     # Time after which the scorer of one answer is interrupted, counted from when it starts to run.
@@ -53,7 +53,7 @@ class VerifierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """How programs in responses are run against tests."""
+    """Configure how programs in responses are run against tests."""
 
     # namespaces: kernel namespaces isolate programs, and nothing runs where the kernel does not grant them.
     # limits_only: no isolation; programs may read and write whatever this user can.
@@ -73,30 +73,30 @@ class CodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """A reward service over HTTP in OpenRLHF's format, such as `megarl serve-reward`."""
+    """Configure a reward service over HTTP in OpenRLHF's format, such as `megarl serve-reward`."""
 
     urls: tuple[str, ...] = ()  # URLs of equivalent services, among which rows are distributed.
     # Rows of one request. A request is sent as soon as this many samples have finished, and once more for the
     # remainder.
     rows_per_request: int = setting(16, AT_LEAST_1)
     timeout_s: float = setting(30.0, POSITIVE)  # Time limit of one request, from connecting to the last byte.
-    # Further rounds over all services for a request that every one of them failed.
+    # Number of times that a request which failed at every service is tried again at all of them.
     retries: int = setting(3, AT_LEAST_0)
     # Delay before the first retry; it doubles each time, with a random jitter of ±50 %.
     backoff_s: float = setting(0.5, AT_LEAST_0)
-    # What to do if no service answers: end the run, train without the rows, or give them the reward `value`.
+    # If no service answers. raise: end the run; drop_rows: train without the rows; value: reward them with `value`.
     on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
     value: float | None = setting(None, ANY_NUMBER)  # Reward of rows without an answer, with on_error=value.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPartConfig:
-    """A term of the mixture, under a name of your choice: weight × transform(reward)."""
+    """Define one term of the mixture, weight × transform(reward), under a name of your choice."""
 
-    manager: Literal["rule", "remote", "model"]  # Who judges.
+    manager: Literal["rule", "remote", "model"]  # Who gives the term's reward; see rewards.manager.
     weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
-    # Transform of the term's reward r: none (identity); 1 / (1 + e^−r); its z-score within the prompt's group or
-    # within all rows of the batch that the term judged; or clipping.
+    # Transform of the term's reward r. identity: r; sigmoid: 1 / (1 + e^−r); group_zscore, batch_zscore: z-score
+    # within the prompt's group, or within all rows of the batch that the term judged; clip: r within `clip`.
     transform: Literal["identity", "sigmoid", "group_zscore", "batch_zscore", "clip"] = "identity"
     clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
     urls: tuple[str, ...] = ()  # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
@@ -104,7 +104,7 @@ class HybridPartConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig:
-    """A mixture of managers: a row's reward is the sum of the terms for its data source."""
+    """Define a mixture of managers: a row's reward is the sum of the terms for its data source."""
 
     parts: Mapping[str, HybridPartConfig] = field(default_factory=dict)  # Terms of the mixture by name.
     # Names of the terms that apply to a data source; sources that are not listed get all terms.
@@ -113,10 +113,10 @@ class HybridConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
-    """Who judges responses. Correctness is always the rule's verdict where a data source has a scorer."""
+    """Choose who judges responses; whether one is correct is always the rule's verdict if its source has a scorer."""
 
-    # Who gives rewards: scorers and custom functions (rule), an HTTP service (remote), a reward model on Megatron
-    # (model), or a mixture of them (hybrid).
+    # Who gives rewards. rule: scorers and custom functions; remote: an HTTP service; model: a reward model on
+    # Megatron; hybrid: a mixture of these.
     manager: Literal["rule", "remote", "model", "hybrid"] = "rule"
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # Settings of the rule by data source.
     custom: CustomConfig = field(default_factory=CustomConfig)

@@ -1,4 +1,4 @@
-"""The configuration tree. Every key that a user can set is a field here or in the modules imported here."""
+"""Define the configuration tree: every key that a user can set is a field here or in the modules imported here."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -60,7 +60,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The directory that the run writes to, and the seed of everything random."""
+    """Set the directory that the run writes to, and the seed from which all randomness derives."""
 
     name: str = "run"  # Name of the run; it writes to RUN = dir/name.
     dir: str = "runs"  # Directory that holds runs.
@@ -72,29 +72,29 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedFile:
-    """A prompt file of a mixture; a batch draws from each file in proportion to its weight."""
+    """Name one prompt file of a mixture; each batch draws from the files in proportion to their weights."""
 
     path: str  # A parquet or JSONL file.
-    # Weight relative to the other files'.
+    # Weight of this file relative to the weights of the others.
     weight: float = setting(1.0, Range(expected="> 0; leave the file out instead", above=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Prompt files (parquet or JSONL) for training and validation."""
+    """Name the prompt files (parquet or JSONL) for training and validation."""
 
     # Training prompts. A list of paths is one concatenated data set; an entry {path: ..., weight: 2.0} makes the
     # list a weighted mixture, in which a plain path has weight 1.
     train: tuple[str | WeightedFile, ...] = ()
     val: tuple[str, ...] = ()  # Validation prompts; []: no validation.
     max_prompt_tokens: int = setting(1024, AT_LEAST_1)  # Maximum prompt length.
-    on_long_prompt: Literal["error", "drop"] = "error"  # Whether a longer prompt is an error or is dropped.
+    on_long_prompt: Literal["error", "drop"] = "error"  # error: a longer prompt ends the run; drop: it is left out.
     shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """The training loop. Batch sizes count prompts; each prompt has rollout.num_samples rows."""
+    """Set the length and batch sizes of the training loop. Sizes count prompts, each with rollout.num_samples rows."""
 
     total_steps: int = setting(100, AT_LEAST_1)  # Number of training steps: rollout, update, sync.
     prompts_per_step: int = setting(128, AT_LEAST_1)  # Prompts of one rollout batch.
@@ -108,7 +108,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised fine-tuning on demonstrations, as a warm start for RL."""
+    """Configure supervised fine-tuning on demonstrations (`megarl sft`), a warm start for RL."""
 
     train: tuple[str, ...] = ()  # Parquet or JSONL files whose rows have a demonstration.
     batch_size: int = setting(32, AT_LEAST_1)  # Rows per optimizer step.
@@ -117,7 +117,7 @@ class SftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRewardConfig:
-    """Training of a reward model on preference pairs, which starts from model.path and uses the settings of `actor`."""
+    """Configure reward-model training on preference pairs; it starts from model.path with the settings of `actor`."""
 
     train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
     val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
@@ -129,24 +129,24 @@ class TrainRewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
-    """What a run records besides metrics.jsonl."""
+    """Choose what a run records besides metrics.jsonl."""
 
     tensorboard: bool = True  # Also write TensorBoard event files.
-    # Steps between those whose sampled responses are written to RUN/rollouts as parquet; 0: never.
+    # Write sampled responses to RUN/rollouts as parquet every this many steps; 0: never.
     rollout_every_steps: int = setting(5, AT_LEAST_0)
-    num_rollouts: int = setting(32, AT_LEAST_1)  # Number of samples written in such a step.
+    num_rollouts: int = setting(32, AT_LEAST_1)  # Number of samples that are written each time.
     # Weights & Biases project to which metrics are also logged (requires the wandb package); null: none.
     wandb_project: str | None = None
     # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
     # none. RL training only.
     profile_steps: tuple[int, int] | None = None
-    # Peak TFLOP/s of one device, for perf/mfu; null: the device's known peak, without which perf/mfu is left out.
+    # Peak TFLOP/s of one device, for perf/mfu; null: the device's known peak (no perf/mfu if it is unknown).
     peak_tflops: float | None = setting(None, POSITIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints under RUN/checkpoints, which `--resume` continues from. One is always written at the end."""
+    """Configure the checkpoints in RUN/checkpoints, from which `--resume` continues; the run always ends with one."""
 
     # Steps between checkpoints; 0: only at the end, and when SIGTERM or SIGUSR1 stops the run.
     every_steps: int = setting(0, AT_LEAST_0)
@@ -160,7 +160,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The run's Ray cluster: one started on this host that ends with the run, or a running one that it joins."""
+    """Choose the run's Ray cluster: one that is started on this host and ends with the run, or a running one."""
 
     # HOST:PORT of a running Ray cluster, such as one started by `megarl slurm run`; null: start Ray on this host.
     address: str | None = None
@@ -177,7 +177,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The configuration of a run."""
+    """Hold the whole configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -201,9 +201,9 @@ class Config:
 
 
 def role_settings(config: Config) -> dict[str, ActorConfig]:
-    """Return every role's settings by its name, with what it leaves open filled in from the actor's.
+    """Return the settings of every role by its name; what a role does not set itself, it takes from the actor.
 
-    All roles are there, whether or not a run needs them.
+    The result has all roles, whether or not the run needs them.
     """
     actor, critic = config.actor, config.critic
     settings = {"actor": actor}

@@ -1,4 +1,4 @@
-"""Declare the fields of a configuration: the numbers that each takes, and what a change of it affects."""
+"""Declare the fields of a configuration: the range of numbers each accepts, and what a change to it affects."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -9,18 +9,18 @@ from megarl.errors import ConfigError
 
 T = TypeVar("T")
 
-# engines: the rollout engines may sample differently, or receive weights in another way, than before the change, so
-# that a resumed run has to pass the mismatch gate again.
-# workers: the processes of a running cluster were started with the value, so that a run with another cannot use them.
+# engines: after a change, the rollout engines may sample differently or receive weights in another way, so a resumed
+# run has to pass the mismatch gate (trainer.mismatch_gate_nats) again.
+# workers: the processes of a running cluster were started with the value, so a run with another value cannot use them.
 Affected: TypeAlias = Literal["engines", "workers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """These are the numbers that a setting takes: those within all bounds except `never`, and the number `also`.
+    """A range holds the numbers that a setting accepts: those within all bounds except `never`, and the number `also`.
 
-    `at_least` and `at_most` are inclusive bounds, `above` and `below` exclusive ones. `expected` says the same in
-    the words of an error message.
+    `at_least` and `at_most` are inclusive bounds, `above` and `below` exclusive ones. `expected` describes the range
+    in error messages.
     """
 
     expected: str
@@ -32,7 +32,7 @@ class Range:
     never: float | None = None
 
     def holds(self, number: float) -> bool:
-        """Return whether the setting may have this value. All bounds count, and NaN is within none."""
+        """Return whether the setting may have this value; NaN is within no range."""
         within = self.at_least <= number <= self.at_most and self.above < number < self.below
         return (within and number != self.never) or number == self.also
 
@@ -48,7 +48,7 @@ PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
 
 
 def setting(default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
-    """Declare a field of a configuration class with its default, its range and what a change of it affects.
+    """Declare a field of a configuration class with its default, its range and what a change to it affects.
 
     The range of a list holds for each of its numbers; null is in every range.
     """
@@ -56,24 +56,24 @@ def setting(default: T, allowed: Range | None = None, *, affects: tuple[Affected
 
 
 def section(factory: Callable[[], T], allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
-    """Declare a section of a configuration class; what is said of it holds for all of its fields.
+    """Declare a section of a configuration class; its range and what it affects hold for all of its fields.
 
-    A field of the section that names a range of its own has that one.
+    A field of the section that declares its own range keeps that range.
     """
     return cast(T, field(default_factory=factory, metadata={"range": allowed, "affects": affects}))
 
 
 def range_of(each: Field[Any], default: Range | None) -> Range | None:
-    """Return the range that a field was declared with, or else the default, which is its section's."""
+    """Return the range that a field was declared with, or else `default`, the range of its section."""
     return each.metadata.get("range") or default
 
 
 def affected(before: T, now: T, by: Affected) -> list[str]:
-    """Return the dotted names, in the schema's order, of settings that differ and whose change affects `by`.
+    """Return the dotted names, in the schema's order, of settings that differ and are declared to affect `by`.
 
-    A section that is declared with `affects=by` is named as a whole if anything in it differs, and is not looked
-    into. Every other section is searched for fields that are declared so. Where one of two sections is null, or
-    settings are lists or mappings, they are compared as a whole too.
+    A section declared with `affects=by` is named as a whole if anything in it differs. Every other section is
+    searched for fields that are declared with it. Lists, mappings, and sections of which one is null are compared
+    as a whole.
     """
     found: list[str] = []
     for each in fields(cast(Any, before)):

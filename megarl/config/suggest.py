@@ -1,21 +1,21 @@
-"""Suggest the key of the configuration that an unknown key was meant to be."""
+"""Suggest which configuration key a user probably meant by an unknown one."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-# How much two names must agree, in letters or in words, to be offered for each other: beside the key, and elsewhere.
+# Minimum similarity, in letters or in words, of a suggestion in the same section (beside) and in others (elsewhere).
 _LETTERS_BESIDE, _LETTERS_ELSEWHERE = 0.6, 0.8
 _WORDS_ELSEWHERE = 0.5
-# What a key is preferred by for lying where the unknown one was given, or below the same first section.
+# Bonus of a key in the section where the unknown one was given, and of a key below the same first section.
 _BESIDE, _NEARBY = 0.5, 0.25
 # Words that do not say what a key is about.
 _FILLERS = frozenset({"is", "max", "min", "num", "of", "per", "size", "use"})
-# Shorter beginnings are not taken for the word.
+# Minimum length of an abbreviation that is recognised as the beginning of a word.
 _MIN_BEGINNING = 3
 
 
 def suggest_keys(key: str, path: str, known: Sequence[str]) -> list[str]:
-    """Return dotted keys: all places of a key of this very name, else the nearest name, the same section preferred.
+    """Return dotted keys of exactly this name, or else of the most similar name, preferring the same section.
 
     Args:
         path: the section in which `key` was given; "" is the root.
@@ -35,7 +35,7 @@ def _name(dotted: str) -> str:
 
 
 def _score(key: str, path: str, dotted: str) -> float:
-    """Return how similar a known key is to the given one; 0 if it is not worth mentioning."""
+    """Return how similar a known key is to the given one, or 0 if it is too different to suggest."""
     section, _, name = dotted.rpartition(".")
     letters, words = _letters(key, name), _words(key, name)
     if section == path:
@@ -46,12 +46,12 @@ def _score(key: str, path: str, dotted: str) -> float:
 
 
 def _letters(a: str, b: str) -> float:
-    """Return the share of letters that two names have in common and in order, 0 to 1, without filler words."""
+    """Return the share (0 to 1) of letters that two names have in common and in order, ignoring filler words."""
     return SequenceMatcher(None, "_".join(_telling(a)), "_".join(_telling(b))).ratio()
 
 
 def _words(a: str, b: str) -> float:
-    """Return the words of `a` that `b` has too, plural or abbreviated, as a share of all words of both."""
+    """Return the share of words that two names have in common, where plurals and abbreviations count as equal."""
     words_a, words_b = _telling(a), _telling(b)
     common = sum(any(_is_same(word, other) for other in words_b) for word in words_a)
     return common / (len(words_a) + len(words_b) - common)
