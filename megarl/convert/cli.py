@@ -1,4 +1,4 @@
-"""`megarl convert`, and the same as scripts in tools/."""
+"""Define the command `megarl convert`, and the scripts in tools/ that do the same."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 
-# As many processes as cores, up to what keeps most storage busy.
+# One process per core, up to a number that keeps most storage busy.
 _NUM_WORKERS = min(8, len(os.sched_getaffinity(0)))
 _WORKERS: Mapping[str, Mapping[str, Any]] = {
     "--workers": {
@@ -30,7 +30,7 @@ _OUTPUT: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: what its help says, its arguments as `add_argument` takes them, and what it runs."""
+    """Describe a command: its help text, its arguments as `add_argument` takes them, and the function it runs."""
 
     text: str
     arguments: Mapping[str, Mapping[str, Any]]
@@ -59,7 +59,7 @@ def script(name: str, argv: Sequence[str] | None = None) -> None:
         command.run(arguments)
 
 
-# Heavy imports wait until the command is known.
+# The functions below import heavy modules only when their command runs.
 
 
 def _hf_to_mcore(arguments: argparse.Namespace) -> None:

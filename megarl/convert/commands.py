@@ -1,4 +1,4 @@
-"""The conversions: Hugging Face directory → torch_dist checkpoint, and back."""
+"""Convert a Hugging Face directory to a torch_dist checkpoint, and back."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def hf_to_mcore(
     vocab_multiple: int = VOCAB_MULTIPLE,
     dry_run: bool = False,
 ) -> ConversionOutcome | None:
-    """Write a torch_dist checkpoint of a Hugging Face directory; its configuration and tokenizer come along."""
+    """Convert a Hugging Face directory to a torch_dist checkpoint, which gets its configuration and tokenizer too."""
     if vocab_multiple < 1:
         raise ConfigError(f"--vocab-multiple: got {vocab_multiple}, expected at least 1")
     source = open_model(model)
@@ -68,7 +68,7 @@ def mcore_to_hf(
     dtype: str | None = None,
     dry_run: bool = False,
 ) -> ConversionOutcome | None:
-    """Write a Hugging Face directory of a torch_dist checkpoint, with configuration and tokenizer of `model`."""
+    """Convert a torch_dist checkpoint to a Hugging Face directory, with configuration and tokenizer from `model`."""
     source = open_model(checkpoint, model)
     if not isinstance(source.reader, DistReader):
         raise ConfigError(f"{checkpoint}: is a Hugging Face directory already; use hf-to-mcore to convert it")
@@ -118,7 +118,7 @@ def _run(
 
 
 def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
-    """Return the tensors to write. Those that are in float32 in every model of the family stay so."""
+    """Return the tensors to write, in `dtype` except those that are float32 in every model of the family."""
     specs, wide = source.reader.specs, source.spec.float32_tensors()
     if dtype is None:
         return dict(specs)
@@ -132,7 +132,7 @@ def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
 
 def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
     """Raise DataError unless the written tensors are those that were planned."""
-    # That keys and shapes fit the family's table was checked on opening.
+    # Keys and shapes were checked against the family's table when the source was opened.
     wrong = [name for name in expected if written.get(name) != expected[name]]
     if wrong or written.keys() != expected.keys():
         raise DataError(f"{partial}: {wrong[:3]} are not what was to be written; remove the directory, convert again")
@@ -145,7 +145,7 @@ def _write_companions(
     copy_companions(source.spec.path, partial, skipped=skipped)
     file = partial / "config.json"
     config = json.loads(file.read_text())
-    # The type that most of what is written has.
+    # The data type of most of the bytes that are written.
     num_bytes: dict[torch.dtype, int] = {}
     for spec in target.values():
         num_bytes[spec.dtype] = num_bytes.get(spec.dtype, 0) + spec.num_bytes
@@ -156,7 +156,7 @@ def _write_companions(
 
 
 def _plan_table(source: OpenModel, plan: ConversionPlan, settings: Settings) -> list[str]:
-    """Describe what a conversion would write: sizes by kind of tensor, and what it needs."""
+    """Describe what a conversion would write, with sizes by kind of tensor, and the disk space and memory it needs."""
     tensors = [(name, spec) for group in plan.hf_files.values() for name, spec in group.items()]
     tensors += [(name, tensor.spec) for name, tensor in plan.tensors.items()]
     kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
@@ -169,10 +169,10 @@ def _plan_table(source: OpenModel, plan: ConversionPlan, settings: Settings) -> 
     rows.append(("all", str(len(tensors)), "", "", _mib(sum(spec.num_bytes for _, spec in tensors))))
     source_bytes = sum(spec.num_bytes for spec in source.reader.specs.values())
     files = f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''}"
-    # The nearest directory that exists.
+    # The nearest existing ancestor of the output directory.
     place = next(each for each in (settings.out, *settings.out.absolute().parents) if each.exists())
     free = shutil.disk_usage(place).free
-    # What converting a piece needs: a buffer, and a second one for another type.
+    # Converting a piece needs a buffer, and a second one if its data type changes.
     peak_bytes = max(
         piece.source_bytes + (piece.num_bytes if piece.dtype != piece.source_dtype else 0) for piece in plan.pieces
     )

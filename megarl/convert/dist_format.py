@@ -1,7 +1,7 @@
 """Read and write Megatron's torch_dist checkpoints without Megatron and without process groups.
 
-The format is that of torch.distributed.checkpoint: `.metadata` (a pickle) says which chunks each global tensor has and
-in which `*.distcp` file, at which offset, each chunk lies as what `torch.save` wrote of it.
+The format is that of torch.distributed.checkpoint: `.metadata` (a pickle) lists the chunks of each global tensor, and
+for each chunk the `*.distcp` file and the offset at which the output of `torch.save` for it begins.
 """
 
 import functools
@@ -38,7 +38,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# What the pickle of a checkpoint's metadata may name; anything else could run code.
+# Names that the pickle of a checkpoint's metadata may refer to; any other name could run code.
 _ALLOWED: Mapping[str, Container[str]] = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -61,7 +61,7 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A rectangle of a global tensor, and the place of what torch.save wrote of it."""
+    """Locate a chunk: its rectangle of the global tensor, and the range of a file in which torch.save wrote it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -72,7 +72,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A global tensor of a checkpoint."""
+    """Describe a global tensor of a checkpoint: its shape and data type, and its chunks."""
 
     spec: TensorSpec
     chunks: tuple[Chunk, ...]
@@ -80,14 +80,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The place of a chunk's elements in its file, row-major without gaps."""
+    """Locate a chunk's elements in its file, where they are row-major without gaps."""
 
     file: str
     offset: int
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that refuses every name that metadata has no need of."""
+    """Unpickle metadata, and refuse every name that metadata does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
@@ -125,10 +125,10 @@ def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
 
 
 def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
-    """Find where the elements of a chunk lie, from the headers alone.
+    """Find the place of a chunk's elements by reading headers only.
 
     Raises:
-        DataError: what lies there is not the chunk that the metadata describes.
+        DataError: the file does not hold the chunk that the metadata describes.
     """
     reader.check_range(chunk.file, chunk.offset, chunk.length)
     window = Window(reader, chunk.file, chunk.offset, chunk.length)
@@ -156,7 +156,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
 
 
 class _Counter(io.RawIOBase):
-    """A stream that only counts the bytes that are written to it."""
+    """Count the bytes that are written to this stream, and discard them."""
 
     num_bytes = 0
 
@@ -167,9 +167,9 @@ class _Counter(io.RawIOBase):
 
 @functools.cache
 def saved_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Count the bytes that torch.save writes of a tensor."""
+    """Return the number of bytes that torch.save writes for a tensor of this shape and type."""
     counter = _Counter()
-    # Without checksums nothing touches the elements, which have no memory yet.
+    # Without checksums, torch.save does not touch the elements, so that no memory is committed for them.
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -181,14 +181,14 @@ def saved_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @functools.cache
 def empty_object() -> bytes:
-    """Return what Megatron stores of a layer that has no state besides its parameters."""
+    """Return the bytes that Megatron stores as extra state of a layer that has no state besides its parameters."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream.getvalue()
 
 
 def write_index(directory: Path, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Chunk]) -> None:
-    """Write the files that make chunks a checkpoint."""
+    """Write the metadata files that make a directory of chunks a checkpoint."""
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in tensors.items():

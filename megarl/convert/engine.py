@@ -1,4 +1,4 @@
-"""Carry out a conversion: preallocate, convert the pieces that are missing, check, and give the directory its name."""
+"""Carry out a conversion: preallocate files, convert missing pieces, check the result, and rename the directory."""
 
 import hashlib
 import os
@@ -21,17 +21,17 @@ from megarl.convert.workers import WorkerPool
 from megarl.errors import ConfigError
 from megarl.record.progress import Progress, ProgressValues
 
-# Where OUT.partial keeps what of a conversion is done.
+# The directory within OUT.partial that records which pieces are finished.
 STATE = ".convert"
 
 _MIB = 1 << 20
-# Of fixed width at the end, so that a line that was cut short is none.
+# The checksum has a fixed width, so that a line that was cut short does not match.
 _LINE = re.compile(r"(\d+) (\d{10})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a conversion: where it writes, with how many processes, and whether it replaces what is there."""
+    """Set where a conversion writes, with how many processes, and whether it replaces an existing directory."""
 
     out: Path
     num_workers: int
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPiece:
-    """A piece to convert; `checksum` is that of its bytes if an earlier run has written them."""
+    """Name a piece to convert; `checksum` is the one of its bytes if an earlier run has written them, else None."""
 
     index: int
     checksum: int | None
@@ -48,7 +48,7 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPiece:
-    """A piece that is in its place. num_bytes_read counts the bytes of the source that were read for it."""
+    """Report a piece that is in its place; num_bytes_read counts the source bytes that were read for it."""
 
     index: int
     checksum: int
@@ -58,7 +58,7 @@ class FinishedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOutcome:
-    """The outcome of a conversion. num_kept counts the pieces that an earlier run had written."""
+    """Report the outcome of a conversion; num_kept counts the pieces that an earlier run had written."""
 
     num_pieces: int
     num_kept: int
@@ -67,30 +67,30 @@ class ConversionOutcome:
 
 
 class Journal:
-    """The finished pieces of a conversion, noted in OUT.partial/.convert so that one that was killed continues.
+    """Record the finished pieces of a conversion in OUT.partial/.convert, so that a killed conversion can continue.
 
-    `name_file` names the conversion and appears when all files are preallocated; `done_file` gets a line per finished
-    piece with the checksum of its bytes. A continued conversion checks them: what a crash of the machine lost is done
-    again.
+    `name_file` identifies the conversion and is written once all files are preallocated; `done_file` gets a line per
+    finished piece with the checksum of its bytes. A continued conversion verifies the checksums, and converts pieces
+    again that a crash of the machine has lost.
     """
 
     def __init__(self, directory: Path) -> None:
         self.name_file, self.done_file = directory / STATE / "plan", directory / STATE / "done"
 
     def done(self) -> dict[int, int]:
-        """Map finished pieces to their checksums; lines that a crash cut short are left out."""
+        """Return the checksums of finished pieces by index; lines that a crash cut short are ignored."""
         lines = self.done_file.read_text().splitlines() if self.done_file.is_file() else ()
         found = (_LINE.fullmatch(line) for line in lines)
         return {int(each[1]): int(each[2]) for each in found if each}
 
     def add(self, piece: int, checksum: int) -> None:
-        """Note a finished piece."""
+        """Record a finished piece."""
         with self.done_file.open("a") as file:
             file.write(f"{piece} {checksum:010d}\n")
 
 
 def partial_dir(out: Path) -> Path:
-    """Return where a conversion writes until it is complete."""
+    """Return the directory in which a conversion writes until it is complete."""
     return out.with_name(out.name + ".partial")
 
 
@@ -102,14 +102,14 @@ def carry_out(
     finish: Callable[[Path], None],
     description: str,
 ) -> ConversionOutcome:
-    """Convert all pieces and rename the directory; `finish` adds what else belongs there and checks the whole.
+    """Convert all pieces and rename the directory; before that, `finish` adds the other files and checks the result.
 
-    source: names the state of the source's files; a conversion of others is not continued.
+    source: identifies the state of the source's files; a conversion is continued only if that has not changed.
     """
     partial = partial_dir(settings.out)
     (partial / STATE).mkdir(parents=True, exist_ok=True)
     with exclusive(partial / STATE / "lock"):
-        # What is written where, and the files it is made from.
+        # The name depends on everything that is written and on the source's files.
         name = hashlib.sha256(repr((plan.files, plan.pieces, tuple(source))).encode()).hexdigest()
         journal = _prepare(partial, plan, name, overwrite=settings.overwrite)
         outcome = _convert(partial, plan, reader, journal, settings.num_workers, description)
@@ -125,7 +125,7 @@ def carry_out(
 
 
 def _prepare(partial: Path, plan: ConversionPlan, name: str, *, overwrite: bool) -> Journal:
-    """Preallocate all files, unless an earlier run of the same conversion has."""
+    """Preallocate all files, unless an earlier run of the same conversion has done so."""
     journal = Journal(partial)
     begun = journal.name_file.read_text() if journal.name_file.is_file() else None
     if begun not in (None, name) and not overwrite:
@@ -145,7 +145,7 @@ def _prepare(partial: Path, plan: ConversionPlan, name: str, *, overwrite: bool)
                 for offset, data in file.fixed:
                     stream.seek(offset)
                     stream.write(data)
-        # All files are there; pieces follow.
+        # Written last: its presence means that all files are preallocated.
         unfinished = journal.name_file.with_suffix(".partial")
         unfinished.write_text(name)
         unfinished.replace(journal.name_file)
@@ -157,13 +157,13 @@ def _convert(
 ) -> ConversionOutcome:
     written = journal.done()
     pending = [PendingPiece(index=i, checksum=written.get(i)) for i in range(len(plan.pieces))]
-    # Each process has memory of its own behind it from the first piece on, and uses it for all: fresh pages cost time.
+    # After the fork, each process has its own copy of this buffer and reuses it for all pieces: new pages cost time.
     scratch = np.empty(max(piece.source_bytes for piece in plan.pieces), dtype=np.uint8)
     convert = bind(_convert_piece, partial, plan, reader, scratch)
     num_kept, num_read, num_done = 0, 0, 0
     total = sum(piece.num_bytes for piece in plan.pieces)
     with (
-        # Processes first: a bar on a terminal has a thread, which a fork would lose.
+        # Processes are forked first, because a progress bar on a terminal has a thread, which a fork would lose.
         WorkerPool(convert, min(num_workers, len(pending))) as pool,
         Progress(total=-(-total // _MIB), description=f"{description}, MiB", stream=sys.stderr) as progress,
     ):
@@ -183,7 +183,7 @@ def _convert(
 def _convert_piece(
     directory: Path, plan: ConversionPlan, reader: TensorReader, scratch: np.ndarray, pending: PendingPiece
 ) -> FinishedPiece:
-    """Write a piece, unless the bytes that an earlier run wrote are still there.
+    """Write a piece, unless the bytes that an earlier run wrote are intact.
 
     scratch: bytes, at least as large as the piece's source.
     """
@@ -191,7 +191,7 @@ def _convert_piece(
     file, before = directory / piece.file, reader.files.num_bytes
     if pending.checksum is not None and range_checksum(file, piece.offset, piece.length) == pending.checksum:
         return FinishedPiece(index=pending.index, checksum=pending.checksum, num_bytes_read=0, is_new=False)
-    # A storage of the piece's size: torch.save writes all of a storage.
+    # The storage has exactly the piece's size, because torch.save writes all of a storage.
     buffer = torch.from_numpy(scratch[: piece.source_bytes]).view(piece.source_dtype).view(piece.shape)
     if sum(copy.num_rows for copy in piece.copies) < piece.shape[0]:
         buffer.zero_()

@@ -1,4 +1,4 @@
-"""Explicit reads and writes at offsets: no memory maps, so what a process holds is what it asked for."""
+"""Read and write files explicitly at offsets; without memory maps, a process holds only the memory it allocates."""
 
 import contextlib
 import fcntl
@@ -14,12 +14,12 @@ import torch
 
 from megarl.errors import ConfigError, DataError
 
-# How long a new conversion waits for the workers of one that was killed; they end when they notice.
+# How long a new conversion waits for the workers of a killed one, which end as soon as they notice.
 _LOCK_WAIT_S = 10.0
 
 
 class FileReader:
-    """Reads ranges of a directory's files and counts the bytes it was asked for."""
+    """Read ranges of a directory's files, and count the bytes that were requested."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -27,7 +27,7 @@ class FileReader:
         self.num_bytes = 0
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`; DataError if the file ends before."""
+        """Fill `buffer` with the bytes at `offset`; DataError if the file ends too early."""
         descriptor = self._open(file)
         self.num_bytes += len(buffer)
         while buffer:
@@ -37,7 +37,7 @@ class FileReader:
             buffer, offset = buffer[count:], offset + count
 
     def check_range(self, file: str, offset: int, length: int) -> None:
-        """Raise DataError unless a file has these bytes; for what is read by a library that hides our errors."""
+        """Raise DataError unless a file has these bytes; for reads by a library that would hide our errors."""
         size = os.fstat(self._open(file)).st_size
         if size < offset + length:
             raise DataError(f"{self._directory / file}: ends at byte {size}; copy the checkpoint again")
@@ -52,7 +52,7 @@ class FileReader:
 
 
 class Window(io.RawIOBase):
-    """A range of a file as a seekable stream of its own, for libraries that read streams."""
+    """Present a range of a file as a seekable stream, for libraries that read streams."""
 
     def __init__(self, reader: FileReader, file: str, offset: int, length: int) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class Window(io.RawIOBase):
 
 
 class WindowWriter(io.RawIOBase):
-    """Writes a range of an existing file from its start on.
+    """Write a range of an existing file sequentially from its start.
 
-    `checksum` is the CRC-32 of what was written, `num_left` counts the bytes of the range that were not.
+    `checksum` is the CRC-32 of the bytes written so far; `num_left` counts the bytes of the range still to be written.
     """
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
@@ -112,13 +112,13 @@ def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor of the host, without copying them."""
+    """Return the bytes of a contiguous tensor in host memory, without copying them."""
     assert tensor.is_contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def preallocate(file: Path, size: int) -> None:
-    """Make a file of `size` zero bytes whose space is reserved, so that a full disk is noticed before any work."""
+    """Create a file of `size` zero bytes with reserved space, so that a full disk is noticed before any work."""
     with file.open("wb") as stream:
         try:
             os.posix_fallocate(stream.fileno(), 0, max(1, size))
@@ -130,7 +130,7 @@ def preallocate(file: Path, size: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file or a directory durable."""
+    """Flush a file or a directory to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,7 +140,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
-    """Let only one conversion write a directory; a forked worker holds the lock as long as it lives."""
+    """Let only one conversion write to a directory; a forked worker holds the lock as long as it lives."""
     with file.open("w") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:

@@ -1,8 +1,8 @@
-"""Where the rows of Hugging Face tensors lie in Megatron's global tensors, from the family's weight table.
+"""Map rows of Hugging Face tensors to rows of Megatron's global tensors, by the family's weight table.
 
-Megarl's own shard layout of one rank (`shard_slices`) gives the answer: without parallelism a shard is the whole
-parameter. In torch_dist, equal layers are one global tensor whose first axis is the layer; experts of a layer are one
-with an axis for the expert.
+The mapping comes from megarl's shard layout for a single rank (`shard_slices`): without parallelism, a shard is the
+whole parameter. In torch_dist, equal layers form one global tensor whose first axis is the layer; the experts of a
+layer form one with an axis for the expert.
 """
 
 import itertools
@@ -17,14 +17,14 @@ from megarl.weights.slices import ShardPosition, Slice, shard_slices
 from megarl.weights.tables import Partition
 
 _WHOLE = ShardPosition(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
-# Norms that Transformer Engine fuses with a linear layer; Megatron's own layers, but those of latent attention, write
-# them under its name as well.
+# Norms that Transformer Engine fuses with a linear layer. Megatron's own layers also write them under the fused name,
+# except those of latent attention.
 _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows [row, row + num_rows) of a parameter are rows from `tensor_row` of a Hugging Face tensor."""
+    """State that rows [row, row + num_rows) of a parameter are rows of a Hugging Face tensor, from `tensor_row` on."""
 
     row: int
     tensor: str
@@ -34,10 +34,10 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A whole Megatron parameter: entry `place` of the global tensor `key`, which stacks entries over axes `stack`.
+    """Describe a whole Megatron parameter: entry `place` of the tensor `key`, which stacks entries over axes `stack`.
 
-    shape: of the entry, vocabulary padding included; rows that no block names are padding. other_key: what layers of
-    another make (Transformer Engine's or Megatron's own) call the same tensor.
+    shape: of the entry, vocabulary padding included; rows that no block names are padding. other_key: the name that
+    the other implementation of the layer (Transformer Engine's or Megatron's own) gives the same tensor.
     """
 
     key: str
@@ -54,7 +54,7 @@ class Parameter:
 
 
 def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int, stacked: bool) -> list[Parameter]:
-    """List every parameter that a checkpoint of the model holds; tied copies are not among them."""
+    """List every parameter that a checkpoint of the model holds, without tied copies."""
     expected = spec.expected_tensors(scalar_head=scalar_head)
     kept = [
         placed
@@ -89,14 +89,14 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
 
 
 def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
-    """Return the key of a parameter; grouped experts and lists of them have the same, that of a list without number."""
+    """Return a parameter's key, which grouped experts and lists of experts share: it has no expert number."""
     if placed.expert is not None:
         name = placed.rule.names[0].replace(".local_experts.{expert}.", ".experts.")
     return placed.name(name.replace(".{layer}.", ".") if stacked else name)
 
 
 def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
-    """List the keys of the (empty) objects that Megatron's parallel linear layers keep beside their weights."""
+    """List the keys of the (empty) objects that Megatron's parallel linear layers store beside their weights."""
     keys: dict[str, None] = {}
     for parameter in parameters:
         *module, kind = parameter.key.split(".")
@@ -108,7 +108,7 @@ def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tuple[int, ...]:
-    """Return the shape of the parameter on one rank: the rows of its tensors, one after another."""
+    """Return the shape of the parameter on a single rank, which concatenates the rows of its tensors."""
     rule, dim = placed.rule, spec.dims.dim
     rows = sum(dim(tensor.shape[0]) for tensor in rule.tensors)
     if rule.partition is Partition.VOCAB:
@@ -117,7 +117,7 @@ def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tu
 
 
 def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_multiple: int) -> dict[str, list[RowBlock]]:
-    """Map the name of each parameter to its blocks, in the order of its rows."""
+    """Return the blocks of each parameter by its name, in the order of its rows."""
     blocks: dict[str, list[RowBlock]] = {}
     taken: list[tuple[list[RowBlock], int]] = []
 
@@ -127,7 +127,7 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
             taken[:] = [(blocks.setdefault(name, []), math.prod(shape[1:]))]
             yield name, torch.empty(shape, device="meta")
 
-    # Slices come parameter by parameter: the last one taken is that of the current slice.
+    # Slices come parameter by parameter, so the current slice belongs to the parameter that was taken last.
     for part in shard_slices(shards(), spec, _WHOLE):
         found, row_size = taken[0]
         found.extend(row_blocks(part, row_size))
@@ -135,10 +135,10 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
 
 
 def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
-    """Split a slice of a whole parameter, with `row_size` elements a row, into blocks of rows.
+    """Split a slice of a whole parameter, which has `row_size` elements per row, into blocks of rows.
 
     Raises:
-        ValueError: the view cuts through rows; such a partition cannot be converted row by row.
+        ValueError: the slice contains parts of rows; such a partition cannot be converted row by row.
     """
     view, inner = part.view, 1
     axes = list(zip(view.shape, view.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Opening of checkpoints of either format, only if they fit their config.json and the family's table."""
+"""Open checkpoints of either format, and check that they fit their config.json and the family's weight table."""
 
 import dataclasses
 import json
@@ -16,17 +16,17 @@ from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import INDEX_NAME, TensorSpec, model_files
 from megarl.weights.tables import Partition
 
-# Only vocabulary padding depends on it, which a checkpoint brings with it.
+# The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
 _NO_PADDING = 1
 _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """A checkpoint that fits its config.json.
+    """Hold an open checkpoint that fits its config.json.
 
     spec.path: the directory with configuration and tokenizer. weight_map: tensor → file of the Hugging Face model
-    that it is, or was made from, if that had several files.
+    that the checkpoint is, or was made from; None if that had only one file.
     """
 
     path: Path
@@ -38,9 +38,9 @@ class OpenModel:
 
 
 def open_model(path: Path, model: Path | None = None) -> OpenModel:
-    """Open a Hugging Face directory or a torch_dist checkpoint; its headers are read and compared, no tensor is.
+    """Open a Hugging Face directory or a torch_dist checkpoint, reading and checking headers but no tensors.
 
-    model: the directory with the config.json of a torch_dist checkpoint; None: its own, or what its run trained.
+    model: the directory with the config.json of a torch_dist checkpoint; None: its own, or the one its run trained.
     """
     has_config = (path / "config.json").is_file()
     if (path / METADATA).is_file():
@@ -71,7 +71,7 @@ def _open_hf(path: Path) -> OpenModel:
     scalar_head = any(name in spec.family.value_architectures for name in architectures)
     reader = SafetensorsReader(path)
     compare_specs(path, reader.found, spec.expected_tensors(scalar_head=scalar_head), ignored=spec.ignored_tensors())
-    # What nobody asks for is left out.
+    # Tensors that the family ignores are left out.
     reader.specs = {name: reader.found[name] for name in spec.expected_tensors(scalar_head=scalar_head)}
     declared = declared_dtype(spec)
     got = sorted({str(each.dtype).removeprefix("torch.") for each in reader.specs.values()})
@@ -94,11 +94,11 @@ def _open_dist(path: Path, model: Path) -> OpenModel:
     tensors, _ = read_index(path)
     weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
     scalar_head = "value_head.weight" in weights
-    # Megatron stacks layers, unless some have experts and others not: then each has keys of its own.
+    # Megatron stacks layers, unless only some of them have experts: then each layer has its own keys.
     stacked = not any(key.startswith("decoder.layers.0.") for key in weights)
     parameters = []
     for parameter in model_parameters(spec, scalar_head=scalar_head, vocab_multiple=_NO_PADDING, stacked=stacked):
-        # The key and the vocabulary padding are those that the checkpoint has.
+        # Take the key and the vocabulary padding that the checkpoint has.
         key = parameter.key if parameter.key in weights else parameter.other_key
         rows = parameter.shape[0]
         if key in weights:
@@ -154,13 +154,13 @@ def _few(names: Sequence[str]) -> str:
 
 
 def declared_dtype(spec: ModelSpec) -> str | None:
-    """Return the type of the weights that a config.json names, under its new or its old key."""
+    """Return the data type of the weights that config.json declares, under its new or its old key."""
     dtype = spec.hf_config.get("dtype", spec.hf_config.get("torch_dtype"))
     return None if dtype is None else str(dtype)
 
 
 def read_weight_map(path: Path) -> dict[str, str] | None:
-    """Map tensor to file in a model of several files; conversions keep it, so that there and back changes no index."""
+    """Return tensor → file of a model of several files; conversions keep it, so a round trip preserves the index."""
     index = path / INDEX_NAME
     if not index.is_file():
         return None
@@ -169,6 +169,6 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
 
 
 def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and time of files, which tell whether a conversion continues with what it started with."""
+    """Return name, size and time of files, which show whether the source changed before a conversion continues."""
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

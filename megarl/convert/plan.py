@@ -1,4 +1,4 @@
-"""Plans of conversions: files of known size, made of pieces that do not depend on who writes them."""
+"""Plan conversions: output files of known size, made of pieces that can be written independently of each other."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +11,13 @@ from megarl.convert.mapping import Parameter, extra_state_keys
 from megarl.errors import DataError
 from megarl.weights.safetensors_map import MAX_FILE_BYTES, TensorSpec, file_layout, plan_files
 
-# What a worker holds of an output file at a time.
+# The part of an output file that a worker holds at a time.
 PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Rows of a Hugging Face tensor that become rows of a piece."""
+    """Name rows of a Hugging Face tensor that become rows of a piece."""
 
     tensor: str
     tensor_row: int
@@ -27,9 +27,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows of an output tensor, the range of the file they take, and where they come from; other rows are 0.
+    """Describe rows of an output tensor: their range in a file, and the source of each; rows without a source are 0.
 
-    chunk_shape: the shape under which torch.save stores them; None: the range holds the bare elements.
+    chunk_shape: the shape under which torch.save stores the rows; None: the range holds the bare elements.
     """
 
     name: str
@@ -44,18 +44,18 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the elements, without what the file format adds."""
+        """Return the size of the elements, without what the file format adds."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def source_bytes(self) -> int:
-        """Size of the elements in the source's type."""
+        """Return the size of the elements in the source's data type."""
         return math.prod(self.shape) * self.source_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to preallocate, with the bytes at fixed places in it besides pieces."""
+    """Describe a file to preallocate, and the bytes at fixed offsets in it that belong to no piece."""
 
     name: str
     num_bytes: int
@@ -64,9 +64,9 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """Files and pieces of a conversion.
+    """List the files and pieces of a conversion.
 
-    hf_files: file → its tensors, of a Hugging Face model. tensors, objects: of a torch_dist checkpoint.
+    hf_files: for a Hugging Face model, file → its tensors. tensors, objects: for a torch_dist checkpoint.
     """
 
     files: tuple[OutputFile, ...]
@@ -77,16 +77,16 @@ class ConversionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """Return the total size of all files."""
         return sum(file.num_bytes for file in self.files)
 
 
 def plan_hf(
     source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec], *, weight_map: Mapping[str, str] | None
 ) -> ConversionPlan:
-    """Plan a Hugging Face model: in the files of `weight_map` if it names the same tensors, else of at most 5 GiB.
+    """Plan a Hugging Face model: in the files of `weight_map` if it names the same tensors, else in files of ≤ 5 GiB.
 
-    specs: what becomes of the tensors of the source, of which only the type may differ.
+    specs: the tensors to write, which may differ from those of the source only in their data type.
     """
     if weight_map and weight_map.keys() == specs.keys():
         groups: dict[str, dict[str, TensorSpec]] = {file: {} for file in sorted(set(weight_map.values()))}
@@ -119,9 +119,9 @@ def plan_hf(
 def plan_dist(
     parameters: Sequence[Parameter], source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]
 ) -> ConversionPlan:
-    """Plan a torch_dist checkpoint, in files of at most 5 GiB; a chunk of a global tensor is a piece.
+    """Plan a torch_dist checkpoint in files of at most 5 GiB, in which each chunk of a global tensor is a piece.
 
-    target: the Hugging Face tensors of the source in the types they are to have.
+    target: the Hugging Face tensors of the source, in the data types that they are converted to.
     """
     packer = _Packer()
     pieces: list[Piece] = []
@@ -165,7 +165,7 @@ def plan_dist(
 
 
 def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> torch.dtype:
-    """Return the type that all tensors of a parameter have; DataError if they differ."""
+    """Return the data type of all tensors of a parameter; DataError if they differ."""
     found: dict[torch.dtype, str] = {}
     for block in parameter.blocks:
         found.setdefault(source[block.tensor].dtype, block.tensor)
@@ -179,7 +179,7 @@ def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> tor
 
 
 def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
-    """Yield what rows [row, row + num_rows) of a parameter are made of."""
+    """Yield the source rows of which rows [row, row + num_rows) of a parameter consist."""
     for block in parameter.blocks:
         start, stop = max(row, block.row), min(row + num_rows, block.row + block.num_rows)
         if start < stop:
@@ -192,13 +192,13 @@ def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
 
 
 def row_ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number) of the pieces of a tensor; a larger row is a piece of its own."""
+    """Yield (first row, number of rows) of the pieces of a tensor; a row over the piece size is a piece of its own."""
     step = max(1, PIECE_BYTES // (math.prod(shape[1:]) * item_bytes))
     yield from ((row, min(step, shape[0] - row)) for row in range(0, shape[0], step))
 
 
 class _Packer:
-    """Places ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
+    """Place ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {"__0_0.distcp": 0}
@@ -207,7 +207,7 @@ class _Packer:
     def place(
         self, length: int, *, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = (), data: bytes | None = None
     ) -> Chunk:
-        """Take the next range, for a chunk, or for `data` that are known already."""
+        """Reserve the next range, for a chunk, or for `data` that is already known."""
         file = next(reversed(self._sizes))
         if self._sizes[file] and self._sizes[file] + length > MAX_FILE_BYTES:
             file = f"__{len(self._sizes)}_0.distcp"

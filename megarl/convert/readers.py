@@ -1,4 +1,4 @@
-"""Readers of Hugging Face tensors by rows, in the order of the family's table, from checkpoints of either format."""
+"""Read Hugging Face tensors by rows, in the order of the family's weight table, from checkpoints of either format."""
 
 import bisect
 import functools
@@ -14,14 +14,14 @@ from megarl.convert.mapping import Parameter, RowBlock
 from megarl.errors import DataError
 from megarl.weights.safetensors_map import TensorSpec, locate_tensors, model_files
 
-# Headers of chunks are read when a chunk is first needed, and again if this many others came in between.
+# Size of the cache of chunk headers, which are read when a chunk is first needed.
 _KNOWN_RECORDS = 1024
 
 
 class SafetensorsReader:
-    """Reads tensors of a Hugging Face directory.
+    """Read tensors of a Hugging Face directory.
 
-    `found` has all tensors there, `specs` those that are asked for, and `files` counts the bytes that were read.
+    `found` holds all tensors in it, `specs` those that are needed, and `files` counts the bytes that were read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,9 +43,9 @@ class SafetensorsReader:
 
 
 class DistReader:
-    """Reads Hugging Face tensors out of a torch_dist checkpoint, whatever layout wrote it.
+    """Read Hugging Face tensors from a torch_dist checkpoint, whatever parallel layout wrote it.
 
-    `specs` has the tensors, and `files` counts the bytes that were read.
+    `specs` holds the tensors, and `files` counts the bytes that were read.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DistReader:
             self.specs[name] = TensorSpec(shape=(rows, *parameter.shape[1:]), dtype=stored[parameter.key].spec.dtype)
 
     def check_records(self) -> None:
-        """Raise DataError unless every chunk lies where the checkpoint says. Reads headers only."""
+        """Raise DataError unless every chunk lies where the metadata says; only headers are read."""
         for (key, _), chunks in self._chunks.items():
             for chunk in chunks:
                 find_record(self.files, chunk, self._stored[key].spec)
@@ -90,7 +90,7 @@ class DistReader:
             self._read_parameter(parameter, block.row + start - block.tensor_row, out[start - row : stop - row])
 
     def _read_parameter(self, parameter: Parameter, row: int, out: torch.Tensor) -> None:
-        """Fill `out` with rows of a parameter, out of the chunks that overlap them."""
+        """Fill `out` with rows of a parameter from the chunks that overlap them."""
         num_axes, covered = len(parameter.stack), 0
         spec = self._stored[parameter.key].spec
         for chunk in self._chunks.get((parameter.key, parameter.place), ()):

@@ -1,4 +1,4 @@
-"""Verification that two checkpoints hold the same model: the same tensors, bit for bit, and only finite numbers."""
+"""Verify that two checkpoints hold the same model: the same tensors, bit for bit, and only finite numbers."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRows:
-    """Rows of a tensor that are compared at a time."""
+    """Name rows of a tensor that are compared at one time."""
 
     tensor: str
     row: int
@@ -30,7 +30,7 @@ class ComparedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of comparing some rows: differences, NaN or infinity. first: index of the first difference."""
+    """Report differences, NaNs and infinities among some compared rows; `first` is the first difference's index."""
 
     tensor: str
     row: int
@@ -43,7 +43,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The ways in which two checkpoints differ, one per line; none if they are equal."""
+    """Report the ways in which two checkpoints differ, one per line; `problems` is empty if they are equal."""
 
     num_tensors: int
     num_bytes: int
@@ -64,7 +64,7 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
         for name in sorted(ours.keys() & theirs.keys())
         if ours[name] != theirs[name]
     ]
-    # Of the tensors that both have, in the same shape and type.
+    # Only tensors that both have, in the same shape and data type, are compared.
     parts = [
         ComparedRows(tensor=name, row=row, num_rows=num_rows, num_bytes=num_rows * (spec.num_bytes // spec.shape[0]))
         for name, spec in ours.items()
@@ -87,7 +87,7 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
 
 
 def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> Comparison:
-    """Compare the bits of the same rows of both."""
+    """Compare the bits of the same rows of both checkpoints."""
     spec = a.reader.specs[part.tensor]
     one, other = (torch.empty((part.num_rows, *spec.shape[1:]), dtype=spec.dtype) for _ in range(2))
     a.reader.read(part.tensor, part.row, one)
@@ -113,14 +113,14 @@ def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> Comparison:
 
 def _num_non_finite(tensor: torch.Tensor) -> int:
     """Count the elements that are NaN or infinite."""
-    # A sum is finite only if all its terms are; only where it is not, elements are counted.
+    # A finite sum shows that all terms are finite; elements are counted only if the sum is not.
     if not tensor.is_floating_point() or math.isfinite(float(tensor.sum(dtype=torch.float32))):
         return 0
     return int((~tensor.isfinite()).sum())
 
 
 def _describe(findings: list[Comparison]) -> Iterator[str]:
-    """Write a line per tensor and kind of problem, in the order of names and rows."""
+    """Yield a line per tensor and kind of problem, in the order of names and rows."""
     by_tensor: dict[str, list[Comparison]] = {}
     for finding in sorted(findings, key=lambda each: (each.tensor, each.row)):
         by_tensor.setdefault(finding.tensor, []).append(finding)

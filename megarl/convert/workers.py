@@ -1,4 +1,4 @@
-"""Map a function over many items in several forked processes, which end with the process that started them."""
+"""Map a function over items in several forked processes, which end when the process that started them ends."""
 
 import itertools
 import multiprocessing
@@ -15,13 +15,13 @@ from megarl.errors import DataError, WorkerError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# One that is worked on, and the next, so that no worker waits for the parent.
+# A worker holds the task it works on and the next one, so that it never waits for the parent.
 _IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The message of an error in a worker that the user can mend."""
+    """Carry the message of an error in a worker that the user can fix."""
 
     message: str
 
@@ -56,7 +56,7 @@ class _Worker(Generic[Item, Result]):
 
 
 class WorkerPool(Generic[Item, Result]):
-    """Processes that hold a function; with one worker everything happens in this process."""
+    """Run a function in worker processes; with one worker, it runs in this process."""
 
     def __init__(self, function: Callable[[Item], Result], num_workers: int) -> None:
         self._function = function
@@ -76,7 +76,7 @@ class WorkerPool(Generic[Item, Result]):
             worker.connection.close()
 
     def map_unordered(self, tasks: Sequence[Item]) -> Iterator[Result]:
-        """Yield results in the order they are ready.
+        """Yield results in the order in which they become ready.
 
         Raises:
             DataError: a task raised it, or an OSError.
@@ -109,7 +109,7 @@ def _serve(function: Callable[[Item], Result], connection: Connection, inherited
     for other in inherited:
         other.close()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # A forked process must not use the threads that OpenMP had before.
+    # A forked process must not use OpenMP's threads, which existed only in the parent.
     torch.set_num_threads(1)
     while True:
         try:

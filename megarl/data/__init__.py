@@ -1,1 +1,1 @@
-"""Prompts and demonstrations: files, chat templates, sampling, packing, built-in tasks, the tiny model."""
+"""Read prompts and demonstrations, encode them as token ids, and sample and pack batches; make the tiny model."""

@@ -1,4 +1,4 @@
-"""The tokens that spell a response's final answer, for credit that must not reward copying the answer of a hint."""
+"""Find the tokens of a response's final answer, so that CPO does not reward copying the answer from a hint."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -15,7 +15,7 @@ _BOXED = re.compile(r"\\boxed\s*\{")
 _OPENING, _CLOSING = "<answer>", "</answer>"
 _MARK = "####"
 
-# Answers stand at the end: their tokens are looked for here first, which spares decoding whole responses.
+# Answers stand at the end, so their tokens are searched for in a tail first, which avoids decoding whole responses.
 _TAIL_TOKENS = 256
 _MAX_SPLITS = 8
 
@@ -27,8 +27,8 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
         decode: turns token ids into the text that scorers read.
 
     Returns:
-        [R] bool: tokens with a character inside the last \boxed{…} or <answer>…</answer>, or after the last ####. A
-        brace or a tag that is not closed reaches to the end.
+        [R] bool: tokens with a character inside the last \boxed{…} or <answer>…</answer>, or after the last ####. An
+        unclosed brace or tag extends to the end.
     """
     ids = list(token_ids)
     text = decode(ids)
@@ -36,7 +36,7 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
     spans = [(start, end) for start, end in _spans(text) if start < end]
     split = 0
     if spans:
-        # A place near the end at which the text is that of the tokens before and that of those after it, or 0.
+        # A position near the end at which the tokens can be split and decoded separately to the same text, or 0.
         last = max(len(ids) - _TAIL_TOKENS, 0)
         places = range(last, max(last - _MAX_SPLITS, 0), -1)
         split = next((i for i in places if decode(ids[:i]) + decode(ids[i:]) == text), 0)
@@ -45,11 +45,11 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
         first, before = (split, head_chars) if start >= head_chars else (0, 0)
 
         def num_chars(i: int, first: int = first, before: int = before) -> int:
-            """Count the characters that the first i tokens spell."""
+            """Count the characters of the text of the first i tokens."""
             return before + len(decode(ids[first:i]))
 
         places = range(first, len(ids) + 1)
-        # From the token after which the text is longer than `start` to the one that completes `end`.
+        # The answer's tokens run from the one that reaches beyond character `start` to the one that completes `end`.
         begin = first + bisect_right(places, start, key=num_chars) - 1
         stop = first + bisect_left(places, end, key=num_chars)
         mask[begin:stop] = True
@@ -57,7 +57,7 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Find [start, end) in characters of each kind of final answer in the text, without the spaces around it."""
+    """Yield the character range [start, end) of each kind of final answer in the text, without surrounding spaces."""
     found = []
     if boxes := list(_BOXED.finditer(text)):
         start = end = boxes[-1].end()

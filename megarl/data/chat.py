@@ -1,4 +1,4 @@
-"""Encode chats as token ids with the tokenizer's own template. Tokenizers are read from a directory, not the hub."""
+"""Encode chats as token ids with the tokenizer's own template; tokenizers are read from a directory, not the hub."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,12 +9,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
-# Templates of reasoning models may open the thinking block in the prompt already.
+# Chat templates of reasoning models may already open the thinking block in the prompt.
 THINK_OPENING = "<think>\n"
 
 
 def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model directory that `key` names; ConfigError without chat template or eos token."""
+    """Load the tokenizer of the model directory at `key`; ConfigError if it has no chat template or eos token."""
     tokenizer = _read_tokenizer(path, key)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; add chat_template.jinja")
@@ -24,7 +24,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedToken
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-    """Raise ConfigError unless the model at `path`, which `key` names, has the same token ids as `tokenizer`."""
+    """Raise ConfigError, which names the config key `key`, unless the model at `path` has `tokenizer`'s token ids."""
     ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
@@ -47,10 +47,10 @@ def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 def encode_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
 ) -> list[list[int]]:
-    """Encode chats as token ids, as the template writes them.
+    """Encode chats as token ids with the tokenizer's chat template.
 
     Args:
-        add_generation_prompt: each is a prompt that ends where the assistant is to speak; else it is over.
+        add_generation_prompt: end each chat, as a prompt, with the start of an assistant turn; else it is complete.
     """
     texts = _render(tokenizer, chats, add_generation_prompt=add_generation_prompt)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -58,7 +58,7 @@ def encode_chats(
 
 
 def long_prompt_error(where: str, num_tokens: int, max_prompt_tokens: int) -> DataError:
-    """Describe a prompt with more tokens than the limit."""
+    """Return the error for a prompt that has more tokens than the limit."""
     return DataError(
         f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_tokens is {max_prompt_tokens}; "
         f"raise it or set data.on_long_prompt=drop"
@@ -72,10 +72,10 @@ def encode_demonstration(
     *,
     where: str = "demonstration",
 ) -> list[int]:
-    """Encode `target` as the policy would have written it after `messages`, with one eos token, at the end.
+    """Encode `target` as the policy would have written it after `messages`, with one eos token at the end.
 
-    A leading think tag is dropped if the template's prompt ends with it. Raises DataError if `target` has eos
-    anywhere but at its end, or is otherwise empty.
+    A leading think tag is dropped if the template's prompt already ends with it. Raises DataError if `target` has
+    an eos token before its end, or nothing but an eos token.
     """
     if target.startswith(THINK_OPENING) and _render(tokenizer, [messages])[0].endswith(THINK_OPENING):
         target = target.removeprefix(THINK_OPENING)
@@ -91,15 +91,15 @@ def encode_demonstration(
 
 
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Return a function from response ids to the text that scorers read: special tokens dropped, spaces untouched."""
+    """Return a function that decodes response ids to the text that scorers read, without special tokens."""
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Encode what the template writes after the end token of an answer.
+    """Return the token ids that the template writes after the end token of an answer.
 
-    Returns None if the template does not write prompt, answer and end token as the policy does, for example because it
-    removes or adds thoughts.
+    Returns None if the template does not reproduce prompt, answer and end token as the policy writes them, for example
+    because it removes or adds thoughts.
     """
     question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
     prompt = _render(tokenizer, [[question]])[0]

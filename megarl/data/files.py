@@ -1,7 +1,7 @@
-"""Rows of Parquet and JSON-lines files by index, without a Python object per row.
+"""Access rows of Parquet and JSON-lines files by index, without keeping a Python object per row.
 
-Parquet stays in Arrow memory, the wanted columns only. JSON lines stay in the file, which is mapped, with the offset of
-every line. A row becomes a dictionary when it is asked for.
+The wanted columns of a Parquet file stay in Arrow memory. A JSON-lines file is memory-mapped, and only the offset of
+every line is kept. A row becomes a dictionary when it is read.
 """
 
 import json
@@ -20,7 +20,7 @@ READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 
 
 class ParquetFile:
-    """Some columns of a Parquet file; the others are not read. `present` names all that the file has."""
+    """Read some columns of a Parquet file, and not the others; `present` names all columns that the file has."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         try:
@@ -50,7 +50,7 @@ class ParquetFile:
 
 
 class JsonlFile:
-    """Some keys of a file with one JSON object per line; empty lines do not count as rows.
+    """Read some keys of a file with one JSON object per line; empty lines do not count as rows.
 
     `present` names the keys of the first row.
     """
@@ -94,7 +94,7 @@ READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": Parque
 
 
 class RowFiles:
-    """The rows of several files, one after the other.
+    """Present the rows of several files as one sequence.
 
     Raises:
         DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all.
@@ -135,7 +135,7 @@ class RowFiles:
         return np.diff(np.searchsorted(indices, self._ends), prepend=0).tolist()
 
     def where(self, index: int) -> str:
-        """Name row `index` in messages: its file and its place there, counted from 0."""
+        """Return a name of row `index` for messages: its file and its position there, counted from 0."""
         which, row = self._locate(index)
         return f"{self.paths[which]} row {row}"
 

@@ -1,4 +1,4 @@
-"""Conversion of GSM8K's JSON lines (question, answer that ends in `#### value`) to the prompt schema."""
+"""Convert GSM8K's JSON lines (a question, and an answer that ends in `#### value`) to the prompt schema."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Hints: texts written after the last user tag of a prompt for one more scoring pass, and nowhere else.
+"""Insert hints after the last user tag of prompts, for one additional scoring pass.
 
-A hinted row is made from a row that was already sampled. It has the same response and is only scored, so that a hint
-reaches neither the rollout engine, nor evaluation, nor the texts that are logged.
+A hinted row is made from a row that was already sampled, has the same response and is only scored. So a hint never
+reaches the rollout engine, evaluation or the logged texts.
 """
 
 import random
@@ -18,25 +18,25 @@ from megarl.config.algo import HintConfig
 from megarl.errors import ConfigError, DataError
 from megarl.types import BoolArray, IntArray, Prompt, Row
 
-# Token ids of hints by the uid of their prompt; a prompt without a hint has none of them.
+# Token ids of hints by the uid of their prompt; prompts without a hint are absent.
 Hints: TypeAlias = Mapping[str, IntArray]
 
-# Keys of extra_info by algo.cpo.hint.source, the first one present counts; an answer may also be the ground truth.
+# Keys of extra_info that may hold the hint, by algo.cpo.hint.source; the last choice for answer is the ground truth.
 _KEYS: Mapping[str, tuple[str, ...]] = {"solution": ("gold_solution", "solution"), "answer": ("ground_truth",)}
 
-# Contents of turns that no template writes.
+# Contents of turns that no chat template writes itself.
 _FIRST, _REPLY, _SECOND = "Q0Z0Q", "A1Z1A", "Q2Z2Q"
 
 
 class UserTagNotFound(DataError):  # noqa: N818 - the name under which the rule is known
-    """Raised where a prompt has no user tag after which a hint could stand."""
+    """Report that a prompt has no user tag after which a hint could be inserted."""
 
 
 # --- texts
 
 
 def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
-    """Write the prompt's hint in its template; None without one, or a DataError if `on_missing` is error."""
+    """Return the prompt's hint within its template, or None (DataError with `on_missing=error`) if it has no hint."""
     candidates = {f"extra_info.{key}": prompt.extra_info.get(key) for key in _KEYS[cfg.source]}
     if cfg.source == "answer":
         candidates["reward_model.ground_truth"] = prompt.ground_truth
@@ -54,7 +54,7 @@ def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
 
 
 def require_hints(prompts: Iterable[Prompt], cfg: HintConfig) -> None:
-    """Raise DataError if no prompt has a hint, or with `on_missing=error` if one has none; for the start of a run."""
+    """Raise DataError at a run's start if no prompt has a hint or, with `on_missing=error`, if any prompt lacks one."""
     has_some = False
     for prompt in prompts:
         has_some = hint_text(prompt, cfg) is not None or has_some
@@ -68,7 +68,7 @@ def require_hints(prompts: Iterable[Prompt], cfg: HintConfig) -> None:
 
 
 def encode_hints(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], cfg: HintConfig) -> Hints:
-    """Encode the prompts' hints as token ids, uncut."""
+    """Encode the prompts' hints as token ids, without truncating them."""
     texts = {prompt.uid: hint_text(prompt, cfg) for prompt in prompts}
     return {
         uid: np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], dtype=np.int64)
@@ -77,9 +77,9 @@ def encode_hints(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], 
 
 
 def shuffled_hints(hints: Hints, *, seed: int) -> Hints:
-    """Give each prompt that has a hint the hint of another one: a cycle in an order that `seed` decides.
+    """Give each prompt that has a hint the hint of another prompt, by a cyclic shift in an order that `seed` decides.
 
-    It does not depend on the order of `hints`. A single hint has no other: its prompt gets an empty one.
+    The result does not depend on the order of `hints`. If there is only one hint, its prompt gets an empty one.
     """
     uids = sorted(uid for uid, ids in hints.items() if len(ids))
     random.Random(seed).shuffle(uids)
@@ -92,7 +92,7 @@ def shuffled_hints(hints: Hints, *, seed: int) -> Hints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserTags:
-    """Token ids that stand before what the user says: after another turn, and at the start of a chat."""
+    """Hold the token ids that a template writes before a user's text: after another turn, and at a chat's start."""
 
     after_turn: tuple[int, ...]
     at_start: tuple[int, ...]
@@ -102,7 +102,7 @@ def user_tags(tokenizer: PreTrainedTokenizerBase) -> UserTags:
     """Find the user tags of the tokenizer's chat template, by rendering a chat with known contents.
 
     Raises:
-        ConfigError: the template cannot render one, or the tag's tokens cannot be told from their surroundings.
+        ConfigError: the template cannot render such a chat, or the tag's tokens merge with their surroundings.
     """
     roles = ("user", "assistant", "user")
     chat = [{"role": r, "content": c} for r, c in zip(roles, (_FIRST, _REPLY, _SECOND), strict=True)]
@@ -116,7 +116,7 @@ def user_tags(tokenizer: PreTrainedTokenizerBase) -> UserTags:
     opening, after_turn, ids = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.partition(_FIRST)[0], tag_text, text)
     )
-    # What a chat's start has in common with the tag between turns: their longest common suffix.
+    # The tag at a chat's start is the longest common suffix of that start and of the tag between turns.
     pairs = zip(reversed(opening), reversed(after_turn), strict=False)
     num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     at_start = after_turn[len(after_turn) - num_equal :]
@@ -137,9 +137,9 @@ def user_tags(tokenizer: PreTrainedTokenizerBase) -> UserTags:
 
 
 def insertion_place(prompt_ids: Sequence[int] | IntArray, tags: UserTags) -> int:
-    """Find where the last user turn of a prompt begins: right after the last tag, in tokens from the prompt's start.
+    """Return the index of the token right after the prompt's last user tag, where its last user turn begins.
 
-    The tag that follows a turn is looked for first, then the one at a chat's start. Raises UserTagNotFound.
+    The tag that follows a turn is searched for first, then the one at a chat's start. Raises UserTagNotFound.
     """
     for tag in (tags.after_turn, tags.at_start):
         place = _last_place(prompt_ids, tag)
@@ -152,7 +152,7 @@ def insertion_place(prompt_ids: Sequence[int] | IntArray, tags: UserTags) -> int
 
 
 def _last_place(ids: Sequence[int] | IntArray, tag: Sequence[int]) -> int | None:
-    """Find the end of the last occurrence of `tag` in `ids`; None if there is none."""
+    """Return the index after the last occurrence of `tag` in `ids`, or None if there is none."""
     values, n = [int(i) for i in ids], len(tag)
     ends = (end for end in range(len(values), n - 1, -1) if tuple(values[end - n : end]) == tuple(tag))
     return next(ends, None)
@@ -162,10 +162,10 @@ def _last_place(ids: Sequence[int] | IntArray, tag: Sequence[int]) -> int | None
 
 
 def hinted_row(row: Row, hint_ids: IntArray, tags: UserTags, *, max_hint_tokens: int, max_row_tokens: int) -> Row:
-    """Put a hint into the row's prompt P: P[:k] + hint + P[k:] with k = `insertion_place`; P itself without a hint.
+    """Insert a hint into the row's prompt P: P[:k] + hint + P[k:] with k = `insertion_place`; P itself without a hint.
 
-    Response and loss mask stay, scores are left out. Only the hint is cut, at its end: to `max_hint_tokens`, and so
-    that the row keeps within `max_row_tokens`.
+    The new row keeps response and loss mask but no scores. Only the hint is truncated, at its end: to
+    `max_hint_tokens`, and further if the row would exceed `max_row_tokens`.
 
     Raises:
         UserTagNotFound: the prompt has no user tag; the message names the row.
@@ -189,10 +189,10 @@ def hinted_row(row: Row, hint_ids: IntArray, tags: UserTags, *, max_hint_tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedRows:
-    """Rows to score, in the order of those they were made from.
+    """Hold hinted rows to score, in the order of the rows that they were made from.
 
-    has_hint: [B] bool; rows without a hint have their own prompt. num_hint_tokens: [B] tokens of the hint that a row
-    got. truncated: [B] bool, the hint was longer.
+    has_hint: [B] bool; rows without a hint have their own prompt. num_hint_tokens: [B] number of hint tokens that were
+    inserted. truncated: [B] bool, whether the hint was longer than that.
     """
 
     rows: tuple[Row, ...]
@@ -201,7 +201,7 @@ class HintedRows:
     truncated: BoolArray
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean tokens of the hints that rows got, and the shares of rows whose hint was cut or missing."""
+        """Return the mean length of inserted hints, and the shares of rows whose hint was truncated or missing."""
         if not self.rows:
             return {}
         return {
@@ -214,7 +214,7 @@ class HintedRows:
 def hinted_rows(
     rows: Sequence[Row], hints: Hints, tags: UserTags, cfg: HintConfig, *, max_row_tokens: int
 ) -> HintedRows:
-    """Put its prompt's hint into every row; without a user tag there is none, or with `on_missing=error` it raises."""
+    """Insert hints into rows. Where the user tag is missing, a row gets none, or `on_missing=error` raises."""
     made: list[Row] = []
     for row in rows:
         try:

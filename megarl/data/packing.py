@@ -1,4 +1,4 @@
-"""Distribution of rows over data-parallel ranks and micro-batches. The bins hold indices into `lengths`."""
+"""Distribute rows over data-parallel ranks and micro-batches; the bins hold indices into `lengths`."""
 
 import heapq
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(slots=True)
 class _Bin:
-    """Rows that go together, and the sum of their lengths."""
+    """Hold the rows of one bin, and the sum of their lengths."""
 
     total: int = 0
     indices: list[int] = field(default_factory=list)
@@ -21,14 +21,14 @@ class _Bin:
 def balance(lengths: Sequence[int], num_bins: int, *, equal_size: bool) -> Bins:
     """Split rows into bins of nearly equal sums by the largest differencing method (Karmarkar & Karp, 1982).
 
-    `equal_size`: the bins' row counts differ by at most one. No bin is empty if there are rows enough.
+    `equal_size`: the bins' row counts differ by at most one. No bin is empty if there are at least `num_bins` rows.
     """
     _require_positive(lengths)
     if num_bins < 1:
         raise ConfigError(f"balance: got {num_bins} bins, expected >= 1")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     group = num_bins if equal_size else 1
-    # A partial solution is its non-empty bins, heaviest first; the heap gives the one of the largest spread.
+    # A partial solution is a list of non-empty bins, heaviest first; the heap yields the one with the largest spread.
     heap = []
     for start in range(0, len(order), group):
         bins = [_Bin(lengths[i], [i]) for i in order[start : start + group]]
@@ -43,7 +43,7 @@ def balance(lengths: Sequence[int], num_bins: int, *, equal_size: bool) -> Bins:
         merged = [*kept]
         for a, b in zip(joining, reversed(second[len(second) - overlap :]), strict=True):
             small, large = sorted((a, b), key=lambda x: len(x.indices))
-            large.indices.extend(small.indices)  # both are used up, and moving the smaller one keeps this n·log n
+            large.indices.extend(small.indices)  # Neither is used again; moving the smaller one keeps this n·log n.
             large.total += small.total
             merged.append(large)
         merged += second[: len(second) - overlap]
@@ -56,9 +56,9 @@ def balance(lengths: Sequence[int], num_bins: int, *, equal_size: bool) -> Bins:
 def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
     """Split rows into at least `min_bins` micro-batches of at most `max_tokens` tokens, the heaviest first.
 
-    Starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, filled longest
-    row first into the lightest bin, and raises k (by one, or 2 %) until every bin fits. Bins are empty only if
-    there are fewer rows than `min_bins`. ConfigError for a row that alone is too long.
+    The search starts from k = max(⌈Σ lengths / max_tokens⌉, rows longer than max_tokens / 2, min_bins) bins, puts the
+    rows, longest first, into the lightest bin, and raises k (by one, or 2 %) until every bin fits. Bins are empty only
+    if there are fewer rows than `min_bins`. Raises ConfigError for a row that is too long by itself.
     """
     _require_positive(lengths)
     for index, length in enumerate(lengths):
@@ -81,17 +81,17 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
         if all(b.total <= max_tokens for b in bins):
             bins.sort(key=lambda b: (-b.total, b.indices))
             return [sorted(b.indices) for b in bins]
-        # With a bin for every row all of them fit, so this ends.
+        # The loop ends because all rows fit once each has its own bin.
         num_bins = min(num_bins + max(1, num_bins // 50), len(lengths))
 
 
 def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1) -> list[Bins]:
     """Split rows into the micro-batches of each of `dp` ranks.
 
-    Every rank gets the same number of them, a multiple of `multiple` (for interleaved pipelines), and row counts
-    differ by at most one. A micro-batch is empty only if there are fewer rows than
-    `dp` × the number of micro-batches, which takes a row count that `dp` does not divide; with fewer rows than ranks
-    some ranks have nothing else.
+    Every rank gets the same number of micro-batches, a multiple of `multiple` (for interleaved pipelines), and the
+    ranks' row counts differ by at most one. A micro-batch is empty only if there are fewer rows than `dp` × the number
+    of micro-batches, which happens only if `dp` does not divide the row count. With fewer rows than ranks, some ranks
+    have only empty micro-batches.
     """
     if not lengths:
         raise DataError("got no rows to split over data-parallel ranks, expected at least one; skip the pass")
@@ -109,12 +109,12 @@ def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, mult
 
 
 def _spread(bins: list[_Bin], num_bins: int) -> int:
-    """Return the difference between the heaviest and the lightest bin of a partial solution, heaviest first."""
+    """Return the difference between the heaviest (first) and the lightest bin of a partial solution."""
     return bins[0].total - (bins[-1].total if len(bins) == num_bins else 0)
 
 
 def _require_positive(lengths: Sequence[int]) -> None:
-    """Raise DataError for a row without tokens."""
+    """Raise DataError if a row has no tokens."""
     for index, length in enumerate(lengths):
         if length < 1:
             raise DataError(f"row {index} has {length} tokens, expected at least one")

@@ -1,4 +1,4 @@
-"""Data sets of preference pairs, tokenised and checked when they are opened."""
+"""Provide data sets of preference pairs, which are tokenised and checked when they are opened."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from megarl.types import Row, row_read_at_end
 
 
 class PreferenceDataset:
-    """Pairs by index, each side a whole chat as the tokenizer's template writes it.
+    """Hold preference pairs by index; each side is a whole chat as the tokenizer's template writes it.
 
-    A bad row, or a chat of more than `max_tokens` tokens, is a DataError.
+    Raises DataError for a malformed row, or a chat of more than `max_tokens` tokens.
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:

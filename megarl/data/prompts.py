@@ -1,7 +1,7 @@
-"""Data sets of prompts (`Prompt`) and of demonstrations (`Row`), tokenised once, when they are opened.
+"""Provide data sets of prompts (`Prompt`) and demonstrations (`Row`), which are tokenised once, on opening.
 
-Every row is read and checked then, so that a bad row stops a run before it costs anything. Token ids are kept in arrays
-of 4 bytes per token instead of lists of Python objects.
+Every row is read and checked at that time, so that a bad row stops a run before training. Token ids are kept in
+arrays of 4 bytes per token instead of lists of Python objects.
 """
 
 from array import array
@@ -28,7 +28,7 @@ from megarl.data.records import (
 from megarl.errors import DataError
 from megarl.types import Message, Prompt, Row
 
-# Stands for a probability that the demonstrator did not give.
+# Marks a token for which the demonstrator's probability is unknown.
 UNKNOWN_PROB = -1.0
 
 OnLongPrompt = Literal["error", "drop"]
@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class PromptDataset:
-    """Prompts by index. A prompt's uid is its data source and its place in the files, before any is dropped.
+    """Hold prompts by index; a prompt's uid consists of its data source and its row number before any are dropped.
 
-    A prompt over `max_prompt_tokens` is a DataError; with `on_long_prompt="drop"` it is left out and counted in
-    `num_dropped`. With `demonstrations`, prompts carry those of the files, and it is a DataError if no file has any.
-    `num_target_probs` counts the prompts whose demonstration has the demonstrator's probabilities.
+    A prompt over `max_prompt_tokens` raises DataError; with `on_long_prompt="drop"` it is left out and counted in
+    `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
+    `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PromptDataset:
         columns = PROMPT_COLUMNS if demonstrations is None else (*PROMPT_COLUMNS, *TARGET_COLUMNS)
         self._files = RowFiles(paths, columns=columns, required=("prompt", "reward_model"))
         self._tokens: list[array[int]] = []
-        # By prompt, like the tokens, if they are asked for; one without a target has an empty demonstration.
+        # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
         self.num_target_probs = 0
         self._kept = array("q")
@@ -77,7 +77,7 @@ class PromptDataset:
                     raise long_prompt_error(self._files.where(index), len(ids), max_prompt_tokens)
         self.data_sources = frozenset(sources)
         self.num_dropped = len(self._files) - len(self._kept)
-        # Usable prompts of each file, in the order of `paths`.
+        # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
         if not self._kept:
             raise DataError(
@@ -112,7 +112,7 @@ class PromptDataset:
 
 
 class SftDataset:
-    """Demonstrations by index, as rows with loss on the response; a row over either limit is a DataError."""
+    """Hold demonstrations by index, as rows with loss on the response; a row over either limit raises DataError."""
 
     def __init__(
         self,
@@ -162,16 +162,16 @@ def _demonstration(
     cfg: DemonstrationConfig,
     where: str,
 ) -> tuple[list[int], bool]:
-    """Encode a row's target as the policy would have written it, with the end token; tell whether it has probabilities.
+    """Encode a row's target as the policy would have written it; also return whether it comes with probabilities.
 
-    A target of more than `cfg.max_tokens` tokens is cut and gets no end token, as nothing ends there, or it is not used
+    The target ends with the end token. One of more than `cfg.max_tokens` tokens is cut, without end token, or not used
     (`cfg.on_long`). A row without a target has an empty demonstration. DataError names `where` and what is wrong.
     """
     if not row.get("target"):
         return [], False
     ids = encode_demonstration(tokenizer, messages, parse_target(row, where), where=where)
     probs = parse_target_probs(row, where)
-    # One probability per token of the target, and possibly one for the end token.
+    # There must be one probability per token of the target, and there may be one more for the end token.
     if probs and len(probs) not in (len(ids) - 1, len(ids)):
         raise DataError(
             f"{where}: target_probs has {len(probs)} entries, expected {len(ids) - 1}, one per token of the target, "

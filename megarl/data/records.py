@@ -1,12 +1,12 @@
-"""The meaning of a row of a prompt file, in the Parquet/JSON-lines schema that verl and LUFFY use.
+"""Parse rows of prompt files, in the Parquet/JSON-lines schema that verl and LUFFY use.
 
-`prompt` and `target`: lists of {role, content}; `target_probs`: optional list of the probabilities that whoever wrote
+`prompt` and `target`: lists of {role, content}; `target_probs`: optional list of the probabilities that the author of
 the target gave its tokens, -1 where unknown; `data_source`: string, at the top level or in `extra_info`;
-`ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: anything.
+`ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: any object.
 
-Rows of preferences have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
-answer; `prompt` (or `messages`): a text or such a list, which may be left out where the two start with it; and
-`margin`, an optional number.
+Preference rows have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
+answer; `prompt` (or `messages`): a text or such a list, which may be left out if chosen or rejected starts with it;
+and `margin`, an optional number.
 """
 
 import math
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """A question and what its scorer needs. `ground_truth` is empty where a model judges (style "model")."""
+    """Hold a question and what its scorer needs; `ground_truth` may be empty if a model judges (style "model")."""
 
     messages: tuple[Message, ...]
     data_source: str
@@ -64,7 +64,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationRecord:
-    """A question with the answer to imitate."""
+    """Hold a question with the answer to imitate."""
 
     messages: tuple[Message, ...]
     target: str
@@ -72,7 +72,7 @@ class DemonstrationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Two whole chats with the same prompt, and the margin by which their scores are to differ."""
+    """Hold two complete chats with the same prompt, and the margin by which their scores should differ."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
@@ -80,7 +80,7 @@ class PreferenceRecord:
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
-    """Read a row; DataError names `where` and what is wrong."""
+    """Parse a prompt row; DataError names `where` and what is wrong."""
     extra_info = _mapping(row, "extra_info", where, required=False)
     reward_model = _mapping(row, "reward_model", where, required=True)
     style = _string({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
@@ -101,12 +101,12 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
 
 
 def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
-    """Read a row, whose `target` must be one assistant turn; DataError names `where` and what is wrong."""
+    """Parse a row whose `target` must be one assistant turn; DataError names `where` and what is wrong."""
     return DemonstrationRecord(messages=_messages(row, "prompt", where), target=parse_target(row, where))
 
 
 def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
-    """Read a row; DataError names `where` and what is wrong."""
+    """Parse a preference row; DataError names `where` and what is wrong."""
     sides = {side: _conversation(row, side, where) for side in PREFERENCE_SIDES}
     prompt = next((_conversation(row, name, where) for name in ("prompt", "messages") if row.get(name)), ())
     openings = {side: turns[:-1] for side, turns in sides.items()}
@@ -132,7 +132,7 @@ def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
 
 
 def _conversation(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
-    """Read turns; a text is one turn: an answer in chosen and rejected, a question elsewhere."""
+    """Parse a list of turns, or a text as one turn: an answer in chosen and rejected, a question elsewhere."""
     value = row.get(name)
     if isinstance(value, str):
         return (Message(role="assistant" if name in PREFERENCE_SIDES else "user", content=value),)

@@ -1,9 +1,9 @@
-"""Samplers of batches of rows, which depend on the seed alone, so that a resumed run draws the same ones.
+"""Draw batches of rows in an order that depends only on the seed, so that a resumed run draws the same ones.
 
-Several prompt files can be mixed by weight. With weights w_i, and p_i = w_i / Σ w, file i's share of the first n draws
-is kept next to n·p_i: each draw goes to the file that lags furthest behind its share (smooth weighted round-robin).
-Shares are thus exact over any stretch of batches, not only on average; within a file, rows come in the seeded order of
-`PromptSampler`.
+Several prompt files can be mixed by weight. With weights w_i and p_i = w_i / Σ w, the number of the first n draws that
+go to file i stays close to n·p_i: each draw goes to the file that lags furthest behind its share (smooth weighted
+round-robin). So the shares hold over any stretch of batches, not only on average; within a file, rows come in the
+seeded order of `PromptSampler`.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from megarl.types import IntArray
 
 
 def require_batch(dataset_size: int, batch_size: int) -> None:
-    """Raise ConfigError unless a data set has at least a batch of rows."""
+    """Raise ConfigError unless a data set has enough rows for one batch."""
     if not 1 <= batch_size <= dataset_size:
         raise ConfigError(
             f"batch size: got {batch_size} rows, expected 1 to {dataset_size}, the size of the data set; "
@@ -27,12 +27,12 @@ def require_batch(dataset_size: int, batch_size: int) -> None:
 
 
 class PromptSampler:
-    """Endless batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
+    """Draw endless batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
 
-    Batches run across the end of an epoch. No batch holds a row twice, for samples are grouped by their
-    prompt's uid: rows that an unfinished batch already holds come after it in the new epoch.
+    Batches run across the end of an epoch. No batch holds a row twice, because samples are grouped by their
+    prompt's uid: the new epoch draws the rows that an unfinished batch already holds only after that batch.
 
-    `epoch` is that of the last row drawn, from 0; -1 before the first batch.
+    `epoch` is the epoch of the last row drawn, counted from 0; -1 before the first batch.
     """
 
     def __init__(self, dataset_size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
@@ -62,7 +62,7 @@ class PromptSampler:
         return batch
 
     def draw(self, num_rows: int) -> list[int]:
-        """Draw the next `num_rows` row indices, at most the data set's size; mixtures draw as their weights ask."""
+        """Draw the next `num_rows` row indices (at most the data set's size), as a mixture's weights require."""
         rows = self._order[self._position : self._position + num_rows]
         self._position += len(rows)
         if len(rows) < num_rows:
@@ -97,7 +97,7 @@ class PromptSampler:
 
 
 class MixtureSampler:
-    """Endless batches of rows of several data sets laid end to end; each one's weight gives its share of every batch.
+    """Draw endless batches of row indices from concatenated data sets, whose weights give their shares of each batch.
 
     Raises:
         ConfigError: a data set has fewer rows than its share of a batch, so that rows would repeat within one.
@@ -109,8 +109,8 @@ class MixtureSampler:
         total = sum(weights)
         self._shares = [weight / total for weight in weights]
         for i, (size, share) in enumerate(zip(sizes, self._shares, strict=True)):
-            # Credits stay between -1 and the number of sets less one, so a batch exceeds its share by less than that
-            # number.
+            # Credits stay between -1 and the number of sets minus one, so a batch exceeds its share by less than the
+            # number of sets.
             most = min(batch_size, int(batch_size * share) + len(sizes))
             if size < most:
                 raise ConfigError(
@@ -159,14 +159,14 @@ class MixtureSampler:
             self.next_batch()
 
 
-# Endless batches of row indices, without a row twice in a batch; the state is exact, in plain numbers.
+# A sampler draws endless batches of row indices, none twice in a batch; its exact state consists of plain numbers.
 Sampler: TypeAlias = PromptSampler | MixtureSampler
 
 
 def prompt_sampler(
     entries: Sequence[str | WeightedFile], sizes: Sequence[int], *, batch_size: int, seed: int, shuffle: bool
 ) -> Sampler:
-    """Build the sampler that `data.train` asks for: over all rows alike, or a mixture if an entry has a weight.
+    """Build the sampler for `data.train`: over all rows equally, or a mixture if an entry has a weight.
 
     Args:
         sizes: usable rows of each file, in the order of the entries.

@@ -1,7 +1,7 @@
-"""A Qwen3 model directory small enough for a laptop: random weights and a byte-level tokenizer.
+"""Make a Qwen3 model directory that is small enough for a laptop, with random weights and a byte-level tokenizer.
 
-Without merges every byte is a token, so digits are never glued together, which is what lets so small a model
-calculate. A few words of the chat format are tokens of their own, to keep prompts short.
+The tokenizer has no merges, so every byte, and thus every digit, is a token, which lets so small a model calculate.
+A few words of the chat format are tokens of their own, to keep prompts short.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelConfig:
-    """Sizes of the model; the defaults make 625 thousand parameters."""
+    """Hold the sizes of the tiny model; the defaults give 625 thousand parameters."""
 
     hidden_size: int = 128
     num_layers: int = 3

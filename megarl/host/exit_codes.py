@@ -7,7 +7,7 @@
 | 2 | bad input; nothing was started |
 | 85 | SIGTERM or SIGUSR1 stopped the run during training, after a checkpoint of its last step; `--resume` continues |
 | 128 + n | ended at once by signal n: by SIGINT; by SIGTERM or SIGUSR1 before or after training, or when sent twice |
-| 141 | whoever read the output has gone, as `head` does |
+| 141 | the reader of the output has closed it, as `head` does |
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _STDOUT = 1
 
 @contextlib.contextmanager
 def exit_on_errors() -> Iterator[None]:
-    """Run a command inside; an error that ends it becomes one line and an exit code of the module's table."""
+    """Turn an error that ends the command in this context into one line and an exit code of the module's table."""
     received = leave_on_signals()
     try:
         yield
@@ -61,12 +61,12 @@ def _require_reader() -> None:
     poll = select.poll()
     poll.register(_STDOUT)
     if any(event & select.POLLERR for _, event in poll.poll(0)):
-        # Python writes what it still has at its end.
+        # Python flushes its output buffers at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
-    # One line, whatever a library put into its message.
+    # A library's message may span several lines, but is shown as one.
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     raise SystemExit(code)

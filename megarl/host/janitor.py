@@ -1,12 +1,12 @@
-"""Leave nothing behind: one janitor per host ends a run's processes and removes its files when its owner is gone.
+"""Clean up after a run: one janitor per host ends the run's processes and removes its files when its owner is gone.
 
-Every process of a run inherits MEGARL_RUN_ID. The janitor is started by its owner (the driver; where a run has several
-hosts, what keeps Ray on each), in a session of its own, and reads a pipe that only the owner can write to. When the
-pipe closes, for whatever reason (clean end, crash, SIGKILL), it ends every process that carries the run's id and
-unlinks the run's names. It touches nothing else.
+Every process of a run inherits MEGARL_RUN_ID. The janitor's owner (the driver, or, in a run on several hosts, the
+process that keeps Ray on each) starts it in a session of its own. The janitor reads a pipe that only the owner can
+write to. When the pipe closes, for whatever reason (clean end, crash, SIGKILL), the janitor ends every process that
+carries the run's id and unlinks the run's files. It touches nothing else.
 
-Libraries make shared memory under names of their own (vLLM's workers, multiprocessing). The janitor notes what the
-run's processes have mapped while it waits, and unlinks that too once no process maps it any more.
+Libraries (vLLM's workers, multiprocessing) create shared memory under other names. While it waits, the janitor notes
+which shared memory the run's processes have mapped, and unlinks that too once no process maps it any more.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ WATCH_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunScope:
-    """This names the processes of a run and what it may create outside its run directory; all carry its id."""
+    """Find a run's processes, and the files it creates outside its run directory; all of them carry the run's id."""
 
     run_id: str
 
@@ -45,7 +45,7 @@ class RunScope:
         return Path(tempfile.gettempdir()) / f"mr-{self.run_id}"
 
     def shm_file(self, name: str) -> Path:
-        """Name a shared-memory file of this run."""
+        """Return the path of a shared-memory file of this run."""
         return SHM_DIR / f"megarl-{self.run_id}-{name}"
 
     def leftovers(self) -> list[Path]:
@@ -63,7 +63,7 @@ class RunScope:
                 if (
                     pid != os.getpid()
                     and marker in (entry / "environ").read_bytes().split(b"\0")
-                    # A zombie has ended already.
+                    # A zombie counts as ended.
                     and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
                 ):
                     found.append(pid)
@@ -87,7 +87,7 @@ def mapped_files(pid: int) -> set[Path]:
 
 
 class HostedRun:
-    """Stands in for `Janitor` in a driver whose hosts already have janitors, which outlive the driver."""
+    """Stand in for `Janitor` in a driver whose hosts already have janitors, which outlive the driver."""
 
     def __init__(self, run_id: str) -> None:
         self.scope = RunScope(run_id=run_id)
@@ -99,17 +99,17 @@ class HostedRun:
 
 
 def open_caretaker() -> "Janitor | HostedRun":
-    """Start a janitor of this process, unless the environment says that the host has one already."""
+    """Start a janitor for this process, unless the environment says that the host already has one."""
     run_id = os.environ.get(HOSTED_RUN_VARIABLE)
     return Janitor() if run_id is None else HostedRun(run_id)
 
 
 class Janitor:
-    """Holds the owner's end of the janitor's pipe; closing it, or dying, makes the janitor clean up."""
+    """Hold the owner's end of the janitor's pipe; the janitor cleans up when the owner closes it or dies."""
 
     def __init__(self, run_id: str | None = None) -> None:
         self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])
-        # Set before any child exists, so that all of them inherit it.
+        # The id is set before any child exists, so that every child inherits it.
         os.environ[RUN_ID_VARIABLE] = self.scope.run_id
         read_end, self._write_end = os.pipe()
         environment = {k: v for k, v in os.environ.items() if k != RUN_ID_VARIABLE}
@@ -136,9 +136,9 @@ def scopes_of(prefix: str) -> list[RunScope]:
 
 
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
-    """End the run's processes, then unlink its names and the `noted` files of its libraries.
+    """End the run's processes, then unlink its files and the `noted` files of its libraries.
 
-    The owner does not carry the id in the environment that it was started with.
+    The owner itself is spared, since the environment that it was started with does not hold the id.
     """
     libraries = {*noted, *scope.mapped_files()}
     end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)
@@ -159,7 +159,7 @@ def end_processes(scope: RunScope, *, settle_s: float, grace_s: float) -> None:
         time.sleep(0.1)
     for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, GRACE_S)):
         deadline = time.monotonic() + wait_s
-        # Again and again: a process may have forked another one before its own end.
+        # Repeat, because a process may have forked another one before it ended.
         while (alive := scope.processes()) and time.monotonic() < deadline:
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):

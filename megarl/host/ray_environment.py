@@ -1,4 +1,4 @@
-"""Define the environment that Ray gets in the driver and on every host, and keep the logs that it leaves."""
+"""Define Ray's environment variables in the driver and on every host, and keep the logs of its workers."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
-# On several hosts: one that is cut off is noticed within 6 s; by default it takes more than a minute.
+# On several hosts, a host that is cut off is noticed within 6 s; by default this takes more than a minute.
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -20,7 +20,7 @@ HEALTH_CHECKS = {
 
 
 def keep_worker_logs(temp_dir: Path, target: Path) -> None:
-    """Copy what the workers of the Ray in `temp_dir` have printed, and the stacks of those that were asked for them."""
+    """Copy the output of the workers of the Ray in `temp_dir` to `target`, and the stacks that were requested."""
     target.mkdir(parents=True, exist_ok=True)
     files = {file: file.name for file in (temp_dir / "session_latest" / "logs").glob("worker-*")}
     files |= {file: f"stacks-{file.name}" for file in (temp_dir / "stacks").glob("*.txt")}

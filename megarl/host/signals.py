@@ -1,7 +1,7 @@
 """Decide what SIGINT, SIGTERM and SIGUSR1 do to a command.
 
-Outside training steps each ends the process at once with 128 + n. Around training steps SIGTERM and SIGUSR1 ask for a
-stop at the end of the current step, once; SIGINT, and a second signal of any kind, ends the process at once.
+Outside training steps, each of them ends the process at once with 128 + n. During training steps, the first SIGTERM or
+SIGUSR1 requests a stop at the end of the current step; SIGINT, or a second signal, ends the process at once.
 """
 
 import signal
@@ -18,15 +18,15 @@ _STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(slots=True)
 class StopRequest:
-    """This holds the signal that asked for a stop, or None."""
+    """Hold the signal that requested a stop, or None."""
 
     signum: signal.Signals | None = None
 
 
 def leave_on_signals() -> list[int]:
-    """Make every signal end the process at once, by SystemExit, so that clean-up runs.
+    """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
-    The returned list will hold the signal that ended it: where Ray waits, it replaces the exit code by its own.
+    The returned list will hold that signal, since Ray, where it waits, replaces the exit code by its own.
     """
     received: list[int] = []
 
@@ -44,7 +44,7 @@ def leave_on_signals() -> list[int]:
 
 @contextmanager
 def keep_handlers() -> Iterator[None]:
-    """Keep our signal handlers around `ray.init`, which would replace them by its own."""
+    """Restore our signal handlers after `ray.init`, which replaces them by its own."""
     previous = {each: signal.getsignal(each) for each in _LEAVING}
     try:
         yield
@@ -54,21 +54,21 @@ def keep_handlers() -> Iterator[None]:
                 signal.signal(each, handler)
 
 
-# Of the last training steps.
+# The request of the most recent `stop_on_signals`.
 _last = StopRequest()
 
 
 def last_stop_signal() -> signal.Signals | None:
-    """Return the signal that asked the last training steps to stop, if one did.
+    """Return the signal that requested a stop during the last training steps, if one did.
 
-    A run that had reached its last step is finished all the same.
+    A run that had already reached its last step counts as finished all the same.
     """
     return _last.signum
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Let the first SIGTERM or SIGUSR1 during training steps set the yielded request.
+    """Record the first SIGTERM or SIGUSR1 during training steps in the yielded request.
 
     That signal also restores the previous handlers, so a second one ends the process.
     """

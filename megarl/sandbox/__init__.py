@@ -1,4 +1,4 @@
-"""A sandbox for programs that nobody vouches for. It knows nothing of rewards and needs only the standard library."""
+"""Run untrusted programs in a sandbox that knows nothing of rewards and needs only the standard library."""
 
 from megarl.sandbox.options import Isolation, Limits, SandboxOptions
 from megarl.sandbox.process import Program, Sandbox

@@ -1,4 +1,4 @@
-"""Options of a sandbox: how far a program is shut in, and how much it may use."""
+"""Define the options of a sandbox: how a program is isolated, and how much of each resource it may use."""
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -9,9 +9,9 @@ MIB = 2**20
 
 
 class Isolation(StrEnum):
-    """How a program is shut in.
+    """Choose how a program is isolated.
 
-    `namespaces` refuses to run anything where the kernel does not grant them; `limits_only` is no protection.
+    `namespaces` runs nothing if the kernel does not grant namespaces; `limits_only` does not protect the machine.
     """
 
     NAMESPACES = "namespaces"
@@ -20,7 +20,7 @@ class Isolation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one run of a program. Sizes are in MiB, times in seconds."""
+    """Limit the resources of one run of a program; sizes are in MiB, times in seconds."""
 
     cpu_s: int = 5  # CPU time.
     wall_s: float = 15.0  # Wall-clock time.
@@ -37,13 +37,13 @@ class Limits:
 
     @property
     def output_bytes(self) -> int:
-        """The limit of output in bytes."""
+        """Return the limit of output in bytes."""
         return int(self.output_mib * MIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOptions:
-    """Options of all programs.
+    """Set the options that apply to all programs of a sandbox.
 
     `import_paths`: directories of packages that programs may import, read-only, besides the standard library.
     """

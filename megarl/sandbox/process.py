@@ -1,4 +1,4 @@
-"""The outer side of a sandbox: starts the launcher, hands it programs, and never waits for one without a limit."""
+"""Control a sandbox from outside: start its launcher and hand it programs, never waiting without a time limit."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
 from megarl.sandbox.task import Ending, Execute, Outcome, ProgramTask
 
-# Beyond what a program may take: how late a busy machine may be.
+# Time allowed beyond a program's own limits, since a busy machine may be late.
 MARGIN_S = 30.0
 _DEAD = "the sandbox's launcher died or hung; its error is in this process's log"
 _ROOT = str(Path(megarl.__file__).parents[1])
@@ -31,7 +31,7 @@ _BOOT = (
     "sys.path.pop(0); main()"
 )
 
-# What to do where a step of shutting a program in is refused, by the names that the modules of `jail/` give steps.
+# Advice for when the kernel refuses a step of the isolation, by the names that the modules of `jail/` give the steps.
 _NAMESPACES = (
     "allow user namespaces: sysctl user.max_user_namespaces=15000, kernel.unprivileged_userns_clone=1 (Debian), "
     "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in Docker --security-opt seccomp=unconfined "
@@ -62,7 +62,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 class Program(AbstractContextManager["Program"]):
-    """A program that is shut in. `run` starts it afresh for each task; leaving the context removes all of it."""
+    """Hold a program in its sandbox; `run` starts it afresh for each task, and leaving the context removes it all."""
 
     def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
         self._connection = connection
@@ -79,11 +79,11 @@ class Program(AbstractContextManager["Program"]):
                 f"{REMEDIES[name]}, or set rewards.code.isolation=limits_only, which protects neither files nor the "
                 "network from programs"
             )
-        # The text of the program comes before anything else.
+        # The program's source is sent before anything else.
         wire.send(connection, {}, source.encode("utf-8", "surrogatepass"))
 
     def run(self, task: ProgramTask) -> Outcome:
-        """Run the task, and tell what came of it. After `Ending.LOST` every further one is lost too."""
+        """Run a task and return its outcome; after `Ending.LOST` every further task is lost too."""
         if self._is_lost:
             return Outcome(ending=Ending.LOST)
         try:
@@ -114,8 +114,8 @@ class Program(AbstractContextManager["Program"]):
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill(self) -> None:
-        """Kill the keeper."""
-        # Only while the connection is open: then the keeper is alive, and its number its own.
+        """Kill the keeper, the sandbox's process that looks after this program."""
+        # Kill only while the connection is open: the keeper is then alive, so its pid cannot belong to another process.
         os.kill(self.keeper, signal.SIGKILL)
 
     def _wait_for_end(self) -> None:
@@ -129,7 +129,7 @@ class Program(AbstractContextManager["Program"]):
 
 
 class Sandbox(AbstractContextManager["Sandbox"]):
-    """Runs programs, several at a time if several threads ask. Starts its launcher when first needed."""
+    """Run programs, several at a time if called from several threads; the launcher is started on first use."""
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
         self.options = options or SandboxOptions()
@@ -139,7 +139,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self._control: socket.socket | None = None
 
     def program(self, source: str) -> Program:
-        """Return a context with the program shut in; ConfigError if this machine does not let it be."""
+        """Return a context that holds the program in its sandbox; ConfigError if this machine does not allow one."""
         with self._lock:
             if self._launcher is None or self._launcher.poll() is not None:
                 self._stop()
@@ -184,7 +184,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         limits = asdict(self.options.limits)
         del limits["output_mib"]
         import_paths = [os.path.realpath(path) for path in self.options.import_paths]
-        # As `jail/launch.py` reads it.
+        # `jail/launch.py` reads these options.
         setup = {
             "bounds": {
                 **limits,
@@ -206,7 +206,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        # An import has to succeed, or what fails here would be taken for failures of programs.
+        # An import must succeed here, or else faults of this machine would be taken for failures of programs.
         try:
             with self._shut_in(self._ask(), "") as program:
                 outcome = program.run(Execute(statements="import statistics", token=""))

@@ -1,4 +1,4 @@
-"""The files of this machine that a Python needs to import its standard library."""
+"""List the files of this machine that Python needs to import its standard library."""
 
 import os
 import sys
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from megarl.errors import ConfigError
 
 _SYSTEM_PREFIX = "/usr"
-# Where libraries lie on systems that do not sort them by machine.
+# Library directories of systems that have none per architecture.
 _PLAIN = ["/lib64", "/usr/lib64", "/usr/lib"]
 
 
 def python_paths(import_paths: Sequence[str]) -> list[str]:
-    """List files and directories to show; what another one contains is left out. ConfigError if one lies in /tmp."""
+    """List the files and directories to show to programs, without nested ones; ConfigError if one lies in /tmp."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     libraries = ["/lib64", "/usr/lib64", f"/lib/{multiarch}", f"/usr/lib/{multiarch}"] if multiarch else _PLAIN
     wanted = {
@@ -21,11 +21,11 @@ def python_paths(import_paths: Sequence[str]) -> list[str]:
         *(path for path in ("/lib",) if os.path.islink(path)),
         *(path for path in ("/etc/ld.so.cache",) if os.path.exists(path)),
         sysconfig.get_path("stdlib"),
-        # A virtual environment has none of its own.
+        # A virtual environment has no standard library of its own.
         sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}),
         *(os.path.realpath(path) for path in import_paths),
     }
-    # Where Python is not the system's, the libraries that it came with lie beside its own.
+    # A Python that does not belong to the system has the shared libraries that it came with beside its own.
     if sys.base_prefix != _SYSTEM_PREFIX:
         wanted.add(os.path.join(sys.base_prefix, "lib"))
     shown: list[str] = []
@@ -35,6 +35,6 @@ def python_paths(import_paths: Sequence[str]) -> list[str]:
     if hidden := [path for path in shown if path.startswith("/tmp/")]:
         raise ConfigError(
             f"programs in the sandbox need {hidden[0]}, but their own files take the place of /tmp; keep Python and "
-            "rewards.code.sandbox.import_paths elsewhere"
+            "rewards.code.import_paths elsewhere"
         )
     return shown

@@ -1,4 +1,4 @@
-"""Tasks of a program that is shut in, and their outcomes."""
+"""Define the tasks that a program in a sandbox can be given, and their outcomes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class RunWithInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Import the program, and call its function, or its `Solution`'s method, of this name with JSON values."""
+    """Import the program, and call its function (or its `Solution`'s method) of this name with JSON values."""
 
     function: str
     arguments: Sequence[Any]
@@ -23,14 +23,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """Import the program, and evaluate an expression among its names."""
+    """Import the program, and evaluate an expression in its namespace."""
 
     expression: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execute:
-    """Import the program, and execute statements among its names; the answer is `token` if they raise nothing."""
+    """Import the program, and execute statements in its namespace; the answer is `token` if they raise nothing."""
 
     statements: str
     token: str
@@ -40,7 +40,7 @@ ProgramTask: TypeAlias = RunWithInput | Call | Evaluate | Execute
 
 
 class Ending(StrEnum):
-    """The way in which a run ended. All but `EXITED` were ended by the sandbox or a signal."""
+    """Name the way in which a run ended; all but `EXITED` were ended by the sandbox or a signal."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
@@ -48,13 +48,13 @@ class Ending(StrEnum):
     WALL_TIME = "wall_time"
     MEMORY = "memory"
     OUTPUT = "output"
-    # The sandbox itself was ended from inside, or did not answer.
+    # The program ended the sandbox itself, or the sandbox did not answer.
     LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a task. `answer` is what `Call`, `Evaluate` and `Execute` give, encoded by `jail/answer.py`."""
+    """Hold the outcome of a task; `answer` is the result of `Call`, `Evaluate` or `Execute`, see `jail/answer.py`."""
 
     ending: Ending
     exit_code: int | None = None
@@ -67,5 +67,5 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the program ended by itself, with exit code 0."""
+        """Return whether the program ended by itself, with exit code 0."""
         return self.ending is Ending.EXITED and self.exit_code == 0

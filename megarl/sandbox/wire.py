@@ -1,4 +1,4 @@
-"""Messages between the two sides of a sandbox: a JSON object, and byte strings after it."""
+"""Exchange messages between the two sides of a sandbox; a message is a JSON object followed by byte strings."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class Closed(ConnectionError):  # noqa: N818 - the other side is gone, which is how every conversation ends
-    """Raised where the other side closed the connection, between or within messages."""
+    """Report that the other side closed the connection, between or within messages."""
 
 
 def send(connection: socket.socket, header: Mapping[str, Any], *blobs: bytes) -> None:
@@ -20,7 +20,7 @@ def send(connection: socket.socket, header: Mapping[str, Any], *blobs: bytes) ->
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
-    """Receive the next message; Closed if there is none, TimeoutError after the connection's timeout without a byte."""
+    """Receive the next message; raise Closed at its end, or TimeoutError if no byte arrives within its timeout."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     header = json.loads(_exactly(connection, length))
     return header, [_exactly(connection, size) for size in header.pop("blobs")]
