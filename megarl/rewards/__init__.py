@@ -1,4 +1,4 @@
-"""Rewards: scorers by data source, and the judges that apply them to samples."""
+"""Reward samples: scorers by data source, and the judges that apply them."""
 
 from megarl.rewards import code, countdown, luffy, mathematics
 from megarl.rewards.custom import load_reward_function

@@ -1,4 +1,4 @@
-"""Starts the judges of a run from the section `rewards`, and checks its data before."""
+"""Start the judges of a run from the config section `rewards`, and check its data beforehand."""
 
 from collections.abc import Collection
 from functools import partial
@@ -26,9 +26,9 @@ def open_rewards(
     *,
     model: Judge | None = None,
 ) -> RewardManager:
-    """Start the judges that data sources need. `tokenizer` is the policy's, `model` the reward model if there is one.
+    """Start the judges that data sources need; `tokenizer` is the policy's, `model` the reward model if there is one.
 
-    ConfigError if only a reward model judges one of the data sources, and there is none.
+    Raises ConfigError if a data source is judged by a reward model only, and there is none.
     """
     rules = Rules(rewards)
     judges: dict[str, Judge] = {}
@@ -56,12 +56,12 @@ def open_rewards(
 
 
 def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt, so that an unknown source or a malformed ground truth shows now."""
+    """Judge an empty answer to every prompt, so that unknown sources and malformed ground truths show at the start."""
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
     for index in range(len(data)):
         prompt = data[index]
-        # What a custom function does with a ground truth, it does when it judges.
+        # A custom function checks ground truths only when it judges.
         spec = rules.spec(prompt.data_source) if rules.knows(prompt.data_source) else None
         if spec is None:
             continue

@@ -1,4 +1,4 @@
-"""The scorer of countdown, where an expression over given numbers, each used exactly once, must reach a target."""
+"""Score countdown, in which an expression that uses each given number exactly once must reach a target."""
 
 import ast
 import json
@@ -31,8 +31,8 @@ def score_countdown(
 ) -> Reward:
     """Score 1 if the last `<answer>…</answer>` uses every number once and |value − target| < 1e-5.
 
-    Otherwise the score is `format_score` if there is an answer, 0 if there is none. `ground_truth` is JSON:
-    {"numbers": [...], "target": n}; DataError if it is anything else.
+    Otherwise the score is `format_score` if there is an answer, and 0 if there is none. `ground_truth` is JSON:
+    {"numbers": [...], "target": n}; anything else raises DataError.
     """
     try:
         truth = json.loads(ground_truth)
@@ -57,7 +57,7 @@ def _reaches(text: str, numbers: list[int], target: Fraction) -> bool:
     try:
         tree = ast.parse(text, mode="eval").body
         constants: list[Any] = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        # The numbers come first: they bound the size of everything that is then computed.
+        # The numbers are checked first, because they bound the size of all values in the computation.
         return sorted(constants) == numbers and abs(_value(tree) - target) < TOLERANCE
     except (SyntaxError, ValueError, ZeroDivisionError):
         return False

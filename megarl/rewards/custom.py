@@ -1,4 +1,4 @@
-"""Reward functions from a Python file of the user, with verl's signature or OpenRLHF's."""
+"""Load reward functions with verl's or OpenRLHF's signature from a user's Python file."""
 
 import contextlib
 import importlib.util
@@ -17,11 +17,11 @@ from megarl.rewards.scorers import Scorer
 from megarl.rewards.wire import BadReplyError, decode_reply
 from megarl.types import Reward
 
-# What verl's functions take, and what OpenRLHF's do.
+# Parameters of verl's reward functions, and of OpenRLHF's.
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_PARAMETERS = ("queries", "prompts", "labels")
 
-# A worker's reply has a limit, and a rollout file is for reading.
+# Longest note that is kept, since a worker's reply is limited and rollout files are meant for reading.
 MAX_NOTE_CHARS = 16_384
 
 RewardFunction = Callable[..., Any]
@@ -37,7 +37,7 @@ def judge_by_file(
     data_source: str,
     prompt: str,
 ) -> Reward:
-    """Score a response by a function of a user's file. Workers of the verifier pool are told to call this."""
+    """Score a response by a function of a user's file; jobs of the verifier pool name this function."""
     return load_reward_function(path, name, data_source=data_source, prompt=prompt)(response, ground_truth, extra_info)
 
 
@@ -71,7 +71,7 @@ def load_reward_function(
 
 @cache
 def load_function(path: Path, name: str) -> RewardFunction:
-    """Load a function of a Python file; the file is executed once in a process."""
+    """Load a function of a Python file, which is executed once per process."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a Python file with a reward function")
     spec = importlib.util.spec_from_file_location(f"megarl_reward_{path.stem}", path)
@@ -95,7 +95,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
 
 @contextlib.contextmanager
 def _naming_the_line(path: Path) -> Iterator[None]:
-    """Turn what a call of the user's function raises into a RunError that names the line of the file."""
+    """Turn an error from the user's function into a RunError that names the line of its file."""
     try:
         yield
     except Exception as error:  # the user's code may raise anything
@@ -103,7 +103,7 @@ def _naming_the_line(path: Path) -> Iterator[None]:
 
 
 def _line(error: Exception, path: Path) -> int:
-    """Return the line of the file at which an error arose, or which called what raised it; 1 if there is none."""
+    """Return the line of the file that raised an error, or that called the code that did; 1 if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1)
 
@@ -131,7 +131,7 @@ def score_batched(
 
 
 def _plain(value: Any) -> Any:
-    """Turn tensors and arrays into lists, of one number where they have no dimension."""
+    """Convert tensors and arrays to lists; one without dimensions becomes a list of one number."""
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     if hasattr(value, "tolist"):
@@ -157,7 +157,7 @@ def score_custom(
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     numbers, notes = dict[str, float](), dict[str, Any]()
     for key, value in values.items():
-        # What can be read as a number but is a text, such as an extracted answer, is no number.
+        # Text that looks like a number, such as an extracted answer, is not logged as one.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             if not isinstance(value, str | bytes) and math.isfinite(number := float(value)):
                 numbers[str(key)] = number
@@ -174,7 +174,7 @@ def score_custom(
 
 
 def _note(value: Any) -> Any:
-    """Return a value as JSON can hold it, arrays as lists; what JSON cannot hold, or is too long, as text."""
+    """Convert a value to JSON types, arrays to lists; what JSON cannot represent, or is too long, becomes text."""
     try:
         text = json.dumps(value, allow_nan=False, default=lambda other: getattr(other, "tolist", other.__str__)())
     except (TypeError, ValueError):

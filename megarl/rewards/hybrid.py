@@ -1,4 +1,4 @@
-"""Mixtures of rewards: r = Σ_k w_k · f_k(r_k) over the parts of a row's data source."""
+"""Mix rewards: r = Σ_k w_k · f_k(r_k) over the parts of a row's data source."""
 
 import math
 from collections import defaultdict
@@ -12,7 +12,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """Rewards of one part: the `values` of those rows of a batch that it judged, and the group of each row."""
+    """Hold the rewards of one part: `values` for the rows of a batch that it judged, and the group of each row."""
 
     values: Sequence[float]
     groups: Sequence[Hashable]
@@ -20,7 +20,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summand:
-    """A part of a mixture: its weight w_k, its transform f_k, and the bounds of the transform `clip`."""
+    """Describe a part of a mixture: its weight w_k, its transform f_k, and the bounds of the transform `clip`."""
 
     weight: float = 1.0
     transform: str = "identity"
@@ -33,13 +33,13 @@ TRANSFORMS: Registry[Transform] = Registry("transform", key="rewards.hybrid.part
 
 @TRANSFORMS.register("identity")
 def identity(raw: Raw, summand: Summand) -> list[float]:
-    """The reward r itself."""
+    """Return the rewards r themselves."""
     return list(raw.values)
 
 
 @TRANSFORMS.register("sigmoid")
 def sigmoid(raw: Raw, summand: Summand) -> list[float]:
-    """1 / (1 + e^−r): for a reward model, the probability that the answer is preferred to one of reward 0."""
+    """Return 1 / (1 + e^−r): for a reward model, the probability that the answer is preferred to one of reward 0."""
     # e^|r| would overflow.
     small = [math.exp(-abs(value)) for value in raw.values]
     return [1 / (1 + s) if value >= 0 else s / (1 + s) for value, s in zip(raw.values, small, strict=True)]
@@ -47,7 +47,7 @@ def sigmoid(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("clip")
 def clip(raw: Raw, summand: Summand) -> list[float]:
-    """The reward within bounds, min(max(r, low), high)."""
+    """Return the rewards within bounds, min(max(r, low), high)."""
     assert summand.clip is not None, "the configuration was checked"
     low, high = summand.clip
     return [min(max(value, low), high) for value in raw.values]
@@ -55,13 +55,13 @@ def clip(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("batch_zscore")
 def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """(r − mean) / (std + 1e-6) over all rows that the part judged, std with n − 1; 0 for a single row."""
+    """Return (r − mean) / (std + 1e-6) over all rows that the part judged, std with n − 1; 0 for a single row."""
     return group_zscore(replace(raw, groups=[None] * len(raw.values)), summand)
 
 
 @TRANSFORMS.register("group_zscore")
 def group_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """Z-scores as in `batch_zscore`, but over the rows of each group."""
+    """Return z-scores as in `batch_zscore`, but over the rows of each group."""
     rows: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(raw.groups):
         rows[group].append(row)
@@ -80,7 +80,7 @@ def group_zscore(raw: Raw, summand: Summand) -> list[float]:
 def mix(
     rewards: Mapping[str, Mapping[int, float]], summands: Mapping[str, Summand], groups: Sequence[Hashable]
 ) -> dict[int, float]:
-    """Mix rewards, by row: `rewards[part][row]` is r_k; `groups` has the group of every row, judged or not."""
+    """Return mixed rewards by row: `rewards[part][row]` is r_k; `groups` has the group of every row, judged or not."""
     total: dict[int, float] = defaultdict(float)
     for name, judged in rewards.items():
         summand, rows = summands[name], list(judged)

@@ -1,7 +1,7 @@
-"""The interface between a run and the judges of its samples: the rule, a service, a reward model.
+"""Define the interface between a run and the judges of its samples: the rule, a service, a reward model.
 
-A judge is asked about a batch. It is told of each sample as soon as that is finished, while others are still generated,
-and may begin at once; in the end it answers for all of them.
+A judge works on one batch at a time. It receives each sample as soon as that is finished, while others are still
+being generated, and may begin at once; at the end of the batch it returns the rewards of all of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from megarl.types import Prompt, Reward, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSample:
-    """A finished sample as judges read it; `response` is without special tokens."""
+    """Hold a finished sample as judges read it; `response` has no special tokens."""
 
     prompt: Prompt
     sample: Sample
@@ -22,31 +22,31 @@ class FinishedSample:
 
     @property
     def label(self) -> str:
-        """The name of the sample in messages."""
+        """Return the name of the sample for messages."""
         return f"{self.sample.uid}/{self.sample.sample_index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """A number to log about judging: a count or, with `over`, a mean over so many things."""
+    """Hold a number to log about judging: a count or, with `over`, the sum of as many items, logged as their mean."""
 
     total: float
     over: int | None = None
 
     @property
     def value(self) -> float:
-        """The count, or the mean; 0 for a mean over nothing."""
+        """Return the count, or the mean; 0 for a mean over no items."""
         return self.total if self.over is None else self.total / max(self.over, 1)
 
 
 def mean_of(values: Iterable[float]) -> Tally:
-    """Tally the mean of numbers."""
+    """Return the tally of the mean of numbers."""
     listed = list(values)
     return Tally(total=float(sum(listed)), over=len(listed))
 
 
 def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
-    """Combine the metrics of batches: counts are summed, means are over all; means over nothing are left out."""
+    """Combine the metrics of batches: counts are added, means are over all items, and means over none are left out."""
     sums: dict[str, Tally] = {}
     for each in tallies:
         for name, tally in each.items():
@@ -59,24 +59,24 @@ def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Rewards in the order in which items were added, and tallies to log, by metric name."""
+    """Hold rewards in the order in which items were added, and tallies to log by metric name."""
 
     rewards: Sequence[Reward]
     tallies: Mapping[str, Tally] = field(default_factory=dict)
 
 
 class JudgeSession(Protocol):
-    """The work of a judge on one batch."""
+    """Represent a judge's work on one batch."""
 
     def add(self, item: FinishedSample) -> None:
-        """Take a finished sample, without waiting for its reward."""
+        """Accept a finished sample, without waiting for its reward."""
 
     def finish(self) -> Judged:
-        """Wait for the rewards of all items."""
+        """Wait for the rewards of all items, and return them."""
 
 
 class Judge(Protocol):
-    """A judge, which gives rewards to samples, a batch at a time."""
+    """Give rewards to samples, a batch at a time."""
 
     def begin(self) -> JudgeSession:
         """Begin a batch."""

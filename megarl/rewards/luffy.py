@@ -1,4 +1,4 @@
-"""The reward versions 0 to 4 of LUFFY (arXiv:2504.14945)."""
+"""Score responses as the reward versions 0 to 4 of LUFFY do (arXiv:2504.14945)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LuffyVersion:
-    """A version of the reward: how answers are compared, and whether thoughts must come first.
+    """Describe a version of the reward: how answers are compared, and whether thoughts must come first.
 
-    needs_thinking: `</think>` must end the thoughts, which the prompt opened, and only what follows counts.
+    needs_thinking: `</think>` must end the thoughts that the prompt opened, and only the text after it counts.
     """
 
     needs_thinking: bool
     judge: Literal["boxed", "math_verify"]
 
 
-# Version 1 differs from 0 by its values, which `SOURCES` holds.
+# Version 1 differs from version 0 only in its reward values, which `SOURCES` holds.
 LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
     0: LuffyVersion(needs_thinking=True, judge="boxed"),
     1: LuffyVersion(needs_thinking=True, judge="boxed"),
@@ -35,7 +35,7 @@ LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
 
 
 def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, version: LuffyVersion) -> Reward:
-    """Score 1 if the box after the thoughts, or what math-verify finds there, equals the ground truth, else 0."""
+    """Score 1 if the box after the thoughts, or the answer math-verify finds there, equals the ground truth, else 0."""
     gold = gold_answer(ground_truth)
     if version.needs_thinking and _THINK_END not in response:
         return reward_of(False, parse_failed=True)

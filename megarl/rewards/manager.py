@@ -1,4 +1,4 @@
-"""Rewards of a whole batch, from all judges of its data sources: their mixture, and correctness apart from it."""
+"""Reward a whole batch with all judges of its data sources: mix their rewards, and decide correctness separately."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,17 +11,17 @@ from megarl.types import DROPPED, Prompt, Reward, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The name of the rule among judges.
+# The rule's name among the judges.
 RULE = "rule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardManager:
-    """The judges of a run, which judge samples as they finish.
+    """Hold the judges of a run, which judge samples as they finish.
 
-    judges, summands: by name, the judges, and the weight and transform of the reward of each.
-    route: names of the judges whose rewards make up that of a data source.
-    knows: whether the rule can judge a data source. There it decides what is correct, whoever is rewarded for what.
+    judges, summands: by name, the judges, and the weight and transform of each one's reward.
+    route: returns the names of the judges whose rewards are mixed for a data source.
+    knows: returns whether the rule can judge a data source; it then decides what is correct, whoever gives rewards.
     decode: turns response token ids into text, see `megarl.data.chat.response_decoder`.
     tokenizer: the policy's, which turns prompts into text with their special tokens.
     """
@@ -34,17 +34,17 @@ class RewardManager:
     tokenizer: "PreTrainedTokenizerBase"
 
     def asked(self, data_source: str) -> list[str]:
-        """Name the judges of a data source, the rule also where it only decides what is correct."""
+        """Return the names of a data source's judges, including the rule if it only decides what is correct."""
         rule = [RULE] if self.knows(data_source) else []
         return list(dict.fromkeys([*self.route(data_source), *rule]))
 
     def by_rule(self) -> "RewardManager":
-        """Make a manager that asks the rule alone."""
+        """Return a manager that asks only the rule."""
         rule = {RULE: self.judges[RULE]}
         return replace(self, judges=rule, summands={RULE: Summand()}, route=lambda _: (RULE,))
 
     def begin(self) -> "BatchJudging":
-        """Begin the judging of a batch."""
+        """Begin to judge a batch."""
         sessions = {name: judge.begin() for name, judge in self.judges.items()}
         return BatchJudging(manager=self, sessions=sessions, asked={name: [] for name in sessions})
 
@@ -56,10 +56,10 @@ class RewardManager:
 
 @dataclass(slots=True, kw_only=True)
 class BatchJudging:
-    """The judging of one batch: `add` every sample once, in any order, then `finish`.
+    """Judge one batch: `add` every sample once, in any order, then `finish`.
 
-    sessions: by name, the work of each judge on this batch.
-    asked: by name, the rows that each judge was asked about; rows are numbered in the order of `add`.
+    sessions: each judge's work on this batch, by the judge's name.
+    asked: the rows that each judge was asked about, by its name; rows are numbered in the order of `add`.
     """
 
     manager: RewardManager
@@ -69,7 +69,7 @@ class BatchJudging:
     prompt_texts: dict[str, str] = field(default_factory=dict)
 
     def add(self, prompt: Prompt, sample: Sample) -> None:
-        """Take a finished sample, without waiting for its reward."""
+        """Accept a finished sample, without waiting for its reward."""
         if prompt.uid not in self.prompt_texts:
             self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
         response = self.manager.decode(sample.response_token_ids.tolist())
@@ -82,10 +82,10 @@ class BatchJudging:
         self.items.append(item)
 
     def finish(self, samples: Sequence[Sample]) -> Judged:
-        """Wait for the rewards of these samples, in their order.
+        """Wait for the rewards of these samples, and return them in this order.
 
         A row is correct if the rule says so or, where there is no rule, if the first judge of its route does. A row
-        that a judge of its route dropped is dropped.
+        is dropped if any judge of its route drops it.
         """
         judged = {name: session.finish() for name, session in self.sessions.items()}
         opinions = {name: dict(zip(self.asked[name], each.rewards, strict=True)) for name, each in judged.items()}

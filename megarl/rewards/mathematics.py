@@ -1,4 +1,4 @@
-"""Scorers of final answers: by meaning, as strings, as letters, and by math-verify."""
+"""Score final answers: by meaning, as strings, as letters, and by math-verify."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ from megarl.rewards.answers.guard import costly
 from megarl.rewards.scorers import SCORERS, Scorer, reward_of
 from megarl.types import Reward
 
-# math-verify warns that nothing limits its time: here the caller does.
+# math-verify warns that nothing limits its time, but here the caller does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_LINE_CHARS = 300
@@ -39,7 +39,7 @@ AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
 
 def gold_answer(ground_truth: str) -> str:
-    """Return the answer in a ground truth, boxed or not. DataError if it is empty or too long to be compared."""
+    """Return the answer in a ground truth, boxed or not; DataError if it is empty or too long to be compared."""
     boxed = last_boxed(ground_truth, MODES["fix"]) if "boxed" in ground_truth else None
     gold = (boxed or ground_truth).strip()
     if not gold or len(gold) > MAX_ANSWER_CHARS:
@@ -50,20 +50,20 @@ def gold_answer(ground_truth: str) -> str:
 
 
 def compare_strings(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare answers as strings: normalised as `doc` and `ref` do, or spelled alike."""
+    """Compare answers as strings: normalised in the modes `doc` and `ref`, by `same_string` in `fix`."""
     if options.textual:
         return Equality.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
     return Equality.of(same_string(answer, gold))
 
 
 def compare_either(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare answers as strings, and by meaning where the strings differ."""
+    """Compare answers as strings, and by meaning if the strings differ."""
     same = compare_strings(answer, gold, options)
     return same if same is Equality.EQUAL else compare_answers(answer, gold, options)
 
 
 def gold_letter(ground_truth: str) -> str:
-    """Return the only letter of a ground truth; DataError if it has none or several."""
+    """Return the single letter of a ground truth; DataError if it has none or several."""
     letters: list[str] = _LETTER.findall(ground_truth)
     if len(letters) != 1:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
@@ -71,9 +71,9 @@ def gold_letter(ground_truth: str) -> str:
 
 
 def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare the letter of a choice, which stands alone or before the choice's text.
+    """Compare the letters of choices, each of which stands alone or before the choice's text.
 
-    `doc` and `ref` take the first letter of any word.
+    The modes `doc` and `ref` use the first letter of any word.
     """
     found = _LETTER.search(normalise(answer)) if options.textual else _LETTER_ALONE.match(_WRAPPER.sub(" ", answer))
     letter = found and _LETTER.search(found[0])
@@ -81,7 +81,7 @@ def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 
 def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:
-    """Compare an extracted answer to gold; a missing or empty one, or one over 512 characters, counts as unread."""
+    """Compare an extracted answer to gold; one that is missing, empty or over 512 characters counts as unparsed."""
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return reward_of(False, parse_failed=True)
     verdict = compare(answer, gold, options)
@@ -120,7 +120,7 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
 def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
 
-    It is given the last box, or else the last 512 characters, unless they are costly to evaluate.
+    math-verify gets the last box, or else the last 512 characters, unless they are costly to evaluate.
     """
     gold = _parse_gold(gold_answer(ground_truth))
     text = response.rpartition("</think>")[2]

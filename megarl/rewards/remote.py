@@ -1,4 +1,4 @@
-"""Rewards from HTTP services (`rewards.wire`), none of which can stop a run by being slow, gone or wrong."""
+"""Get rewards from HTTP services (`rewards.wire`), which cannot stall a run by being slow, unreachable or wrong."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ _HEADERS = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The outcome of a request: no reply if every service failed each time. `failures` lists why."""
+    """Hold the outcome of a request: `reply` is None if every service failed each time; `failures` lists why."""
 
     reply: ServiceReply | None
     seconds: float
@@ -35,21 +35,21 @@ class _Answer:
 
 
 class RemoteJudge:
-    """A judge that deals rows out over HTTP services, all of which answer alike.
+    """Judge by distributing rows over equivalent HTTP services.
 
-    A request goes to the next service and, if that fails (no connection, no answer in time, an error status, an answer
-    out of format), to the others in turn, those last that failed more often in this batch. When all have failed, it
-    waits backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` says what happens.
+    A request goes to the next service and, if that fails (no connection, no answer in time, an error status or a
+    malformed answer), to the others in turn, those last that failed more often in this batch. When all have failed, it
+    waits backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` decides what happens.
     """
 
     def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote") -> None:
-        """Open a client and its thread. `name` stands in the names of metrics."""
+        """Open a client and its thread; `name` is a part of metric names."""
         self.cfg, self.urls, self.name = cfg, tuple(urls), name
-        # Unlike all else this must differ between runs: they would ask a service that comes back all at once.
+        # Unlike other randomness, jitter must differ between runs, lest all retry a recovered service at the same time.
         self._jitter = random.SystemRandom()
-        # The time limit is on the whole of a request, not on its parts. Reward services do not stand behind a proxy.
+        # The time limit applies to a whole request, not to its phases. Reward services are not reached through a proxy.
         self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
-        # An event loop in a thread of its own, so that requests are under way while the caller works.
+        # The event loop has its own thread, so that requests proceed while the caller works.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="remote rewards", daemon=True)
         self._thread.start()
@@ -64,9 +64,9 @@ class RemoteJudge:
         self._loop.close()
 
     def ask(self, rows: Sequence[FinishedSample], first: int, failed: Counter[str]) -> Future[_Answer]:
-        """Send rows, to service number `first` before the others; `failed` counts failures by URL.
+        """Send rows, trying service number `first` before the others; `failed` counts failures by URL.
 
-        DataError if JSON cannot hold them.
+        Raises DataError if JSON cannot represent the rows.
         """
         try:
             body = json.dumps(encode_request(rows), allow_nan=False).encode()
@@ -103,7 +103,7 @@ class RemoteJudge:
         return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures)
 
     async def _post(self, url: str, body: bytes) -> Any:
-        """Send a request, and return the JSON of an answer with a status of success."""
+        """Send a request, and return the JSON of a successful answer."""
         async with self._client.stream("POST", url, content=body, headers=_HEADERS) as response:
             response.raise_for_status()
             content = bytearray()
@@ -116,7 +116,7 @@ class RemoteJudge:
 
 @dataclass(slots=True)
 class RemoteSession:
-    """The requests for one batch: each is sent as soon as it is full, the rest at the end, over all services."""
+    """Send the requests for one batch: each as soon as it is full, and the rest at the end, spread over services."""
 
     judge: RemoteJudge
     _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)
@@ -133,14 +133,14 @@ class RemoteSession:
         self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))
 
     def finish(self) -> Judged:
-        """Wait for all answers. RunError with `on_error=raise` if no service answered."""
+        """Wait for all answers; RunError with `on_error=raise` if no service answered."""
         cfg = self.judge.cfg
         size = -(-len(self._waiting) // len(self.judge.urls))
         for start in range(0, len(self._waiting), max(size, 1)):
             self._send(self._waiting[start : start + size])
         rewards: list[Reward] = []
         num_unjudged = 0
-        # All answers first: an error is raised when nothing is under way any more.
+        # Wait for all answers before raising an error, so that no request is still under way.
         answers = [(num_rows, pending.result()) for num_rows, pending in self._requests]
         for num_rows, answer in answers:
             if answer.reply is not None:

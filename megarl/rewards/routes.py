@@ -1,4 +1,4 @@
-"""Which judges are asked about a data source, as the section `rewards` says."""
+"""Decide from the config section `rewards` which judges are asked about a data source."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -11,7 +11,7 @@ from megarl.rewards.rule import Rules
 
 
 def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
-    """Return weight and transform of each judge's reward, by the judge's name; the rule is always called `rule`."""
+    """Return the weight and transform of each judge's reward by the judge's name; the rule's name is always `rule`."""
     if rewards.manager != "hybrid":
         return {rewards.manager: Summand()}
     return {
@@ -21,7 +21,7 @@ def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
 
 
 def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
-    """Name the judges whose rewards make up that of a data source."""
+    """Return the names of the judges whose rewards are mixed for a data source."""
     if rewards.manager != "hybrid":
         return (rewards.manager,)
     parts = rewards.hybrid.parts
@@ -30,7 +30,7 @@ def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
 
 
 def without_training(rewards: RewardsConfig, sources: Collection[str]) -> RewardsConfig:
-    """Return the section for evaluation: if the rule knows all sources it alone judges, so that runs compare."""
+    """Return the section for evaluation: if the rule knows all sources, only it judges, so that runs are comparable."""
     rules = Rules(rewards)
     if all(rules.knows(source) for source in sources):
         return replace(rewards, manager="rule", hybrid=HybridConfig())

@@ -1,4 +1,4 @@
-"""The rule as a judge: scorers by data source, and functions of a user's file, in the worker processes of a pool."""
+"""Judge by rule: run the scorers of data sources, and a user's function, in the worker processes of a pool."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ from megarl.rewards.verifier import JobOutcome, JobResult, VerifierJob, Verifier
 from megarl.sandbox import Isolation, SandboxOptions
 from megarl.types import DROPPED, Reward
 
-# The metrics `reward/…_frac` of outcomes; a response that was scored is correct or wrong.
+# Outcomes that have metrics `reward/…_frac`; a scored response is correct or wrong.
 _FRACTIONS = {"timed_out": "timeout", "crashed": "crashed", PARSE_FAILED: "parse_failed", "wrong": "wrong"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A response to judge, and what it is judged by."""
+    """Hold a response to judge, and the ground truth and data that it is judged by."""
 
     data_source: str
     prompt: str
@@ -33,21 +33,21 @@ class Question:
 
 
 class Rules:
-    """The choice of a scorer or file for each data source, as the section `rewards` says."""
+    """Choose a scorer or the custom file for each data source, by the config section `rewards`."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
         self.cfg = cfg
         self._specs: dict[str, SourceSpec] = {}
 
     def knows(self, data_source: str) -> bool:
-        """Whether there is a rule for a data source."""
+        """Return whether there is a rule for a data source."""
         own = self.cfg.sources.get(data_source)
         if own is None or own.scorer is None:
             return self.cfg.custom.path is not None or data_source in {*SOURCES, *SCORERS}
         return own.scorer in {*SOURCES, *SCORERS}
 
     def spec(self, data_source: str) -> SourceSpec | None:
-        """Return how a data source is judged; None: by the custom file. ConfigError lists the known sources."""
+        """Return how a data source is judged, None for the custom file; ConfigError for an unknown source."""
         own = self.cfg.sources.get(data_source)
         if self.cfg.custom.path is not None and (own is None or own.scorer is None):
             return None
@@ -57,9 +57,9 @@ class Rules:
         return self._specs[data_source]
 
     def reward(self, data_source: str, result: JobResult) -> Reward:
-        """Return the reward for a job's result: an answer that no scorer could judge in time is wrong.
+        """Return the reward for a job's result; an answer that its scorer could not judge in time counts as wrong.
 
-        Only a custom function knows what wrong is worth to it, so where that gave no reward the row does not train.
+        Only a custom function knows its own score of wrong answers, so a row that it gave no reward does not train.
         """
         if result.reward is not None:
             return result.reward
@@ -68,10 +68,10 @@ class Rules:
 
 
 class RuleJudge:
-    """A judge that has a pool of processes apply the rule to each sample, as soon as it is told of it."""
+    """Judge each sample by rule in a pool of processes, as soon as the sample is added."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
-        """Start the pool of texts without waiting for it; the pool of programs starts with the first program."""
+        """Start the pool for texts without waiting for it; the pool for programs starts with the first program."""
         self.rules = Rules(cfg)
         options = VerifierOptions(
             num_workers=cfg.verifier.workers,
@@ -93,7 +93,7 @@ class RuleJudge:
         )
 
     def submit(self, question: Question) -> Future[JobResult]:
-        """Return a future of the result for one response; raises as `VerifierPool.submit` says."""
+        """Return a future of the result for one response; errors are those of `VerifierPool.submit`."""
         cfg, pool = self.rules.cfg, self._texts
         spec = self.rules.spec(question.data_source)
         arguments: dict[str, Any] = {"data_source": question.data_source}
@@ -125,7 +125,7 @@ class RuleJudge:
                 soft_limit_s=0.9 * deadline_s,
                 deadline_s=deadline_s,
                 start_limit_s=max(120.0, 2 * deadline_s),
-                # The programs' own memory is the sandbox's to limit.
+                # The sandbox limits the memory of the programs themselves.
                 memory_limit_mib=cfg.verifier.memory_mib + cfg.code.limits.memory_mib,
                 preload=("megarl.rewards",),
             )
@@ -143,7 +143,7 @@ class RuleJudge:
 
 @dataclass(slots=True)
 class RuleSession:
-    """This is the judging of one batch by rule: a job for each sample."""
+    """Judge one batch by rule, with a job for each sample."""
 
     judge: RuleJudge
     _items: list[FinishedSample] = field(default_factory=list)
@@ -161,7 +161,7 @@ class RuleSession:
         self._pending.append(self.judge.submit(question))
 
     def finish(self) -> Judged:
-        """Wait for all results. DataError names the first sample whose ground truth is malformed."""
+        """Wait for all results; DataError names the first sample whose ground truth is malformed."""
         early = mean_of(float(pending.done()) for pending in self._pending)
         results = []
         for item, pending in zip(self._items, self._pending, strict=True):

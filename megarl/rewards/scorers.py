@@ -1,4 +1,4 @@
-"""Scorers by name, and those that read only marks in a text: formats, and answers that end in `#### number`."""
+"""Register scorers by name; here are those that read only marks: formats, and answers that end in `#### number`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from megarl.registry import Registry
 from megarl.types import Reward
 
-# The key of `Reward.details` that is 1 where no answer could be read, so that it counts apart from wrong ones.
+# The key of `Reward.details` that is 1 if no answer could be parsed, which is counted separately from wrong answers.
 PARSE_FAILED = "parse_failed"
 
 
 class Scorer(Protocol):
-    """A scorer judges one response, from 0 (wrong) to 1 (right).
+    """Judge one response, from 0 (wrong) to 1 (right).
 
-    It judges any text, and raises DataError for a malformed ground truth. Time limits are the caller's.
+    A scorer accepts any text, and raises DataError for a malformed ground truth. Its caller limits its time.
     """
 
     def __call__(self, response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward: ...
@@ -34,14 +34,14 @@ _NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
 
 
 def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
-    """Make a reward of 1 or 0, which also counts whether an answer could be read."""
+    """Make a reward of 1 or 0 that also records whether an answer could be parsed."""
     return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})
 
 
 def has_format(response: str, *, tags: tuple[str, ...], ends_well: FormatCheck, opened: bool = False) -> bool:
-    """Whether a response starts with the first of `tags`, has exactly these in this order, and `ends_well`.
+    """Return whether a response starts with the first of `tags`, has exactly these in this order, and `ends_well`.
 
-    `ends_well` is asked about what follows `</think>`. `opened`: the prompt ends with the first tag, which the
+    `ends_well` is called with the text after `</think>`. `opened`: the prompt ends with the first tag, which the
     response must then not repeat.
     """
     text = (tags[0] if opened else "") + response.strip()
@@ -67,7 +67,7 @@ _FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
 
 
 def score_format(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, check: FormatCheck) -> Reward:
-    """Score 1 if the response has the format, else 0; the ground truth plays no part."""
+    """Score 1 if the response has the format, else 0, whatever the ground truth."""
     well_formed = check(response)
     return reward_of(well_formed, parse_failed=not well_formed)
 
@@ -81,7 +81,7 @@ for _name in FORMATS:
 
 
 def normalise_number(text: str) -> str:
-    """Write a number in one way: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
+    """Unify the spelling of a number: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
     text = text.strip().replace(",", "").replace("$", "")
     text = re.sub(r"\.0*$", "", text)
     return re.sub(r"^(-?)\.", r"\g<1>0.", text)

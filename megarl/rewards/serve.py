@@ -1,4 +1,4 @@
-"""`megarl serve-reward`: the rule as a service, in the format of `rewards.wire`."""
+"""Serve the rule over HTTP in the format of `rewards.wire` (the command `megarl serve-reward`)."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,16 @@ from megarl.types import Reward
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20
-# How long a stop waits for answers under way.
+# Time that a stop waits for answers in progress.
 STOP_S = 30
 _LOGGED_OUTCOMES = ("timed_out", "parse_failed", "crashed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where a service listens (port 0: any free one), and how many rows it judges at a time.
+    """Set where a service listens (port 0: any free one), and how many rows it judges at a time.
 
-    data_source: that of requests which name none.
+    data_source: the data source of requests that do not name one.
     """
 
     host: str = "127.0.0.1"
@@ -42,11 +42,11 @@ class ServeOptions:
 
 
 class BadRequestError(Exception):
-    """A request is not in the format; the message says where."""
+    """Report that a request is malformed; the message says where."""
 
 
 class RewardService:
-    """Answers requests for rewards. Only one event loop may use it."""
+    """Answer requests for rewards; only one event loop may use a service."""
 
     def __init__(self, judge: RuleJudge, options: ServeOptions) -> None:
         self._judge, self._options = judge, options
@@ -76,7 +76,7 @@ class RewardService:
             except ValueError as error:
                 raise BadRequestError(f"got no JSON: {error}") from error
             questions = decode_request(body, self._options.data_source)
-            # A request that is larger than the bound is taken when nothing else is in work.
+            # A request over the bound is accepted when no other one is in progress.
             if self._num_in_work and self._num_in_work + len(questions) > self._options.max_rows:
                 refusal = {"error": f"{self._num_in_work} rows are in work; try again"}
                 return JSONResponse(refusal, status_code=503, headers={"retry-after": "1"})
@@ -101,7 +101,7 @@ def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dic
         if reward.dropped:
             raise RunError(f"row {row}: the reward function has no answer: {result.outcome}, {result.reason}")
     outcomes = [outcome_of(result) for result in results]
-    # Details that some rows lack have no place in lists of one entry per row.
+    # Details that some rows lack cannot be sent, since their lists must have one entry per row.
     shared = set.intersection(*(set(reward.details) for reward in rewards)) if rewards else set()
     return {
         "rewards": [reward.score for reward in rewards],
@@ -114,7 +114,7 @@ def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dic
 
 
 def decode_request(body: Any, data_source: str | None) -> list[Question]:
-    """Read the questions of a request, whose queries are prompt + response; BadRequestError if it has another form."""
+    """Parse the questions of a request, whose queries are prompt + response; BadRequestError if it is malformed."""
     if not isinstance(body, Mapping):
         raise BadRequestError("got no object, expected query, prompts and labels")
     texts = {name: _texts(body, name) for name in ("query", "prompts", "labels")}
@@ -148,7 +148,7 @@ def _texts(body: Mapping[str, Any], name: str) -> list[str]:
 
 
 class _Server(uvicorn.Server):
-    """Ends with success on SIGTERM and SIGINT when answers under way are sent; uvicorn would die of the signal."""
+    """Exit successfully on SIGTERM and SIGINT once answers in progress are sent; uvicorn would die of the signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
 
 
 def serve_rewards(rewards: RewardsConfig, options: ServeOptions) -> None:
-    """Serve rewards until a signal says stop. RunError if the address cannot be had."""
+    """Serve rewards until a signal stops the service; RunError if it cannot listen on the address."""
     with contextlib.closing(RuleJudge(rewards)) as judge:
         config = uvicorn.Config(
             RewardService(judge, options).app(),

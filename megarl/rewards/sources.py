@@ -1,4 +1,4 @@
-"""Data sources: which scorer judges each, and what right and wrong are worth there."""
+"""Define for each data source which scorer judges it, and the rewards of correct and wrong answers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ from megarl.types import Reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """How responses to prompts of one data source are scored: wrong + (correct − wrong)·x, with x in [0, 1].
+    """Specify the reward of responses to prompts of one data source: wrong + (correct − wrong)·x, with x in [0, 1].
 
     x is the scorer's score s, mixed with the format if that has a weight w: x = (1 − w)·s + w·[the format is right].
 
     scorer: name in `SCORERS`.
     correct, wrong: rewards of x = 1 and x = 0.
-    malformed: reward where no answer could be read; None: the same as `wrong`.
+    malformed: reward if no answer could be parsed; None: the same as `wrong`.
     mode: how answers are found and compared, for scorers that have modes.
     format, format_weight: name in `FORMATS`, and w.
     """
@@ -48,7 +48,7 @@ class SourceSpec:
 
     @property
     def variant(self) -> str:
-        """The name in `SCORERS` of the scorer in this mode."""
+        """Return the name in `SCORERS` of the scorer in this mode."""
         return self.scorer if self.mode == "fix" else f"{self.scorer}@{self.mode}"
 
 
@@ -75,10 +75,10 @@ SOURCES: Mapping[str, SourceSpec] = {
 
 
 def source_spec(data_source: str, **changes: Any) -> SourceSpec:
-    """Look up the specification of a data source, with `changes` of its fields.
+    """Return the specification of a data source, with `changes` of its fields.
 
-    A scorer's name is a data source too, worth 1 and 0. A change of `scorer` starts from that scorer's own values.
-    ConfigError lists the known names if `data_source` or the scorer is none of them.
+    A scorer's name is a data source too, with rewards 1 and 0. A change of `scorer` starts from that scorer's values.
+    For an unknown `data_source` or scorer, ConfigError lists the known names.
     """
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
@@ -99,10 +99,10 @@ def score(
     source: SourceSpec | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Reward:
-    """Score a response by `source` or, without it, by what `SOURCES` says of the data source.
+    """Score a response by `source` or, without it, by the data source's entry in `SOURCES`.
 
-    `arguments` are further ones of the scorer. `details["parse_failed"]` is 1 where no answer could be read.
-    ConfigError lists the known sources if `data_source` is none of them; DataError is for a malformed ground truth.
+    `arguments` are passed on to the scorer. `details["parse_failed"]` is 1 if no answer could be parsed. For an
+    unknown `data_source`, ConfigError lists the known ones; a malformed ground truth raises DataError.
     """
     spec = source_spec(data_source) if source is None else source
     scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
@@ -125,5 +125,5 @@ def judge_by_source(
     source: SourceSpec,
     arguments: Mapping[str, Any],
 ) -> Reward:
-    """Call `score` for one response. Workers of the verifier pool are told to call this."""
+    """Call `score` for one response; jobs of the verifier pool name this function."""
     return score(data_source, response, ground_truth, extra_info, source=source, arguments=arguments)

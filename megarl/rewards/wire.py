@@ -1,7 +1,7 @@
-"""OpenRLHF's format of reward services, for requests and for answers.
+"""Encode requests and decode answers of reward services in OpenRLHF's format.
 
-Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and, which services may
-ignore, "data_source": […] and "extra_info": […]. Answer: {"rewards": [number, …], "scores": [number, …],
+Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
+"extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
 "extra_logs": {name: [number, …] or number}}, of which the last two may be missing.
 """
 
@@ -15,19 +15,19 @@ from megarl.types import Reward
 
 
 class BadReplyError(Exception):
-    """A service's answer is not in the format; the message says where."""
+    """Report that a service's answer is malformed; the message says where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """A service's answer after checks, with a number per row; `scores` is None where they were not given."""
+    """Hold a service's checked answer, with a number per row; `scores` is None if the service gave none."""
 
     rewards: Sequence[float]
     scores: Sequence[float] | None
     logs: Mapping[str, Sequence[float]]
 
     def reward(self, row: int) -> Reward:
-        """Return the reward of one row: it is correct if its score is above 0.5; without scores, if it is above 0."""
+        """Return a row's reward; it is correct if its score is above 0.5 or, without scores, its reward is above 0."""
         correct = self.rewards[row] > 0 if self.scores is None else self.scores[row] > 0.5
         return Reward(
             score=self.rewards[row],
@@ -48,7 +48,7 @@ def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
 
 
 def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
-    """Check a service's answer to `num_rows` rows; BadReplyError if it is not in the format."""
+    """Check a service's answer to `num_rows` rows; BadReplyError if it is malformed."""
     if not isinstance(reply, dict):
         raise BadReplyError(f"got {reply!r:.80}, expected an object with rewards")
     if reply.get("rewards") is None:
@@ -56,7 +56,7 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
     scores, logs = reply.get("scores"), reply.get("extra_logs") or {}
     if not isinstance(logs, dict):
         raise BadReplyError(f"extra_logs: got {logs!r:.80}, expected an object")
-    # A number alone is that of every row.
+    # A single number applies to every row.
     columns = {str(name): entry if isinstance(entry, list) else [entry] * num_rows for name, entry in logs.items()}
     return ServiceReply(
         rewards=_numbers("rewards", reply["rewards"], num_rows),

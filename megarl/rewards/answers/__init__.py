@@ -1,4 +1,4 @@
-"""Answers in free text: where they stand, how they are spelled, and when two of them are equal."""
+"""Find answers in free text, normalise their spelling, and decide whether two of them are equal."""
 
 from megarl.rewards.answers.equality import compare_answers, same_string
 from megarl.rewards.answers.extract import extract_answer, last_boxed

@@ -1,4 +1,4 @@
-"""Comparison of answers by meaning: of a list of rules, from cheap to costly, the first that applies decides."""
+"""Compare answers by meaning, with a list of rules from cheap to costly, of which the first that applies decides."""
 
 import math
 import re
@@ -17,7 +17,7 @@ MAX_ITEMS = 64
 MAX_NESTING = 8
 
 Compare = Callable[[str, str], Equality]
-# A rule's verdict on two texts; None: it does not apply to such texts.
+# A rule returns its verdict on two texts, or None if it does not apply to them.
 Rule = Callable[[str, str, Compare, AnswerOptions], Equality | None]
 
 _NAME = re.compile(
@@ -43,9 +43,9 @@ _SAME_WORDS = {
 
 
 def same_string(answer: str, gold: str) -> bool:
-    """Whether two answers are spelled alike, but for spacing, wrappers, `x=`, zeros and units: `(073)`, `73.0`, `73`.
+    """Return whether two answers are spelled alike up to spaces, wrappers, `x=`, zeros, units: `(073)`, `73.0`, `73`.
 
-    For answers that have one way to be written: they are equal as strings, or as exact numbers.
+    This suits answers with only one way to write them: they must be equal as strings, or as exact numbers.
     """
     plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
     (a, unit_a), (g, unit_g) = (split_unit(_NUMBER_IN_BRACKETS.sub(r"\1", text)) for text in plain)
@@ -58,11 +58,11 @@ def same_string(answer: str, gold: str) -> bool:
 
 
 def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare what two answers mean, however they are spelled.
+    """Compare the meaning of two answers, however they are spelled.
 
     Texts, numbers (see `numbers.are_close`) and quantities are compared first; then lists, intervals, sets and
-    matrices element by element; equations by the difference of their sides, up to sign; at last expressions by
-    symbolic equality. Symmetric in mode `fix`. An empty answer, and one over 512 characters, is `UNPARSED`.
+    matrices element by element; equations by the difference of their sides, up to sign; finally expressions by
+    symbolic equality. In mode `fix` this is symmetric. An empty answer, or one over 512 characters, is `UNPARSED`.
     """
     if not answer.strip() or not gold.strip() or max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
         return Equality.UNPARSED
@@ -72,7 +72,7 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 
 def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Equality:
-    """Apply rules to two texts, and compare expressions symbolically if none of them applies."""
+    """Apply rules to two texts; if none applies, compare them symbolically as expressions."""
     if depth > MAX_NESTING:
         return Equality.UNPARSED
     compare = partial(_compare, options=options, rules=rules, depth=depth + 1)
@@ -84,7 +84,7 @@ def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rul
 
 
 def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare texts letter by letter but for spacing; an empty one, and one with open brackets, means nothing."""
+    """Compare texts letter by letter, ignoring spaces; an empty text, or one with unclosed brackets, is `UNPARSED`."""
     if not answer or not gold:
         return Equality.UNPARSED
     if compact(answer) == compact(gold):
@@ -93,7 +93,7 @@ def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
 
 
 def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare words without case; a word is not a product of its letters, nor a number."""
+    """Compare words, ignoring case; a word is neither a product of its letters nor a number."""
     letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
         return Equality.of(letters[0][1] == letters[1][1])
@@ -125,9 +125,9 @@ def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptio
 
 
 def same_number(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare numbers: integers exactly, others within 1e-4 relative.
+    """Compare numbers: integers exactly, others within a relative tolerance of 1e-4.
 
-    With `percent_factors` numbers a factor of 100 apart are equal too.
+    With `percent_factors`, numbers that differ by a factor of 100 are equal too.
     """
     a, g = parse_number(answer), parse_number(gold)
     if a is None or g is None:
@@ -150,7 +150,7 @@ def without_units(answer: str, gold: str, compare: Compare, options: AnswerOptio
 
 
 def same_matrix(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare matrices of one shape, element by element."""
+    """Compare matrices element by element; they must have the same shape."""
     a, g = structure.parse_matrix(answer), structure.parse_matrix(gold)
     if a is None or g is None:
         return None
@@ -193,7 +193,7 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
 
 
 def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare unions part by part in any order; parts that overlap are left to set algebra."""
+    """Compare unions part by part in any order; unions of overlapping parts are left to set algebra."""
     a, g = (structure.split_top(text, r"\\cup(?![a-zA-Z])") for text in (answer, gold))
     is_union = [len(parts) > 1 and all(parts) for parts in (a, g)]
     if not any(is_union):
@@ -203,9 +203,9 @@ def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 
 
 def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare tuples and intervals in order, with the same brackets; sets and bare lists in any order.
+    """Compare tuples and intervals in order and with the same brackets, and sets and bare lists in any order.
 
-    One thing in brackets equals it without them; several things do not equal one.
+    A single item in brackets equals the item without them; several items do not equal a single one.
     """
     a, g = structure.parse_group(answer), structure.parse_group(gold)
     if a is None or g is None:

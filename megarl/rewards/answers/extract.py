@@ -1,24 +1,24 @@
-"""Extraction of the answer that a response states."""
+"""Extract the answer that a response states."""
 
 import re
 
 from megarl.rewards.answers.options import AnswerOptions
 
-# The answer stands at the end; a bounded search stays quick on any text.
+# The answer stands at the end, so the search is limited to it, which keeps it fast for any text.
 SEARCH_CHARS = 4096
 _THINK_END = "</think>"
 _STATED = re.compile(r"he (?:final )?answer is\s*:?", re.IGNORECASE)
 _STATED_REF = re.compile(r"he answer is")
-# A full stop ends the sentence of an answer; one between digits does not.
+# A full stop ends an answer's sentence, unless it is between digits.
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _NUMBER = re.compile(r"-?\d*\.?\d+")
 
 
 def extract_answer(response: str, options: AnswerOptions) -> str | None:
-    """Find the raw answer of a response, not normalised; None if it states none.
+    """Return the raw answer of a response, not normalised, or None if it states none.
 
-    The last box counts, else what follows the last "the answer is", else what `options` still allow.
+    This is the last box, else what follows the last "the answer is", else what `options` also allow.
     """
     if options.skip_thinking:
         response = response.rpartition(_THINK_END)[2]
@@ -35,12 +35,12 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
 
 
 def last_boxed(response: str, options: AnswerOptions) -> str | None:
-    """Return the content of the last box of a response, or None if there is none that can be read."""
+    """Return the content of the last box of a response, or None if it has no readable box."""
     return _boxed(response, options)[1]
 
 
 def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    """Whether a response has a box, and the content of the last one if that can be read."""
+    """Return whether a response has a box, and the content of the last one if that can be read."""
     ends = [end for end in (_last_command(response, name, options) for name in options.boxes) if end is not None]
     if not ends:
         return False, None
@@ -48,7 +48,7 @@ def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
     if not text.startswith("{"):
         return True, _first_line(re.split(r"[$\n]", text, maxsplit=1)[0])
     depth = 0
-    # Escaped braces are brackets of sets, yet they are balanced too.
+    # Escaped braces, the brackets of sets, must be balanced too.
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
@@ -71,6 +71,6 @@ def _last_command(response: str, name: str, options: AnswerOptions) -> int | Non
 
 
 def _first_line(text: str) -> str:
-    """Return the first line of a text without the marks that surround an answer in a sentence."""
+    """Return the first line of a text without the punctuation that surrounds an answer in a sentence."""
     line = text.strip().split("\n")[0].lstrip(":")
     return line.removesuffix(".").removesuffix("/").strip()

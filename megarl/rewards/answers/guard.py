@@ -1,4 +1,4 @@
-"""Checks that keep from sympy what is cheap to write but costly, or unsafe, to compute."""
+"""Refuse answers that are cheap to write but costly or unsafe for sympy to evaluate."""
 
 import math
 import re
@@ -8,13 +8,13 @@ MAX_FACTORIAL = 1_000
 MAX_DIGITS = 50
 MAX_DEPTH = 20
 
-# Answers that ask for the work: a question repeated is no answer to it.
+# Commands that leave the computation to the scorer: repeating the question is no answer to it.
 _WORK = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim|limsup|liminf|det|gcd|lcm|min|max|sup|inf|deg|operatorname)(?![a-zA-Z])"
     r"|\\frac\s*\{\s*d(?:[^{}]|\{[^{}]*\})*\}\s*\{\s*d\s*\\?[a-zA-Z]|\\partial|\\bmod|\\pmod|\\mod(?![a-zA-Z])|\bmod\b"
 )
 _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
-# 2^3^4, and within the braces of an exponent a power of anything but a name: e^{x^2} may be computed, 9^{9^9} not.
+# Refused are 2^3^4 and, within the braces of an exponent, powers of anything but a name: e^{x^2} is safe, 9^{9^9} not.
 _CHAINED_POWER = re.compile(r"\^\s*[\w.]+\s*\^")
 _POWER_OF_NUMBER = re.compile(r"[\d)}\]!]\s*\^")
 _FACTORIAL = re.compile(r"(\d*)\s*(\)|\]|\}|[a-zA-Z])?\s*!")
@@ -27,9 +27,9 @@ def refusal(text: str) -> str | None:
 
 
 def costly(text: str) -> str | None:
-    """Return why a text may take long to evaluate, or None.
+    """Return why a text may take long to evaluate, or None if it does not.
 
-    The bounds are on how large the numbers of the text can become.
+    The bounds limit how large the numbers of the text can become.
     """
     depth = deepest = 0
     for character in text:
@@ -54,7 +54,7 @@ def _has_large_power(text: str) -> bool:
         while end < len(text) and depth:
             depth += (text[end] == "{") - (text[end] == "}")
             end += 1
-        # The closing brace is no part of a power.
+        # The closing brace does not belong to the power.
         if _POWER_OF_NUMBER.search(text[match.end() : end - (depth == 0)]):
             return True
     largest, stacked = 1, 1

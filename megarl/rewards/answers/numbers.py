@@ -1,4 +1,4 @@
-"""Answers that are numbers, as exact fractions."""
+"""Parse answers that are numbers as exact fractions, and compare them."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 REL_TOLERANCE = 1e-4
-# A larger power of ten is no measured number, and would be costly to hold.
+# A number with a larger power of ten is not plausible as an answer, and would be costly to hold.
 MAX_EXPONENT = 400
 
 _INT = r"\d+"
@@ -25,7 +25,7 @@ _SCIENTIFIC = re.compile(rf"({_DECIMAL})\s*(?:[eE]\s*([+-]?\d+)|(?:\\cdot|x)\s*{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """A number in an answer, and how it is written.
+    """Hold a number in an answer, and how it is written.
 
     rounded: with a decimal point or a power of ten.
     scientific: with a power of ten.
@@ -37,12 +37,12 @@ class Number:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the number is a count; one such as 4.5e33 is an integer only by its size."""
+        """Return whether the number is written as an integer; one such as 4.5e33 is an integer only by its size."""
         return self.value.denominator == 1 and not self.scientific
 
 
 def parse_number(text: str) -> Number | None:
-    r"""Read `1,234.5`, `-\frac{1}{2}`, `3/4`, `2 1/2`, `4.5 \cdot 10^{33}` or `4.5e33`; None for anything else."""
+    r"""Parse `1,234.5`, `-\frac{1}{2}`, `3/4`, `2 1/2`, `4.5 \cdot 10^{33}` or `4.5e33`; None for anything else."""
     sign = _SIGN.match(text)
     if len(text) > 100 or sign is None:
         return None
@@ -68,7 +68,7 @@ def parse_number(text: str) -> Number | None:
             return None
     except (ValueError, ZeroDivisionError):
         return None
-    # No mixed number has a decimal point.
+    # A mixed number has no decimal point, so a point in the body means a decimal.
     rounded = is_scientific or "." in body
     return Number(value=-value if sign[1] == "-" else value, rounded=rounded, scientific=is_scientific)
 
@@ -78,7 +78,7 @@ def _decimal(text: str) -> Fraction:
 
 
 def are_close(a: Number, b: Number) -> bool:
-    """Whether two numbers are equal, or within 1e-4 relative if one is a rounded decimal and neither is an integer."""
+    """Return whether two numbers are equal; within 1e-4 relative if one is a rounded decimal and neither an integer."""
     if a.value == b.value:
         return True
     if a.is_integer or b.is_integer or not (a.rounded or b.rounded):

@@ -1,4 +1,4 @@
-"""The modes `fix`, `doc` and `ref` in which answers are found and compared, and what a comparison can yield."""
+"""Define the modes `fix`, `doc` and `ref` of finding and comparing answers, and the results of a comparison."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ MAX_ANSWER_CHARS = 512
 
 
 class Equality(StrEnum):
-    """The result of comparing two answers.
+    """Give the result of comparing two answers.
 
-    `UNPARSED`: the texts differ and what they mean could not be read; it scores as wrong but is counted apart.
+    `UNPARSED`: the texts differ and their meaning could not be parsed; this scores as wrong but is counted separately.
     """
 
     EQUAL = "equal"
@@ -27,17 +27,17 @@ class Equality(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """Options of how answers are found and compared; the defaults are the mode `fix`, see `MODES` for the others.
+    """Set how answers are found and compared; the defaults are the mode `fix`, see `MODES` for the others.
 
     boxes: commands whose argument is an answer.
     bare_box: `boxes` also count without a backslash before them.
     accept_unclosed: a box whose brace is not closed extends to the end of its line.
-    join_lines: a boxed answer may span lines; otherwise its first line counts.
-    last_math, last_number: the last formula, or number, counts if there is neither a box nor "the answer is".
+    join_lines: a boxed answer may span lines; otherwise only its first line is used.
+    last_math, last_number: use the last formula, or number, if there is neither a box nor "the answer is".
     skip_thinking: only text after the last `</think>` counts.
-    textual: drop units, percent signs and the like from the text (see `spelling.normalise`), and take any two numbers
-        except integers for equal within the tolerance, fractions too.
-    normalise_gold: gold is normalised as answers are.
+    textual: drop units, percent signs and the like from the text (see `spelling.normalise`), and compare all numbers
+        except integers, fractions included, within the tolerance.
+    normalise_gold: the gold answer is normalised like other answers.
     percent_factors: numbers that differ by a factor of 100 are equal, with a percent sign or without.
     ignore_brackets: `[1,2]` equals `(1,2)`.
     none_equals_none: no answer equals no gold.

@@ -1,4 +1,4 @@
-r"""Spellings of answers: `canonical` keeps the mathematics, `normalise` also drops units, words and signs."""
+r"""Unify the spelling of answers: `canonical` keeps the mathematics, `normalise` also drops units, words and signs."""
 
 import re
 import unicodedata
@@ -121,7 +121,7 @@ _AFTER_NAME = _compiled(
 
 
 def canonical(text: str) -> str:
-    r"""Write an answer in one spelling without changing its mathematics.
+    r"""Return an answer in its canonical spelling, without changing its mathematics.
 
     Unicode signs become LaTeX; delimiters, sizes and text wrappers go: `$\dfrac12\,\text{cm}$` → `\frac{1}{2} cm`,
     `x × ２` → `x \cdot 2`, `90°` → `90 degree`.
@@ -131,7 +131,7 @@ def canonical(text: str) -> str:
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
     for pattern, replacement in _DELIMITERS:
         text = pattern.sub(replacement, text)
-    # `\text{ cm}` → ` cm `, from the inside out.
+    # Innermost first: `\text{ cm}` → ` cm `.
     while (unwrapped := _UNWRAPPED.sub(r" \1 ", text)) != text:
         text = unwrapped
     for pattern, replacement in _SYMBOLS:
@@ -142,7 +142,7 @@ def canonical(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """Remove all spaces except between digits, where they tell `2 3` from `23`, and between words."""
+    """Remove all spaces except between words and between digits, where they distinguish `2 3` from `23`."""
     return re.sub(r"(?<![\w])\s+|\s+(?![\w])", "", text)
 
 
@@ -172,7 +172,7 @@ def normalise(text: str) -> str:
 
 
 def is_equiv(answer: str | None, gold: str | None, *, none_equals_none: bool = False) -> bool:
-    r"""Whether two answers are equal as normalised strings, with 0.5 = 1/2 and all after `\text{ ` taken for a unit."""
+    r"""Return whether two answers are equal as normalised strings; 0.5 = 1/2, and text from `\text{ ` on is a unit."""
     if answer is None or gold is None:
         return none_equals_none and answer is gold
     normal = []

@@ -1,4 +1,4 @@
-"""Parsing of how answers are put together: lists, brackets, matrices, alternatives and intervals."""
+"""Parse the structure of answers: lists, brackets, matrices, alternatives and intervals."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _ONE_SIDED_BACK = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})")
 _TWO_SIDED = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _MEMBER = re.compile(rf"({_NAME})\s*\\in(?![a-zA-Z])\s*(.+)")
 _LETTER = r"[^\W\d_]"
-# One letter is a variable, unless it stands between numbers.
+# A single letter is a variable, not a word for "and" or "or", unless it stands between numbers.
 _LIST_SEPARATORS = (
     rf"[,;和或]|(?<!{_LETTER})(?<!\\)(?:and|or|или|et|und|oder|ou)(?!{_LETTER})|(?<=\d )[yoи](?= -?[\d\\])"
 )
@@ -21,7 +21,7 @@ _INFINITY = r"\infty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    r"""Items between brackets, which are "" for a bare list. Sets `\{…\}` and bare lists are not `ordered`."""
+    r"""Hold items between brackets, which are "" for a bare list; sets `\{…\}` and bare lists are not `ordered`."""
 
     opening: str
     closing: str
@@ -33,7 +33,7 @@ class Group:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split a text at a regular expression, but not inside brackets, braces or environments."""
+    """Split a text where a regular expression matches, but not inside brackets, braces or environments."""
     parts, depth, start, position = [], 0, 0, 0
     pattern = re.compile(rf"\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
     while match := pattern.search(text, position):
@@ -49,9 +49,9 @@ def split_top(text: str, separators: str) -> list[str]:
 
 
 def parse_group(text: str) -> Group | None:
-    r"""Read a group such as `(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2` or `x=1; y=2`.
+    r"""Parse a group such as `(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2` or `x=1; y=2`.
 
-    None if the text is one thing without brackets.
+    Returns None if the text is a single item without brackets.
     """
     if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text[1:-2] + text[-1]):
         opening, closing, inside = r"\{", r"\}", text[2:-2]
@@ -66,7 +66,7 @@ def parse_group(text: str) -> Group | None:
 
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
-    """Read the rows of a matrix in round or square brackets; None for anything else, determinants (`vmatrix`) too."""
+    """Parse the rows of a matrix in round or square brackets; None for anything else, determinants (`vmatrix`) too."""
     match = _MATRIX.fullmatch(text.strip().removeprefix("(").removeprefix("[").removesuffix(")").removesuffix("]"))
     if match is None:
         return None
@@ -75,18 +75,18 @@ def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
 
 
 def expand_signs(text: str) -> tuple[str, str] | None:
-    r"""Expand `a \pm b` to `a + b` and `a - b`; None without such a sign."""
+    r"""Expand `a \pm b` to `a + b` and `a - b`; return None if there is no such sign."""
     if r"\pm" not in text and r"\mp" not in text:
         return None
     plus = text.replace(r"\pm", "+").replace(r"\mp", "-")
     minus = text.replace(r"\pm", "-").replace(r"\mp", "+")
-    # A plus sign that nothing precedes goes.
+    # Drop a plus sign that nothing precedes.
     plus, minus = (re.sub(r"(^|[=(,{])\s*\+\s*", r"\1", side) for side in (plus, minus))
     return plus, minus
 
 
 def as_interval(text: str) -> tuple[str, str] | None:
-    r"""Read the variable and the interval of `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)`; None for anything else."""
+    r"""Parse the variable and the interval of `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)`; None for anything else."""
     if match := _MEMBER.fullmatch(text):
         return match[1], match[2]
     if match := _TWO_SIDED.fullmatch(text):
@@ -111,7 +111,7 @@ def as_interval(text: str) -> tuple[str, str] | None:
 
 
 def _closes_at_end(text: str) -> bool:
-    """Whether the bracket that opens a text closes at its last character."""
+    """Return whether the bracket that opens a text closes at its last character."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
@@ -121,7 +121,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every bracket is closed, perhaps by one of another kind, as in `[0,1)`."""
+    """Return whether every bracket is closed, possibly by one of another kind, as in `[0,1)`."""
     depth = 0
     for character in text:
         depth += (character in _OPENING) - (character in _CLOSING)

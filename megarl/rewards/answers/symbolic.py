@@ -1,4 +1,4 @@
-"""Comparison by computer algebra: latex2sympy2_extended reads LaTeX, math-verify and sympy compare."""
+"""Compare answers by computer algebra: latex2sympy2_extended parses LaTeX, math-verify and sympy compare."""
 
 import math
 import re
@@ -23,7 +23,7 @@ _DECIMAL = re.compile(r"\d\.\d")
 _DEGREE = re.compile(r"\s*degree\b")
 # Decimal places and digits at which math-verify compares floats.
 _FLOAT_ROUNDING, _NUMERIC_PRECISION = 6, 15
-# Values of variables, by the order of their names; the signs tell sqrt(x^2) from x.
+# Values of the variables in the order of their names; negative ones distinguish sqrt(x^2) from x.
 _POINTS = tuple(
     tuple(sympy.Rational(value) for value in values.split())
     for values in (
@@ -34,7 +34,7 @@ _POINTS = tuple(
     )
 )
 _DIGITS, _AGREEMENT, _MIN_AGREEMENTS = 30, 1e-12, 2
-# What cancels to nothing is evaluated to about 1e-100.
+# Terms that cancel are evaluated to about 1e-100 instead of 0.
 _ZERO = 1e-60
 
 
@@ -42,7 +42,7 @@ _ZERO = 1e-60
 def parse_latex(text: str, *, is_complex: bool = False) -> Any:
     """Parse LaTeX to a sympy object without ever evaluating Python; None if the text is refused or not LaTeX.
 
-    Variables are real; `is_complex`: they are not, and i is the imaginary unit.
+    Variables are real, unless `is_complex`, with which i is the imaginary unit.
     """
     if refusal(text):
         return None
@@ -62,8 +62,8 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
 def compare_symbolic(answer: str, gold: str) -> Equality:
     """Decide whether two expressions are equal for all values of their variables.
 
-    Expressions are evaluated at a few points, which refutes or, to 12 digits, confirms most pairs without the search
-    of `simplify`; sets, relations, and what has no value are left to math-verify, whose time is not bounded.
+    Expressions are evaluated at a few points, which refutes or, to 12 digits, confirms most pairs without the costly
+    `simplify`; sets, relations and expressions without values are left to math-verify, whose time is not bounded.
     """
     is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
     a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
@@ -71,7 +71,7 @@ def compare_symbolic(answer: str, gold: str) -> Equality:
         return Equality.UNPARSED
     try:
         if isinstance(a, sympy.Expr) and isinstance(g, sympy.Expr):
-            # Constants of which one is written with decimals are equal within the tolerance; integers are exact.
+            # If one of two constants has decimals, they are compared within the tolerance, but integers exactly.
             has_decimals = any(_DECIMAL.search(text) for text in (answer, gold))
             if has_decimals and a.is_number and g.is_number and not (a.is_Integer or g.is_Integer):
                 x, y = sympy.N(a), sympy.N(g)
@@ -90,7 +90,7 @@ def compare_symbolic(answer: str, gold: str) -> Equality:
 
 
 def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
-    """Whether two expressions have the same values at a few points; None if too few of the values exist."""
+    """Return whether two expressions have the same values at a few points, or None if too few values exist."""
     names = sorted(a.free_symbols | g.free_symbols, key=str)
     if len(names) > len(_POINTS[0]) or (isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol)):
         return None

@@ -1,4 +1,4 @@
-"""Numbers with units: an answer may leave the unit out, but must not have another one."""
+"""Parse numbers with units; an answer may leave out the gold answer's unit, but must not have another one."""
 
 import re
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ _TRAILING = re.compile(
 
 
 class Quantity(NamedTuple):
-    """The body of an answer and its unit, which is "" if there is none, else in one spelling."""
+    """Hold the body of an answer and its unit in a unified spelling, or "" if it has none."""
 
     body: str
     unit: str
@@ -89,14 +89,14 @@ def split_unit(text: str) -> Quantity:
 
 
 def _unit(words: str) -> str:
-    """Spell a unit in one way; words that are not a known unit keep their spelling, without a plural s."""
+    """Return the unified spelling of a unit; words that are not a known unit only lose a plural s."""
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
     return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")
 
 
 def parse_quantity(text: str) -> tuple[Number, str] | None:
-    """Read a number and its unit, with `million` and the like multiplied in; None if the rest is not a number."""
+    """Parse a number and its unit, with `million` and the like multiplied in; None if the body is not a number."""
     body, unit = split_unit(text)
     number = parse_number(body)
     if number is None:

@@ -1,4 +1,4 @@
-"""Rewards of programs, run against the tests of their problems."""
+"""Reward programs by running them against the tests of their problems."""
 
 from megarl.rewards.code.scorer import CodeOptions, Credit, score_code
 

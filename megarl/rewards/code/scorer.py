@@ -1,4 +1,4 @@
-"""The scorer of programs, which runs the code of a response against the tests of its problem in a sandbox."""
+"""Score programs: run the code of a response against the tests of its problem in a sandbox."""
 
 import atexit
 import os
@@ -19,7 +19,7 @@ from megarl.types import Reward
 
 # The name of this scorer.
 CODE = "code"
-# What ends a block is not taken, for it may be the fence of the next one.
+# The fence that ends a block is not consumed, since it may open the next block.
 _BLOCK = re.compile(
     r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)(?=^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
@@ -28,7 +28,7 @@ _SANDBOXES: dict[tuple[int, SandboxOptions], Sandbox] = {}
 
 
 class Credit(StrEnum):
-    """The score of a program that passes k of n tests: k/n, or 1 if k = n and 0 otherwise."""
+    """Choose the score of a program that passes k of n tests: k/n, or 1 if k = n and 0 otherwise."""
 
     FRACTION = "fraction"
     ALL_OR_NOTHING = "all_or_nothing"
@@ -36,12 +36,12 @@ class Credit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
-    """Options of how programs are run, and of what their results are worth.
+    """Set how programs are run and how their results are scored.
 
-    float_tolerance: t; x is taken for a y written with a point or an exponent if |x−y| ≤ t·max(1, |y|). None compares
-        digits.
+    float_tolerance: t; x equals a y that is written with a point or an exponent if |x−y| ≤ t·max(1, |y|). None
+        compares digits.
     max_tests: how many of the first tests are run; None runs all.
-    max_timeouts: after so many time-outs the other tests count as timed out too: a program that hangs does so often.
+    max_timeouts: after this many time-outs the remaining tests count as timed out too.
     """
 
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
@@ -63,17 +63,17 @@ _DEFAULT = CodeOptions()
 
 
 class TestVerdict(StrEnum):
-    """The outcome of a program on one test; each value has a count in `Reward.details`."""
+    """Name the outcome of a program on one test; `Reward.details` has a count of each."""
 
     PASSED = "passed"
     WRONG = "wrong"
     CRASHED = "crashed"
     TIMED_OUT = "timed_out"
-    # Memory or output.
+    # A limit on memory or output was exceeded.
     OVER_LIMIT = "over_limit"
-    # The program ended its own sandbox, or this machine stood still.
+    # The program ended its own sandbox, or the machine stalled.
     LOST = "lost"
-    # After a failure that decided, or because there is no program.
+    # Not run, because an earlier failure had decided or there is no program.
     NOT_RUN = "not_run"
 
 
@@ -94,7 +94,7 @@ def score_code(
     """Run the last Python block of `response` against the tests in `ground_truth`, or in `extra_info` if that is empty.
 
     The score is 1 if it passes all, else 0; with the credit `fraction` it is passed / tests. `details` counts each
-    verdict. DataError for malformed tests, ConfigError where the sandbox cannot run.
+    verdict. Raises DataError for malformed tests, and ConfigError if the sandbox cannot run.
     """
     tests = parse_tests(ground_truth or extra_info.get("ground_truth", ""), tolerance=options.float_tolerance)
     tests = tests[: options.max_tests]
@@ -110,7 +110,7 @@ def score_code(
 
 def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:
     """Run a program on tests, all of them in one sandbox, and return a verdict for each."""
-    # One for each process and its options: starting it takes longer than running a program.
+    # There is one sandbox per process and options, because starting one takes longer than running a program.
     key = os.getpid(), options.sandbox
     with _LOCK:
         if key not in _SANDBOXES:

@@ -1,4 +1,4 @@
-"""Tests of programs, read from the JSON of data sets, and the comparison of outputs with what is expected.
+"""Parse tests of programs from the JSON of data sets, and compare outputs with the expected ones.
 
 | JSON | a test |
 |---|---|
@@ -6,8 +6,8 @@
 | `{"inputs": [...], "outputs": [...], "fn_name": "f"}` | `f`, or `Solution().f`, returns the output |
 | `{"assert_case": ["assert f(1) == 2", ...]}` | the statements raise nothing |
 
-Programs never see the outputs. Of `assert expression == literal` they only get the expression; other assertions have
-to run beside the program.
+Programs never see the expected outputs. Of `assert expression == literal` they only get the expression; other
+assertions have to run in the program's process.
 """
 
 import ast
@@ -24,15 +24,15 @@ from megarl.errors import DataError
 from megarl.sandbox import Call, Evaluate, Execute, Outcome, ProgramTask, RunWithInput
 from megarl.sandbox.jail.answer import AnswerError, decode
 
-# Whole numbers are exact: a tolerance would take 1000001 for 1000000.
+# Integers are compared exactly, because a tolerance would accept 1000001 for 1000000.
 _INEXACT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """A test: what to ask of a program, and the output, value or token that is expected of it."""
+    """Hold a test: the task for a program, and the output, value or token that is expected of it."""
 
-    # For pytest, which takes it for its own.
+    # Keeps pytest from collecting this class as a test.
     __test__ = False
 
     task: ProgramTask
@@ -40,7 +40,7 @@ class Test:
     tolerance: float | None
 
     def accepts(self, outcome: Outcome) -> bool:
-        """Whether a run that succeeded gave what is expected; a function's result may be wrapped in a list."""
+        """Return whether a successful run gave the expected result; a function's may be expected within a list."""
         if isinstance(self.task, RunWithInput):
             return same_output(outcome.stdout.decode(errors="replace"), self.expected, self.tolerance)
         try:
@@ -57,10 +57,10 @@ class Test:
 
 
 def parse_tests(ground_truth: str | Mapping[str, Any], *, tolerance: float | None) -> list[Test]:
-    """Read the tests of a problem, in the order of the data.
+    """Parse the tests of a problem, in the order of the data.
 
-    `tolerance` is that of numbers written with a point or an exponent, see `CodeOptions.float_tolerance`. DataError if
-    the data has none of the forms above, or no test.
+    `tolerance` applies to numbers written with a point or an exponent, see `CodeOptions.float_tolerance`. Raises
+    DataError if the data has none of the forms in the module's table, or no test.
     """
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
@@ -93,7 +93,7 @@ def _list(value: Any, name: str) -> Sequence[Any]:
 
 
 def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """Make a test of a script. Some data sets keep the lines of an input or output as a list."""
+    """Make a test of a script, whose input and output may be lists of lines in some data sets."""
     texts = []
     for value in (given, expected):
         text = "\n".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
@@ -115,12 +115,12 @@ def _call(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test
 
 
 def _assertion(case: Any, tolerance: float | None) -> Test:
-    """Make a test of an assertion; a literal that it compares with stays hidden from the program."""
+    """Make a test of an assertion; if it compares with a literal, that stays hidden from the program."""
     if not isinstance(case, str):
         raise TypeError(f"an assert_case is {case!r}, not text")
     match ast.parse(case).body:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
-            # Where the right side is not a literal, the assertion has to run as it is.
+            # If the right side is not a literal, the assertion has to run unchanged.
             with suppress(ValueError, TypeError):
                 expected = ast.literal_eval(right)
                 return Test(task=Evaluate(expression=ast.unparse(left)), expected=expected, tolerance=tolerance)
@@ -167,7 +167,7 @@ def same_value(actual: Any, expected: Any, tolerance: float | None) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value as JSON would have kept it: tuples to lists, keys of dicts to strings."""
+    """Convert a value as a JSON round trip would: tuples to lists, keys of dicts to strings."""
     if isinstance(value, list | tuple):
         return [as_json(entry) for entry in value]
     if isinstance(value, dict):
@@ -179,5 +179,5 @@ def _is_close(actual: float, expected: float, tolerance: float) -> bool:
     try:
         return math.isfinite(actual) and abs(actual - expected) <= tolerance * max(1.0, abs(expected))
     except OverflowError:
-        # An integer beyond every float.
+        # An integer may be too large for a float.
         return False

@@ -1,4 +1,4 @@
-"""The fork server and the worker processes of a pool, as its own thread starts, watches and ends them."""
+"""Start, watch and end the fork server and the worker processes of a pool, all from the pool's own thread."""
 
 import os
 import pickle
@@ -19,16 +19,16 @@ from megarl.rewards.verifier.types import JobResult, VerifierOptions
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _EXIT_S = 5.0
-# How often all workers, one after the other, may fail to become ready.
+# Number of consecutive workers that may fail to become ready, per worker of the pool.
 _MAX_FAILED_STARTS = 3
 _SERVER = "megarl.rewards.verifier.fork_server"
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingJob:
-    """A job without a result yet.
+    """Hold a job that has no result yet.
 
-    message: what a worker reads.
+    message: the job as a worker receives it.
     shortened: the worker sees only the end of the response.
     """
 
@@ -40,22 +40,22 @@ class PendingJob:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """A worker process: `pidfd` is known once it is ready, `job` is set while it executes one."""
+    """Represent a worker process: `pidfd` is set once it is ready, `job` while it executes one."""
 
     channel: Channel
     pidfd: int | None = None
     job: PendingJob | None = None
-    # On the monotonic clock: when the job's execution began, and when that, or the start, will have taken too long.
+    # Times on the monotonic clock: the beginning of the job's execution, and the deadline of the job or of the start.
     since: float = 0.0
     expires: float = 0.0
-    # Scorers that it has imported.
+    # Scorers that the worker has imported.
     functions: set[str] = field(default_factory=set)
 
 
 class Fleet:
-    """Keeps `num_workers + num_spares` workers alive. Only the thread that made it may use it.
+    """Keep `num_workers + num_spares` workers alive; only the thread that made a fleet may use it.
 
-    `on_event` is called with a worker that has sent something, or that has ended.
+    `on_event` is called with a worker that has sent something or has ended.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Fleet:
         self._server: subprocess.Popen[bytes] | None = None
 
     def start_server(self, _: int = 0) -> None:
-        """Start the fork server, in place of an earlier one.
+        """Start the fork server, replacing an earlier one.
 
-        It is a process of its own, not a fork; its parent is this thread, with which it dies. It sends nothing, so when
-        there is something to read, it has ended, and its workers with it.
+        The server is a new process, not a fork; it dies with this thread, its parent. It sends nothing, so a readable
+        connection means that it has ended, and its workers with it.
         """
         self._stop_server()
         ours, theirs = socket.socketpair()
@@ -81,7 +81,7 @@ class Fleet:
             **os.environ,
             **single,
             "CUDA_VISIBLE_DEVICES": "",
-            # The order of sets, and with it what algebra does, is the same in every process.
+            # Sets then have the same order in every process, and with it the results of computer algebra.
             "PYTHONHASHSEED": "0",
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         }
@@ -106,11 +106,11 @@ class Fleet:
             server.wait()
 
     def replenish(self) -> None:
-        """Ask the fork server for the workers that are missing."""
+        """Request the missing workers from the fork server."""
         for _ in range(self._size - len(self.workers)):
             ours, theirs = socket.socketpair()
             with theirs, suppress(ConnectionError):
-                # A server that has ended is noticed where it is read from.
+                # The end of a server is noticed when its connection is read.
                 socket.send_fds(self._control, [b"F"], [theirs.fileno()])
             expires = time.monotonic() + self._options.start_limit_s
             worker = Worker(channel=Channel(ours), expires=expires)
@@ -126,7 +126,7 @@ class Fleet:
             self._on_event(worker)
             return
         try:
-            # None at the end of the stream.
+            # There is no file descriptor at the end of the stream.
             files = socket.recv_fds(worker.channel.connection, 1, 1)[1]
         except ConnectionError:
             files = []
@@ -147,9 +147,9 @@ class Fleet:
             )
 
     def flush(self, worker: Worker) -> None:
-        """Send what a worker's socket has room for now, and the rest when it has more, without waiting.
+        """Send as much as a worker's socket accepts now, without waiting, and the rest when it has room.
 
-        A worker that has ended is noticed where it is read from.
+        The end of a worker is noticed when its connection is read.
         """
         with suppress(ConnectionError):
             worker.channel.flush()
@@ -159,7 +159,7 @@ class Fleet:
             self._selector.modify(connection, events, self._selector.get_key(connection).data)
 
     def discard(self, worker: Worker) -> None:
-        """Kill a worker. The server kills what it has started, and reaps it."""
+        """Kill a worker; the fork server reaps it and kills the processes that it has started."""
         self.workers.remove(worker)
         self._selector.unregister(worker.channel.connection)
         if worker.pidfd is not None:

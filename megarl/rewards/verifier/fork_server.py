@@ -1,8 +1,8 @@
-"""A small process that has imported what scorers need and forks workers on request.
+"""Run the fork server: a small process that has imported what scorers need, and forks workers on request.
 
-A worker costs milliseconds and shares the imported code's memory with the others. The process that owns the pool has
-threads, perhaps a CUDA context, and cannot fork; this one is started afresh, has one thread, and stays clean because
-it never executes a job.
+A worker starts in milliseconds and shares the memory of imported code with the others. The process that owns the pool
+cannot fork, since it has threads and perhaps a CUDA context. The server is a new process with a single thread, and
+stays clean because it never executes a job.
 """
 
 import gc
@@ -24,7 +24,7 @@ _WORKER_FD = 3
 
 
 class ForkServer:
-    """Forks a worker for every connection that arrives, until the pool's end of the control socket closes."""
+    """Fork a worker for every connection that arrives, until the pool's end of the control socket closes."""
 
     def __init__(self, control: socket.socket, options: VerifierOptions) -> None:
         self._control, self._options = control, options
@@ -33,7 +33,7 @@ class ForkServer:
         self._workers: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Fork and reap workers until the pool is gone, then end them."""
+        """Fork and reap workers until the pool is gone, then end all workers."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
@@ -52,9 +52,9 @@ class ForkServer:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            # Never back into the server's stack, whatever happens.
+            # The worker must never return into the server's stack.
             try:
-                # A worker keeps nothing of the server's but the connection.
+                # A worker closes all of the server's file descriptors except its connection.
                 os.dup2(fd, _WORKER_FD, inheritable=False)
                 os.closerange(_WORKER_FD + 1, os.sysconf("SC_OPEN_MAX"))
                 work(socket.socket(fileno=_WORKER_FD), self._options, parent)
@@ -67,11 +67,11 @@ class ForkServer:
         self._selector.register(pidfd, selectors.EVENT_READ)
 
     def _end(self, pidfd: int) -> None:
-        """Kill a worker and what it has started, and reap it."""
+        """Kill a worker and the processes that it has started, and reap the worker."""
         pid = self._workers.pop(pidfd)
         self._selector.unregister(pidfd)
         for kill in (os.kill, os.killpg):
-            # Not yet a group of its own, or the group is empty.
+            # The worker may not lead a process group yet, or the group may be empty.
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
         if len(os.listdir("/proc/self/task")) > 1:
             raise SystemExit(f"verifier preload: {name!r} started threads, which do not survive a fork; leave it out")
     gc.collect()
-    # The collector would write to, and so copy, memory that workers share.
+    # The garbage collector would write to memory that workers share, and so copy it.
     gc.freeze()
     ForkServer(control, options).serve()
 

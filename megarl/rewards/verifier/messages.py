@@ -1,4 +1,4 @@
-"""Messages between a pool and its workers over stream sockets: four bytes of length, then the message."""
+"""Exchange messages between a pool and its workers over stream sockets: four bytes of length, then the message."""
 
 import json
 import socket
@@ -12,9 +12,9 @@ from megarl.types import Reward
 
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16
-# A longer message than this is not a reply of ours.
+# A longer message cannot be a reply of a worker.
 MAX_REPLY_BYTES = 1 << 20
-# Mistakes of whoever runs the pool, not of a response: they are raised where the result is asked for.
+# Errors of the pool's user rather than of a response: they are raised where the result is requested.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ConfigError, DataError, NonFiniteError, RunError)
 }
@@ -25,12 +25,12 @@ STARTED = b""
 
 
 def write_message(connection: socket.socket, message: bytes) -> None:
-    """Send a message; waits until the other side has room."""
+    """Send a message, waiting until the other side has room for it."""
     connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
 def read_message(connection: socket.socket) -> bytes | None:
-    """Wait for a message; None if the other side is gone."""
+    """Wait for a message; return None if the other side is gone."""
     arrived, num_bytes = bytearray(), _LENGTH.size
     while len(arrived) < num_bytes:
         part = connection.recv(min(_READ_BYTES, num_bytes - len(arrived)))
@@ -44,9 +44,9 @@ def read_message(connection: socket.socket) -> bytes | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """The answer of a worker to a job.
+    """Hold a worker's answer to a job.
 
-    It is sent as JSON: workers read what models wrote, so nothing that they send is unpickled.
+    It is sent as JSON, not as a pickle, because workers process untrusted text from models.
 
     `error` names one of `ERRORS`; without one, `outcome` and, if the scorer gave one, `reward` are set.
     """
@@ -59,7 +59,7 @@ class WorkerReply:
 
     @classmethod
     def decode(cls, message: bytes) -> "WorkerReply":
-        """Read a reply; ValueError if the message is not one."""
+        """Decode a reply; ValueError if the message is not one."""
         try:
             fields = json.loads(message)
             reward = fields.pop("reward")
@@ -72,7 +72,7 @@ class WorkerReply:
 
 
 class Channel:
-    """The pool's side of a connection, which never waits, whatever the worker does."""
+    """Manage the pool's side of a connection, which never waits, whatever the worker does."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -80,11 +80,11 @@ class Channel:
         self.unsent, self._arrived = bytearray(), bytearray()
 
     def send(self, message: bytes) -> None:
-        """Queue a message, which `flush` sends."""
+        """Queue a message for `flush` to send."""
         self.unsent += _LENGTH.pack(len(message)) + message
 
     def flush(self) -> None:
-        """Send what the socket has room for now; OSError if the other side is gone."""
+        """Send as much as the socket accepts now; OSError if the other side is gone."""
         try:
             while self.unsent:
                 del self.unsent[: self.connection.send(self.unsent)]
@@ -92,7 +92,7 @@ class Channel:
             return
 
     def receive(self) -> list[bytes]:
-        """Return the messages that are complete by now; EOFError if there are none and none can come."""
+        """Return the messages that are complete by now; EOFError if there are none and no more can come."""
         has_ended, messages = False, []
         try:
             while len(self._arrived) <= MAX_REPLY_BYTES + _LENGTH.size and not has_ended:

@@ -1,4 +1,4 @@
-"""A pool of processes in which scorers judge responses."""
+"""Provide a pool of processes in which scorers judge responses."""
 
 import pickle
 import weakref
@@ -13,27 +13,27 @@ from megarl.rewards.verifier.types import JobResult, VerifierJob, VerifierOption
 
 
 class VerifierPool(AbstractContextManager["VerifierPool"]):
-    """Runs scorers in worker processes, each job within its deadline.
+    """Run scorers in worker processes, each job within its deadline.
 
-    Any thread of any process may make a pool, and any threads may share it. A job that hangs, crashes or eats memory
-    costs its own result and nothing else. The workers end with the pool, and with the process that made it, however
-    that ends. Needs Linux 5.4 or newer.
+    Any thread of any process may make a pool, and any threads may share it. A job that hangs, crashes or exhausts
+    memory loses only its own result. The workers end with the pool, and with the process that made it, however
+    that ends. A pool needs Linux 5.4 or newer.
     """
 
     def __init__(self, options: VerifierOptions | None = None) -> None:
         """Start the pool without waiting; jobs wait until the first worker is ready."""
         self._options = options or VerifierOptions()
         self._supervisor = Supervisor(self._options)
-        # Also of a pool that nobody refers to any more, and at the interpreter's exit.
+        # Also stops the thread when the pool is garbage-collected, and at the interpreter's exit.
         self._finalizer = weakref.finalize(self, self._supervisor.stop)
 
     def submit(self, job: VerifierJob) -> Future[JobResult]:
-        """Return a future of the result of `job`, without waiting. Jobs begin in the order of their submission.
+        """Return a future of the result of `job`, without waiting; jobs begin in the order of submission.
 
         The future raises DataError for a malformed ground truth, ConfigError if `job.function` cannot be imported or
         is no scorer, NonFiniteError if it returned such a score, WorkerError if workers cannot be started at all,
-        RuntimeError if the pool was closed first. It can be cancelled until it runs. Its callbacks are called in the
-        pool's thread, so they must not wait. RuntimeError if the pool is closed.
+        RuntimeError if the pool was closed first. It can be cancelled until its job runs. Its callbacks are called in
+        the pool's thread, so they must not wait. This method raises RuntimeError if the pool is closed.
         """
         response = job.response[-self._options.max_response_chars :]
         contents = (job.function, response, job.ground_truth, dict(job.extra_info), dict(job.arguments))
@@ -47,12 +47,12 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
         return pending.future
 
     def score_all(self, jobs: Iterable[VerifierJob]) -> list[JobResult]:
-        """Wait for the results, in the order of `jobs`; raises what the first future that fails raises."""
+        """Wait for the results and return them in the order of `jobs`; raises the error of the first job that fails."""
         futures = [self.submit(job) for job in jobs]
         return [future.result() for future in futures]
 
     def statistics(self) -> VerifierStatistics:
-        """Return counts of what was judged until now."""
+        """Return counts of the jobs judged so far."""
         return self._supervisor.statistics
 
     def close(self) -> None:

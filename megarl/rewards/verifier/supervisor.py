@@ -1,4 +1,4 @@
-"""The thread of a pool, which hands jobs to workers, one each, and kills workers that are over their deadline."""
+"""Run a pool's thread, which gives each worker one job at a time and kills workers that exceed their deadline."""
 
 import os
 import selectors
@@ -16,7 +16,7 @@ from megarl.rewards.verifier.types import JobResult, VerifierOptions, VerifierSt
 
 
 class Supervisor:
-    """Runs the thread of a pool. Its methods may be called from any thread and do not wait, `stop` excepted."""
+    """Run the thread of a pool; its methods may be called from any thread, and only `stop` waits."""
 
     def __init__(self, options: VerifierOptions) -> None:
         self._options = options
@@ -27,7 +27,7 @@ class Supervisor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Replaced as a whole by the supervisor's thread, so that readers need no lock.
         self.statistics = VerifierStatistics()
-        # Workers are its children and die with it, so it does all that concerns them.
+        # The fork server and its workers die with this thread, so this thread starts and manages them.
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
@@ -45,12 +45,12 @@ class Supervisor:
             if not self._is_closing and not self._ended:
                 self._is_closing = True
                 os.eventfd_write(self._wake, 1)
-        # The last one to refer to a pool may be a callback in its thread.
+        # The last reference to a pool may be dropped by a callback in this thread.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        """Do the work of the thread: start workers, hand out jobs, read replies, keep deadlines."""
+        """Do the work of the thread: start workers, hand out jobs, read replies, enforce deadlines."""
         error: Exception = RuntimeError("the verifier pool's thread ended by an error; see standard error")
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
@@ -60,15 +60,15 @@ class Supervisor:
                 while not self._is_closing:
                     self._fleet.replenish()
                     self._dispatch()
-                    # Until the next deadline of a job or of a start.
+                    # Wait until the next deadline of a job or of a worker's start.
                     expires = [w.expires for w in self._fleet.workers if w.job is not None or w.pidfd is None]
                     wait_s = max(0.0, min(expires) - time.monotonic()) if expires else None
-                    # What has arrived is read before anything is found to be late.
+                    # Messages that have arrived are read before deadlines are checked.
                     for key, events in selector.select(wait_s):
                         key.data(events)
                     self._expire()
                 error = RuntimeError("the verifier pool was closed before the job was judged")
-            # No memory, processes or file descriptors left, or nothing that starts.
+            # There may be no memory, processes or file descriptors left, or no worker that starts.
             except (WorkerError, OSError) as caught:
                 error = caught
             finally:
@@ -79,21 +79,21 @@ class Supervisor:
                     jobs += self._waiting
                     self._waiting.clear()
                 os.close(self._wake)
-                # Those who wait for results learn of it.
+                # Callers that wait for results receive the error.
                 for job in jobs:
                     with suppress(InvalidStateError):
                         job.future.set_exception(error)
 
     def _dispatch(self) -> None:
-        """Hand every free worker one job. Spares are started already, but do not add to how many execute."""
+        """Give every free worker one job; spares are already started, but at most `num_workers` execute at a time."""
         num_busy = sum(worker.job is not None for worker in self._fleet.workers)
         idle = [worker for worker in self._fleet.workers if worker.pidfd is not None and worker.job is None]
-        # What a worker has imported, and what scorers cache there, is of use again.
+        # Prefer workers that have imported more scorers, whose imports and caches can be reused.
         idle.sort(key=lambda worker: -len(worker.functions))
         for worker in idle[: max(0, self._options.num_workers - num_busy)]:
             while self._waiting and worker.job is None:
                 job = self._waiting.popleft()
-                # False if the caller has cancelled it.
+                # This is False if the caller has cancelled the job.
                 if job.future.set_running_or_notify_cancel():
                     limit_s = self._options.deadline_s
                     if job.function not in worker.functions:
@@ -104,10 +104,10 @@ class Supervisor:
                     self._fleet.flush(worker)
 
     def _read(self, worker: Worker) -> None:
-        """Take what a worker has sent; if that is nothing, the worker has ended."""
+        """Process a worker's messages; at the end of its stream, the worker has ended."""
         try:
             for message in worker.channel.receive():
-                # After its last reply a worker has nothing to say.
+                # Messages after a worker's last reply are ignored.
                 if worker not in self._fleet.workers:
                     break
                 is_start = message == STARTED
@@ -127,7 +127,7 @@ class Supervisor:
                     continue
                 seconds = time.monotonic() - worker.since
                 result = JobResult(reward=reply.reward, outcome=reply.outcome, seconds=seconds, reason=reply.reason)
-                # An interruption can leave a library's globals half set, and later jobs might be judged wrongly.
+                # An interruption can leave a library's globals inconsistent, and later jobs might be judged wrongly.
                 is_sound = reply.outcome not in ("timed_out", "crashed")
                 self._finish(worker, result, keep=is_sound and reply.resident_mib <= self._options.recycle_mib)
         except (EOFError, ValueError) as error:
@@ -135,12 +135,12 @@ class Supervisor:
             self._finish(worker, JobResult(reward=None, outcome="crashed", seconds=seconds, reason=str(error)))
 
     def _expire(self) -> None:
-        """Kill workers that are over the deadline of their start or of their job."""
+        """Kill workers that exceed the deadline of their start or of their job."""
         now = time.monotonic()
         for worker in [w for w in self._fleet.workers if w.pidfd is None and w.expires <= now]:
             self._fleet.give_up(worker)
         for worker in [w for w in self._fleet.workers if w.job is not None and w.expires <= now]:
-            # This thread may have been kept from running; a reply that is there counts.
+            # This thread may have been delayed; a reply that has arrived counts.
             self._read(worker)
             if worker.job is not None and worker.expires <= now:
                 reason = f"killed after {now - worker.since:.1f} s"

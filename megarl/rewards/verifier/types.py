@@ -1,4 +1,4 @@
-"""Jobs that go into a verifier pool, the results that come out, and its options."""
+"""Define the jobs, results and options of a verifier pool."""
 
 import os
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ JobOutcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
-    """Options of a pool: how many workers it has, and what a job may take.
+    """Set the number of workers of a pool, and the limits of a job.
 
     num_workers: how many jobs are executed at a time.
-    num_spares: further workers that wait, started, for one to be replaced.
+    num_spares: additional workers that are already started, to replace others.
     soft_limit_s: CPU time after which a worker interrupts its job.
-    deadline_s: time after which the worker of a job is killed, counted from when it begins to execute it. Either way
-        the job has timed out, and another worker takes the place of this one.
+    deadline_s: time after which the worker of a job is killed, counted from the start of the job's execution. After
+        either limit the job has timed out, and the worker is replaced.
     memory_limit_mib: address space that a worker may add to what it had at its start.
     recycle_mib: a worker that holds more memory than this after a job is replaced.
-    max_response_chars: a scorer sees only so much of the end of a longer response.
+    max_response_chars: a scorer sees only this many characters from the end of a longer response.
     start_limit_s: time limit of a worker's start, and of the import of a scorer that was not preloaded.
-    preload: what is imported once, before any worker exists: "module", or "module:function" to also call the
-        function, without arguments. What starts threads cannot be preloaded.
+    preload: modules that are imported once, before any worker exists: "module", or "module:function" to also call the
+        function, without arguments. Modules that start threads cannot be preloaded.
     """
 
     num_workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
@@ -51,11 +51,11 @@ class VerifierOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierJob:
-    """A response that a scorer is to judge: `function(response, ground_truth, extra_info, **arguments)`.
+    """Describe a response to be judged by the scorer call `function(response, ground_truth, extra_info, **arguments)`.
 
-    `function` is "module:function" or "path/file.py:function"; it is imported by the workers, so a new scorer needs no
-    change of the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. What it is called
-    with must be picklable. `data_source` is for messages.
+    `function` is "module:function" or "path/file.py:function"; workers import it, so a new scorer needs no change of
+    the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. Its arguments must be
+    picklable. `data_source` is for messages.
     """
 
     data_source: str
@@ -68,10 +68,10 @@ class VerifierJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """The result of a job, and for how many seconds it was executed.
+    """Hold the result of a job, and the seconds that its execution took.
 
-    `reward` is the scorer's, with the outcomes "scored" (right or wrong: `reward.correct`) and "parse_failed" (its
-    detail `parse_failed` is not 0). Where there is none, `reason` says in a line why.
+    `reward` is the scorer's reward if the outcome is "scored" (right or wrong: `reward.correct`) or "parse_failed" (its
+    detail `parse_failed` is not 0). If there is none, `reason` says why in one line.
     """
 
     reward: Reward | None
@@ -82,7 +82,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierStatistics:
-    """Counts of results since the pool was made; `wrong` are those that were scored and are not correct."""
+    """Count results since the pool was made; `wrong` counts those that were scored but are not correct."""
 
     jobs: int = 0
     correct: int = 0
@@ -90,10 +90,10 @@ class VerifierStatistics:
     parse_failed: int = 0
     timed_out: int = 0
     crashed: int = 0
-    # Responses of which a scorer saw only the end.
+    # Number of responses of which a scorer saw only the end.
     shortened: int = 0
-    # Workers that took the place of another one.
+    # Number of workers that were replaced.
     replaced: int = 0
-    # Of execution, summed over jobs, and of the longest one.
+    # Execution time, summed over jobs, and of the longest job.
     seconds: float = 0.0
     max_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""A worker process of the pool: it executes one job after the other, each interrupted at the soft limit."""
+"""Run a worker process of the pool, which executes one job after another and interrupts each at the soft limit."""
 
 import ctypes
 import importlib.util
@@ -22,7 +22,7 @@ from megarl.rewards.verifier.messages import ERRORS, READY, STARTED, WorkerReply
 from megarl.rewards.verifier.types import VerifierOptions
 from megarl.types import Reward
 
-# Code that swallows the interruption, as destructors do, gets another one.
+# Interval at which the interruption is repeated, since code may swallow it, as destructors do.
 _REPEAT_S = 0.05
 _MAX_REASON_CHARS = 500
 _PR_SET_PDEATHSIG = 1
@@ -32,20 +32,20 @@ Scorers = dict[str, Callable[..., Any]]
 
 
 class SoftLimit(BaseException):
-    """The interruption of a job at its soft limit; not an Exception, because algebra packages catch those."""
+    """Interrupt a job at its soft limit; this is not an Exception, because algebra packages catch those."""
 
 
 def work(connection: socket.socket, options: VerifierOptions, parent: int) -> None:
-    """Serve a pool until it closes the connection. Call it in a process made for it, in the main thread."""
+    """Serve a pool until it closes the connection; call this in the main thread of a process made for it."""
     die_with_parent(parent)
     os.setsid()
-    # Standard input is empty, and what is written to standard output and error goes nowhere.
+    # Standard input is empty, and standard output and error are discarded.
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Allocations fail once the process has so much more address space than now; there are no core files.
+    # Allocations fail once the process exceeds its present address space by the limit; there are no core files.
     statm = Path("/proc/self/statm")
     most = int(statm.read_text().split()[0]) * resource.getpagesize() + options.memory_limit_mib * _MIB
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -59,11 +59,11 @@ def work(connection: socket.socket, options: VerifierOptions, parent: int) -> No
 
 
 def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_limit_s: float) -> WorkerReply:
-    """Execute a job. Whatever a scorer raises becomes a reply, so that the worker is there for the next job.
+    """Execute a job; any error of the scorer becomes a reply, so that the worker survives for the next job.
 
-    The limit is on CPU time: what a job is worth must not depend on what else the machine does, and packages that have
-    time-outs of their own use the other timer. An earlier job may have changed how the signal is handled, so all of it
-    is set anew each time.
+    The limit is on CPU time, because a job's result must not depend on the machine's other load, and because packages
+    with time-outs of their own use the other timer. An earlier job may have changed the handling of the signal, so
+    it is set up anew for each job.
     """
     try:
         function, response, ground_truth, extra_info, arguments = pickle.loads(message)
@@ -92,10 +92,10 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _reply_of(result: Any, function: str) -> WorkerReply:
-    """Make the reply for what a scorer returned; ConfigError or NonFiniteError if that is not a reward."""
+    """Make the reply for a scorer's return value; ConfigError or NonFiniteError if that is not a valid reward."""
     if not isinstance(result, Reward):
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
-    # JSON cannot hold NumPy's numbers.
+    # JSON cannot represent NumPy's numbers.
     details = {str(name): float(value) for name, value in result.details.items()}
     reward = Reward(score=float(result.score), correct=bool(result.correct), details=details, notes=dict(result.notes))
     if not math.isfinite(reward.score):
@@ -115,7 +115,7 @@ def resolve(reference: str) -> Callable[..., Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            # Dataclasses of the file look their module up.
+            # The file's dataclasses look up their module in sys.modules.
             sys.modules.setdefault(path.stem, module)
             spec.loader.exec_module(module)
         else:
@@ -132,7 +132,7 @@ def resolve(reference: str) -> Callable[..., Any]:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel (Linux) to kill this process when the thread that started it ends, however that happens.
 
-    `parent` is the process that the caller takes for its parent; it may have ended before the kernel was told.
+    `parent` is the process that the caller expects as its parent, which may have ended before this call.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
