@@ -101,6 +101,7 @@ _VERL = {
     "algorithm.kl_penalty": ("algo.kl.estimator",),
     "algorithm.norm_adv_by_std_in_grpo": ("algo.advantage.norm_by_std",),
     "algorithm.use_kl_in_reward": ("algo.kl.where", "set it to reward"),
+    "data.apply_chat_template_kwargs": ("data.chat_template",),
     "data.filter_overlong_prompts": ("data.on_long_prompt", "set it to drop"),
     "data.max_prompt_length": ("data.max_prompt_tokens",),
     "data.max_response_length": ("rollout.max_response_tokens",),

@@ -103,6 +103,8 @@ def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
 def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
     """Describe the values of a type as JSON schema; the range applies to the numbers in it."""
     args, origin = get_args(hint), get_origin(hint)
+    if hint is Any:
+        return {}
     if is_dataclass(hint):
         return _object_schema(cast(type, hint), allowed)
     if origin in (UnionType, Union):

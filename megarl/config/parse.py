@@ -123,6 +123,17 @@ def _parse_mapping(hint: Any, value: object, path: str) -> object:
     return {name: _convert(get_args(hint)[1], item, _join(path, name)) for name, item in value.items()}
 
 
+def _parse_json(hint: Any, value: object, path: str) -> object:
+    """Parse what JSON can express: null, a boolean, a finite number, a text, a list or a mapping of such values."""
+    if isinstance(value, list | tuple):
+        return [_convert(hint, item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _parse_mapping(Mapping[str, Any], value, path)
+    if not isinstance(value, str | int | float | NoneType) or (isinstance(value, float) and not math.isfinite(value)):
+        raise _WrongTypeError
+    return value
+
+
 def _parse_literal(hint: Any, value: object, path: str) -> object:
     if value not in get_args(hint):
         raise _WrongTypeError
@@ -174,6 +185,7 @@ _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
     Union: _parse_union,  # what Literal[...] | None is
     tuple: _parse_tuple,
     Mapping: _parse_mapping,
+    Any: _parse_json,
     Literal: _parse_literal,
     bool: _parse_bool,
     str: _parse_exact,
@@ -193,8 +205,8 @@ def describe_type(hint: Any) -> str:
         return f"a list of {'' if Ellipsis in args else f'{len(args)} '}{_item(args[0])}"
     if origin is Mapping:
         return f"a mapping from names to {_alternative(args[1])}"
-    names = {bool: "true or false", float: "a finite float"}
-    return "a mapping" if is_dataclass(hint) else names.get(hint, hint.__name__)
+    names = {bool: "true or false", float: "a finite float", Any: "any JSON value"}
+    return "a mapping" if is_dataclass(hint) else names.get(hint) or str(hint.__name__)
 
 
 def _alternative(hint: Any) -> str:

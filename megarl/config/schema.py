@@ -1,7 +1,8 @@
 """Define the configuration tree: every key that a user can set is a field here or in the modules imported here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config.algo import AlgoConfig
 from megarl.config.generation import (
@@ -89,6 +90,9 @@ class DataConfig:
     val: tuple[str, ...] = ()  # Validation prompts; []: no validation.
     max_prompt_tokens: int = setting(1024, AT_LEAST_1)  # Maximum prompt length.
     on_long_prompt: Literal["error", "drop"] = "error"  # error: a longer prompt ends the run; drop: it is left out.
+    # Arguments of the model's chat template by name, such as {enable_thinking: false}, for every chat that it renders:
+    # training, validation, evaluation, demonstrations and hints.
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
     shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
 

@@ -1,9 +1,12 @@
 """Encode chats as token ids with the tokenizer's own template; tokenizers are read from a directory, not the hub."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.errors import ConfigError, DataError
@@ -12,14 +15,34 @@ from megarl.types import Message
 # Chat templates of reasoning models may already open the thinking block in the prompt.
 THINK_OPENING = "<think>\n"
 
+# Names that templates get from whoever renders a chat, so that data.chat_template cannot decide them.
+_GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now"})
+# A tag of transformers' own, which plain Jinja does not know. It marks the assistant's text and writes nothing.
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
-def load_tokenizer(path: str | Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model directory at `key`; ConfigError if it has no chat template or eos token."""
+
+def load_tokenizer(
+    path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the model directory that `key` names, and fix arguments of its chat template.
+
+    arguments: `data.chat_template`. They become part of the template, so that everything that renders a chat has them.
+
+    Raises:
+        ConfigError: there is no chat template or eos token, or the template never reads an argument.
+    """
     tokenizer = _read_tokenizer(path, key)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no chat template; add chat_template.jinja")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer in {path} has no eos_token; set it in tokenizer_config.json")
+    if arguments:
+        template: str = tokenizer.get_chat_template()
+        _require_read(arguments, template, tokenizer, path)
+        # transformers drops the line feed after a block, so that these lines write nothing. Jinja reads Python's
+        # literals, True and None included.
+        lines = "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in arguments.items())
+        tokenizer.chat_template = lines + template
     return tokenizer
 
 
@@ -32,6 +55,25 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) ->
             f"{key}: the tokenizer in {path} differs from that of model.path in {len(differing)} tokens, such as "
             f"{differing[0]!r}; use a model with the same tokenizer"
         )
+
+
+def _require_read(
+    arguments: Mapping[str, Any], template: str, tokenizer: PreTrainedTokenizerBase, path: str | Path
+) -> None:
+    """Raise ConfigError for an argument that the chat template does not read."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        read = meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"data.chat_template: the chat template in {path} is not valid Jinja: {error}; correct it, or remove "
+            f"the arguments"
+        ) from error
+    free = sorted(read - _GIVEN - environment.globals.keys() - tokenizer.special_tokens_map.keys())
+    for name in arguments:
+        if name not in free:
+            reads = f"it may read {', '.join(free)}" if free else "it reads no arguments"
+            raise ConfigError(f"data.chat_template.{name}: the chat template in {path} never reads this; {reads}")
 
 
 def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:

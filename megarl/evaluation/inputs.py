@@ -92,7 +92,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         _check_engine_model(config)
     else:
         open_model(config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     data = PromptDataset(
         config.data.val,
         tokenizer,

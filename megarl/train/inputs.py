@@ -130,7 +130,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
     check_train(config)
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     roles = roles_of(config, algorithm)
     check_role_models(config, roles, tokenizer)
     demonstrations = config.algo.demonstrations if config.algo.demonstrations.strategy != "none" else None
@@ -202,7 +202,11 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") ->
     """
     path, key = config.reward_model.model_path, "reward_model.model_path"
     assert path is not None, "the configuration was not checked"
-    encoder, limit = ConversationEncoder(tokenizer, load_tokenizer(path, key)), max_reward_tokens(config)
+    own = load_tokenizer(path, key)
+    if own.chat_template == load_tokenizer(config.model.path).chat_template:
+        # The same template, so the arguments of data.chat_template are for it, too.
+        own.chat_template = tokenizer.chat_template
+    encoder, limit = ConversationEncoder(tokenizer, own), max_reward_tokens(config)
     if encoder.num_extra_tokens is not None and max_row_tokens(config) + encoder.num_extra_tokens > limit:
         raise ConfigError(
             f"reward_model.micro_batch_tokens: got room for {limit} tokens and a score, but with its chat template the "
@@ -228,7 +232,7 @@ def open_sft_inputs(config: Config) -> SftInputs:
     spec = open_model(config)
     train = SftDataset(
         config.sft.train,
-        load_tokenizer(config.model.path),
+        load_tokenizer(config.model.path, arguments=config.data.chat_template),
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
     )
@@ -240,7 +244,7 @@ def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
     """Check the configuration, the model and the pairs of a reward model's training."""
     check_train_reward(config)
     role = reward_role(config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     check_role_models(config, [role], tokenizer)
     train, val = (
         PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config)) if files else None

@@ -97,7 +97,7 @@ def test_what_fits_the_json_schema() -> None:
         "use": {"model": "qwen3-tiny"},
         "rollout": {"top_k": -1},
         "critic": {"layout": {"tp": 2}, "value_clip": None},
-        "data": {"train": ["a.parquet", {"path": "b.parquet", "weight": 2}]},
+        "data": {"train": ["a.parquet", {"path": "b.parquet", "weight": 2}], "chat_template": {"a": [1, None]}},
         "rewards": {"hybrid": {"parts": {"judge": {"manager": "rule", "weight": -1}}}},
     }
     VALIDATOR.validate(tree)

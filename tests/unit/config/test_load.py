@@ -277,7 +277,11 @@ def test_file_that_is_not_a_mapping(configs: Path) -> None:
 def test_dump_loads_back_to_an_equal_config(configs: Path) -> None:
     config = Config(
         run=RunConfig(name="1e5", dir="null", seed=7),
-        data=DataConfig(train=("a b.parquet", "ü: {x}.jsonl"), val=()),
+        data=DataConfig(
+            train=("a b.parquet", "ü: {x}.jsonl"),
+            val=(),
+            chat_template={"enable_thinking": False, "x": [None, 1, -2.5, {"y": "no"}]},
+        ),
         algo=AlgoConfig(policy_loss=PolicyLossConfig(dual_clip=None), aggregation_horizon_tokens=64),
         actor=ActorConfig(optimizer=OptimizerConfig(lr=1e-6, betas=(0.9, 0.999), eps=1e-30)),
         rollout=RolloutConfig(replay_dir="~/records"),

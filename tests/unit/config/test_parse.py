@@ -117,6 +117,18 @@ def test_key_that_is_not_a_string() -> None:
         ),
         ({"data": {"train": ["a", {"weight": 1}]}}, "data.train[1].path: is missing; data.train[1] has: path, weight"),
         (
+            {"data": {"chat_template": {"a": [1, {"b": math.nan}]}}},
+            "data.chat_template.a[1].b: got nan (float), expected any JSON value",
+        ),
+        (
+            {"data": {"chat_template": {"a": {1: 2}}}},
+            "data.chat_template.a: got {1: 2} (dict), expected any JSON value",
+        ),
+        (
+            {"data": {"chat_template": [1]}},
+            "data.chat_template: got [1] (list), expected a mapping from names to any JSON value",
+        ),
+        (
             {"logging": {"profile_steps": 3}},
             "logging.profile_steps: got 3 (int), expected a list of 2 int or null",
         ),

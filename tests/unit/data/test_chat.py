@@ -8,6 +8,7 @@ The words user, assistant, "Hint: ", <answer>, </answer> are 259 to 263.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -107,3 +108,74 @@ def test_tokenizers_that_cannot_chat(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "no_template")
     with pytest.raises(ConfigError, match="has no chat template"):
         load_tokenizer(tmp_path / "no_template")
+
+
+# --- arguments of the chat template
+
+TURNS = (
+    "{%- macro turn(role, text) -%}<|im_start|>{{ role }}\n{{ text }}<|im_end|>\n{%- endmacro -%}"
+    "{%- for m in messages %}{{ turn(m.role, m.content) }}\n{% endfor %}"
+)
+# The end of Qwen3's template.
+QWEN3 = TURNS + (
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n"
+    "    {%- if enable_thinking is defined and enable_thinking is false %}\n"
+    "        {{- '<think>\\n\\n</think>\\n\\n' }}\n    {%- endif %}\n{%- endif %}"
+)
+# As Llama 3 has it: an argument with a default, read in a macro, and white space at the template's start.
+DATED = (
+    "\n  {% macro today() %}On {{ date_string }}{% endmacro %}{% if not date_string is defined %}"
+    "{% set date_string = '26 Jul 2024' %}{% endif %}{{ today() }}: {% generation %}{{ messages[0].content }}"
+    "{% endgeneration %}{{ eos_token }}"
+)
+
+
+def rendered(directory: Path, template: str, **arguments: Any) -> str:
+    """What a chat with one question becomes after a tokenizer with the template was saved and loaded."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    loaded = load_tokenizer(directory, arguments=arguments)
+    text: str = loaded.apply_chat_template([m.as_dict() for m in QUESTION], tokenize=False, add_generation_prompt=True)
+    assert loaded.decode(encode_chats(loaded, [QUESTION])[0]) == text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "opening"),
+    [({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")],
+)
+def test_arguments_are_part_of_the_template(tmp_path: Path, arguments: dict[str, Any], opening: str) -> None:
+    chat = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered(tmp_path, QWEN3, **arguments) == chat + opening
+
+
+def test_an_argument_adds_nothing_else(tmp_path: Path) -> None:
+    """The template's own white space stays, with arguments and without."""
+    end = ": 1+1=?<|im_end|>"
+    assert rendered(tmp_path, DATED).replace("26 Jul 2024", "Monday").endswith(end)
+    assert rendered(tmp_path, DATED, date_string="Monday") == rendered(tmp_path, DATED).replace("26 Jul 2024", "Monday")
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ('it\'s %} "quoted" \\ and\nädd', '"it\'s %} \\"quoted\\" \\\\ and\\nädd"'),
+        ({"a": [1, -2.5, None, True]}, '{"a": [1, -2.5, null, true]}'),
+        (1e-07, "1e-07"),
+    ],
+)
+def test_arguments_of_every_json_type(tmp_path: Path, value: Any, written: str) -> None:
+    assert rendered(tmp_path, "{{ x | tojson }}{{ messages[0].content }}", x=value) == written + "1+1=?"
+
+
+def test_arguments_that_the_template_never_reads(tmp_path: Path) -> None:
+    message = r"^data\.chat_template\.thinking: the chat template in .* never reads this; it may read enable_thinking$"
+    with pytest.raises(ConfigError, match=message):
+        rendered(tmp_path, QWEN3, thinking=False)
+    with pytest.raises(ConfigError, match=r"it may read date_string$"):
+        rendered(tmp_path, DATED, messages=[])
+    with pytest.raises(ConfigError, match=r"chat_template\.enable_thinking: .* it reads no arguments$"):
+        rendered(tmp_path, TURNS, enable_thinking=False)
+    with pytest.raises(ConfigError, match="is not valid Jinja: "):
+        rendered(tmp_path, "{% if %}", x=1)

@@ -116,6 +116,18 @@ def test_a_run_is_evaluated_with_its_own_settings(opened: Callable[..., EvalInpu
     assert config.actor.layout == LayoutConfig()
 
 
+def test_a_run_is_evaluated_with_its_arguments_of_the_chat_template(
+    opened: Callable[..., EvalInputs], model: Path
+) -> None:
+    plain = opened(model).data[0]
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if greeting is defined %}{{ greeting }}{% endif %}")
+    assert opened(model).data[0] == plain
+    make_run(model.parent / "run", model, "data.chat_template.greeting=Hello")
+    inputs = opened(model.parent / "run")
+    assert inputs.tokenizer.decode(inputs.data[0].token_ids[len(plain.token_ids) :]) == "Hello"
+
+
 def test_a_checkpoint_is_evaluated_by_ranks_of_its_layout(opened: Callable[..., EvalInputs], model: Path) -> None:
     run = model.parent / "run"
     config = make_run(run, model)
