@@ -1,11 +1,26 @@
 """Package metadata; exact versions of everything else are in requirements/."""
 
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+
+
+class BuildWithConfigs(build_py):
+    """Puts the configuration files into the package, where `megarl.config.load` looks for them.
+
+    An editable installation finds them in the source tree.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(ROOT / "configs", Path(self.build_lib) / "megarl" / "configs", dirs_exist_ok=True)
+
 
 setup(
     name="megarl",
@@ -14,6 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
         "megatron-core==0.16.1",
         "ray==2.60.0",

@@ -27,10 +27,12 @@ Written by `{COMMAND}` from the classes of `megarl/config/`; edit those instead.
 command writes `docs/config.schema.json`, a JSON schema with which editors check and complete run files. A run file
 names it in its first line: `# yaml-language-server: $schema=../../docs/config.schema.json`.
 
-A run file in `configs/run/` names a model and an algorithm and sets what differs from them; `key=value` on the command
-line overrides it. Unknown keys, wrong types and values out of range are errors, which `megarl train CONFIG --dry-run`
-reports without starting anything. Paths are relative to the working directory. The suffixes `_tokens`, `_s`, `_mib`,
-`_gib`, `_nats` and `_frac` give a key's unit; keys that start with `num_` are counts.
+A run file in `configs/run/`, or anywhere else, names a model and an algorithm and sets what differs from them. A name
+such as `qwen3-8b` is looked up in `../model/`, seen from the run file's directory, and then among the files that come
+with megarl. `key=value` on the command line overrides the run file. Unknown keys, wrong types and values out of range
+are errors, which `megarl train CONFIG --dry-run` reports without starting anything. Paths are relative to the working
+directory. The suffixes `_tokens`, `_s`, `_mib`, `_gib`, `_nats` and `_frac` give a key's unit; keys that start with
+`num_` are counts.
 """
 _JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 
@@ -71,7 +73,7 @@ def render_json_schema() -> str:
     use = {
         "type": "object",
         "description": "In run files: the files to build upon by group, as in {model: qwen3-tiny, algo: grpo}; a "
-        "name in configs/GROUP, or a path that ends in .yaml.",
+        "name in ../GROUP or in configs/GROUP of megarl, or a path that ends in .yaml.",
         "additionalProperties": {"type": "string"},
     }
     tree["properties"] = {"use": use, **tree["properties"]}

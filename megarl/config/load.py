@@ -5,10 +5,11 @@ A run file may name files to build upon, and then holds only what differs:
     use: {model: qwen3-tiny, algo: grpo}        # configs/model/qwen3-tiny.yaml, configs/algo/grpo.yaml
     use: {run: sums-common, algo: ./my.yaml}    # another run file, and a path to any .yaml file
 
-Names are looked up in the configs root, the parent of the run file's directory; paths, here and anywhere in a
-configuration, are relative to the current working directory. Layers are merged in this order, and later ones win:
-the group files (one per group; a run file's choice replaces that of the run file it builds upon), the run files
-(base first), the overrides. Mappings merge key by key; any other value, including a list, is replaced.
+Names are looked up in the configs root, the parent of the run file's directory, and then among the files that come
+with megarl; paths, here and anywhere in a configuration, are relative to the current working directory. Layers are
+merged in this order, and later ones win: the group files (one per group; a run file's choice replaces that of the run
+file it builds upon), the run files (base first), the overrides. Mappings merge key by key; any other value,
+including a list, is replaced.
 """
 
 import os
@@ -30,6 +31,10 @@ __all__ = ["compose", "dump", "from_dict", "load_config", "saved_config"]
 _REMOVED = (("sync", "transport"),)
 
 Tree: TypeAlias = dict[str, Any]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# The files that come with megarl: within an installed package, beside the package in the source tree.
+PACKAGED = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 
 
 def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
@@ -116,9 +121,18 @@ def _take_use(tree: Tree, where: str) -> Mapping[str, str]:
 
 
 def _used_file(root: Path, group: str, name: str) -> Path:
-    path = Path(name) if name.endswith((".yaml", ".yml")) else root / group / f"{name}.yaml"
-    _require_file(path, f"use.{group}: ")
-    return path
+    if name.endswith((".yaml", ".yml")):
+        _require_file(Path(name), f"use.{group}: ")
+        return Path(name)
+    # The run file's own root may be that of the package, by another path.
+    places = [root / group] if root.resolve() == PACKAGED else [root / group, PACKAGED / group]
+    for place in places:
+        if (path := place / f"{name}.yaml").is_file():
+            return path
+    there = sorted({path.stem for place in places for path in place.glob("*.yaml")})
+    raise ConfigError(
+        f"use.{group}: no file {name}.yaml in {' or '.join(map(str, places))}; there are: {', '.join(there) or 'none'}"
+    )
 
 
 def _read_group_file(path: Path) -> Tree:
@@ -135,6 +149,12 @@ def _require_file(path: Path, where: str) -> None:
         raise ConfigError(f"{where}no file {path}: the directory {path.parent} does not exist")
     there = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
     raise ConfigError(f"{where}no file {path}; {path.parent} has: {', '.join(there) or 'no YAML file'}")
+
+
+def packaged(path: str) -> str:
+    """Return a path of a packaged file, as configs/model/hf/qwen3-8b, where the working directory has no such path."""
+    beside = PACKAGED.parent / path
+    return str(beside) if not Path(path).exists() and beside.exists() else path
 
 
 def read_yaml(path: Path) -> Tree:

@@ -11,7 +11,8 @@ class ModelConfig:
     """Name the model to train: a Hugging Face directory with config.json, *.safetensors and a tokenizer."""
 
     path: str = ""  # The model's directory; the run starts from the weights in it.
-    # Directory whose config.json `train --dry-run` reads if `path` has none; a run never reads it.
+    # Directory whose config.json `train --dry-run` reads if `path` has none, one that comes with megarl also from
+    # elsewhere (configs/model/hf/NAME); a run never reads it.
     config_path: str | None = None
     # Data type of weights and activations.
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", affects=("workers",))

@@ -12,6 +12,7 @@ from megarl.cluster.sync_plan import bridge_plan
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_row_tokens
+from megarl.config.load import packaged
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
 from megarl.plan import memory as bytes_of
@@ -39,7 +40,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         path, published = role.model.path, role.model.config_path
         # As long as the model itself is not there, its published config.json is enough.
         if published is not None and not (Path(path) / "config.json").is_file():
-            path = published
+            path = packaged(published)
         specs[role.role] = read_model_spec(path, model_key(config, role))
     for name, spec in specs.items():
         check_model(config, spec.hf_config, name)

@@ -5,12 +5,13 @@ from pathlib import Path
 from megarl.algos.build import algorithm_of
 from megarl.config import load_config
 from megarl.config.check import check_train
+from megarl.config.load import PACKAGED
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.start import sft, train
 
-CONFIGS = Path("configs/run")
+CONFIGS = PACKAGED / "run"
 RUNS = Path("runs")
 NUM_SFT, NUM_TRAIN, NUM_VAL = 32768, 2000, 256
 

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -287,3 +289,24 @@ def test_a_cuda_build_of_torch_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     version_file.write_text("cuda = '13.0'\n")
     with pytest.raises(SystemExit, match=r"build for CUDA 13\.0, expected a CPU build; remove .* and install again"):
         install.require_cpu_torch()
+
+
+def test_a_built_package_brings_the_configuration_files(tmp_path: Path) -> None:
+    """Built from a copy, so that nothing is left in the source tree; read from a directory that has no configs."""
+    source, built = tmp_path / "source", tmp_path / "built"
+    for name in ("megarl", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(built)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (tmp_path / "mine.yaml").write_text("use: {model: qwen3-8b, algo: cpo}\n")
+    program = (
+        "from pathlib import Path; from megarl.config.load import load_config, packaged; "
+        "config = load_config(Path('mine.yaml')); print(config.algo.name, packaged(config.model.config_path))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(built)}
+    got = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    assert got.stdout.split() == ["cpo", f"{built}/megarl/configs/model/hf/qwen3-8b"]

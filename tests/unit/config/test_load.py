@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from megarl.config import Config, compose, dump, from_dict, load_config
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
-from megarl.config.load import saved_config, with_overrides
+from megarl.config.load import packaged, saved_config, with_overrides
 from megarl.config.schema import ActorConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig
 from megarl.errors import ConfigError
 
-REPO_CONFIGS = Path(__file__).parents[3] / "configs"
+REPO_CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+ALGORITHMS = sorted(path.stem for path in (REPO_CONFIGS / "algo").glob("*.yaml"))
 
 FILES = {
     "model/tiny.yaml": "model: {path: models/tiny, dtype: float32}\n",
@@ -192,7 +193,7 @@ def test_override_below_a_value(configs: Path) -> None:
 
 def test_missing_group_file_lists_what_exists(configs: Path) -> None:
     assert message(configs / "run/common.yaml", "use.algo=gpro") == (
-        f"use.algo: no file {configs}/algo/gpro.yaml; {configs}/algo has: dapo.yaml, grpo.yaml"
+        f"use.algo: no file gpro.yaml in {configs}/algo or {REPO_CONFIGS}/algo; there are: {', '.join(ALGORITHMS)}"
     )
 
 
@@ -204,13 +205,37 @@ def test_missing_run_file_lists_what_exists(configs: Path) -> None:
 
 def test_missing_base(configs: Path) -> None:
     run_file = write(configs, "run/orphan.yaml", "use: {run: nope}\n")
-    assert message(run_file).startswith(f"use.run: no file {configs}/run/nope.yaml; {configs}/run has: common.yaml")
+    assert message(run_file).startswith(f"use.run: no file nope.yaml in {configs}/run or {REPO_CONFIGS}/run; there are")
 
 
 def test_unknown_group(configs: Path) -> None:
     assert message(configs / "run/common.yaml", "use.algos=grpo") == (
-        f"use.algos: no file {configs}/algos/grpo.yaml: the directory {configs}/algos does not exist"
+        f"use.algos: no file grpo.yaml in {configs}/algos or {REPO_CONFIGS}/algos; there are: none"
     )
+
+
+def test_a_run_file_anywhere_finds_the_files_that_come_with_megarl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name: the model, the algorithm and a base; by path, from another directory, the published sizes."""
+    run_file = write(tmp_path, "mine.yaml", "use: {run: gsm8k-qwen3-8b, algo: cpo}\nrun: {name: mine}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Path("mine.yaml"))
+    assert config == load_config(REPO_CONFIGS / "run/gsm8k-qwen3-8b.yaml", ["use.algo=cpo", "run.name=mine"])
+    assert config.model.config_path is not None
+    assert packaged(config.model.config_path) == str(REPO_CONFIGS / "model/hf/qwen3-8b")
+    assert message(run_file, "use.model=qwen4").startswith(
+        f"use.model: no file qwen4.yaml in {tmp_path.parent}/model or {REPO_CONFIGS}/model; there are: llama-3.1-8b"
+    )
+
+
+def test_own_files_go_before_those_that_come_with_megarl(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(configs / "run/common.yaml", ["use.algo=dapo"]).algo.policy_loss.clip_high == 0.28
+    assert load_config(configs / "run/common.yaml", ["use.algo=gspo"]).algo.name == "gspo"
+    write(configs.parent, "configs/model/hf/qwen3-8b/config.json", "{}")
+    monkeypatch.chdir(configs.parent)
+    assert packaged("configs/model/hf/qwen3-8b") == "configs/model/hf/qwen3-8b"
+    assert packaged("nowhere") == "nowhere"
 
 
 def test_directory_without_yaml(configs: Path) -> None:

@@ -218,6 +218,16 @@ def test_errors_are_those_of_a_run(
     assert "logging.profile_steps: got [3, 999], expected first and last step" in error("--profile-steps", "3:999")
 
 
+def test_a_run_file_anywhere_has_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("use: {model: qwen3-8b, algo: cpo}\ndata: {train: [a.parquet]}\n")
+    monkeypatch.chdir(tmp_path)
+    main(["train", "mine.yaml", "--dry-run", "--json"])
+    (role,) = json.loads(capsys.readouterr().out)["roles"]
+    assert role["model_config"] == str(ROOT.resolve() / "configs/model/hf/qwen3-8b/config.json")
+
+
 def test_options_of_the_dry_run_need_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", str(ROOT / "configs/run/sums-rl.yaml"), "--json"])
