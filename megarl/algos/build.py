@@ -1,6 +1,6 @@
 """Build the algorithm that a configuration describes."""
 
-from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
+from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, estimator_of
 from megarl.algos.composed import ComposedAlgorithm
 from megarl.algos.cpo import shapes_in_loss
 from megarl.algos.filters import check_filter
@@ -8,7 +8,9 @@ from megarl.algos.kl import MAX_KL_ERROR
 from megarl.algos.prefixes import num_prefixed
 from megarl.config.algo import AlgoConfig
 from megarl.config.batches import batch_counts
+from megarl.config.models import CriticConfig
 from megarl.config.schema import Config
+from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.types import Algorithm
 
@@ -55,6 +57,13 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
     algorithm = build_algorithm(
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )
+    if not estimator_of(algo).needs_values:
+        for key, unset, got in differences(CriticConfig(), config.critic, "critic."):
+            raise ConfigError(
+                f"{key}: got {got}, which nothing reads: {algo.name or 'the algorithm'} (algo.advantage.estimator="
+                f"{algo.advantage.estimator}) has no critic; leave it at {unset}, choose an algorithm with one, as "
+                "use.algo=ppo, or let a run file give it to such algorithms alone, under for_algo"
+            )
     if config.actor.head.regime == "in_chunk" and not algorithm.token_local:
         raise ConfigError(
             "actor.head.regime: got in_chunk, expected auto, recompute or keep: with "

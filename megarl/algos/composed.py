@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos import cpo
-from megarl.algos.advantages import ADVANTAGE_ESTIMATORS
+from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION
 from megarl.algos.entropy import next_entropy_state
@@ -80,7 +80,7 @@ class ComposedAlgorithm:
 
     def requires(self) -> frozenset[Score]:
         scores = _KL_SCORES[self.cfg.kl.where] | cpo.required_scores(self.cfg.cpo)
-        if self.cfg.reward.source == "critic" or ADVANTAGE_ESTIMATORS.get(self.cfg.advantage.estimator).needs_values:
+        if estimator_of(self.cfg).needs_values:
             scores |= {Score.VALUES}
         if self.cfg.correction.name != "none" or self.cfg.off_policy.drop_above is not None:
             scores |= {Score.OLD_LOGPROBS}

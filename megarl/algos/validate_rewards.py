@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, Estimator
+from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, estimator_of
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
 from megarl.registry import refuse_unused
@@ -41,7 +41,7 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     situation, from_critic = f"algo.advantage.estimator={name}", reward.source == "critic"
     if from_critic:
         situation += " and algo.reward.source=critic"
-    read = _estimator(cfg).options
+    read = estimator_of(cfg).options
     for key in (field.name for field in fields(cfg.advantage) if field.name != "estimator" and field.name not in read):
         readers = [other for other in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(other).options]
         remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
@@ -57,12 +57,6 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
                 f"algo.advantage.estimator: got 'maxrl' with {cause}, which can make rewards negative; maxrl divides "
                 f"by the mean of rewards in [0, 1]; drop one of the two"
             )
-
-
-def _estimator(cfg: AlgoConfig) -> Estimator:
-    """Return the estimator that will run: with algo.reward.source=critic it is `critic_value`."""
-    named = ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
-    return ADVANTAGE_ESTIMATORS.get("critic_value") if cfg.reward.source == "critic" else named
 
 
 def _check_critic_source(cfg: AlgoConfig) -> None:
@@ -93,7 +87,7 @@ def _check_mask(cfg: AlgoConfig) -> None:
     nothing_to_order = {
         "algo.reward.source=critic": source == "critic",
         f"{_MASK}.flip=false": mask.flip is False,
-        f"algo.advantage.estimator={cfg.advantage.estimator}": _estimator(cfg).normalise is None,
+        f"algo.advantage.estimator={cfg.advantage.estimator}": estimator_of(cfg).normalise is None,
     }
     for situation, holds in nothing_to_order.items():
         if holds:
@@ -119,7 +113,7 @@ def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps
         and mask.ratio == 0
         and mask.flip is True,
         f"{_MASK}.ratio={mask.ratio} with algo.advantage.estimator={cfg.advantage.estimator}: hidden rows count as "
-        "failures and shift the mean of their group": mask.ratio > 0 and not _estimator(cfg).needs_values,
+        "failures and shift the mean of their group": mask.ratio > 0 and not estimator_of(cfg).needs_values,
         f"{_MASK}.flip=false with {_MASK}.ratio={mask.ratio}: hidden rows have advantages of about −V, which "
         "encourages what the critic thinks little of": not from_critic and mask.ratio > 0 and mask.flip is False,
         f"{_MASK}.ratio=1 hides every reward: the critic's values are the only signal": not from_critic

@@ -29,7 +29,8 @@ names it in its first line: `# yaml-language-server: $schema=../../docs/config.s
 
 A run file in `configs/run/`, or anywhere else, names a model and an algorithm and sets what differs from them. A name
 such as `qwen3-8b` is looked up in `../model/`, seen from the run file's directory, and then among the files that come
-with megarl. `key=value` on the command line overrides the run file. Unknown keys, wrong types and values out of range
+with megarl. Settings below `for_algo: {{NAME: …}}` hold only for algorithm files of that name, in which `*` stands for
+anything. `key=value` on the command line overrides the run file. Unknown keys, wrong types and values out of range
 are errors, which `megarl train CONFIG --dry-run` reports without starting anything. Paths are relative to the working
 directory. The suffixes `_tokens`, `_s`, `_mib`, `_gib`, `_nats` and `_frac` give a key's unit; keys that start with
 `num_` are counts.
@@ -76,7 +77,13 @@ def render_json_schema() -> str:
         "name in ../GROUP or in configs/GROUP of megarl, or a path that ends in .yaml.",
         "additionalProperties": {"type": "string"},
     }
-    tree["properties"] = {"use": use, **tree["properties"]}
+    for_algo = {
+        "type": "object",
+        "description": "In run files: settings that hold only with some algorithm files, by the file's name; a * in "
+        "it stands for anything, as in {ppo*: {critic: {freeze: true}}}.",
+        "additionalProperties": {"$ref": "#"},
+    }
+    tree["properties"] = {"use": use, "for_algo": for_algo, **tree["properties"]}
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "megarl configuration", **tree}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 

@@ -5,16 +5,20 @@ A run file may name files to build upon, and then holds only what differs:
     use: {model: qwen3-tiny, algo: grpo}        # configs/model/qwen3-tiny.yaml, configs/algo/grpo.yaml
     use: {run: sums-common, algo: ./my.yaml}    # another run file, and a path to any .yaml file
 
+    for_algo: {ppo*: {critic: {freeze: true}}}  # settings for the algorithm files of these names alone
+
 Names are looked up in the configs root, the parent of the run file's directory, and then among the files that come
 with megarl; paths, here and anywhere in a configuration, are relative to the current working directory. Layers are
 merged in this order, and later ones win: the group files (one per group; a run file's choice replaces that of the run
-file it builds upon), the run files (base first), the overrides. Mappings merge key by key; any other value,
-including a list, is replaced.
+file it builds upon), the run files (base first), each with what it gives to the chosen algorithm, the overrides.
+Mappings merge key by key; any other value, including a list, is replaced.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import filter as filter_names
+from fnmatch import fnmatch
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -68,7 +72,25 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
     changes = _parse_overrides(overrides)
     group_files, bodies = _collect(run_file, _take_use(changes, "overrides"), ())
     groups = [_read_group_file(path) for path in group_files.values()]
-    return reduce(_merge, [*groups, *bodies, changes], {})
+    algo = group_files.get("algo")
+    layers = [layer for body in bodies for layer in (body, *_take_for_algo(body, algo))]
+    return reduce(_merge, [*groups, *layers, changes], {})
+
+
+def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
+    """Take `for_algo` out of a run file, and return its settings for the chosen algorithm file."""
+    choices = body.pop("for_algo", {})
+    if not isinstance(choices, dict) or not all(isinstance(settings, dict) for settings in choices.values()):
+        raise ConfigError(
+            f"for_algo: got {choices!r}, expected settings by the name of an algorithm file, as in "
+            "{ppo*: {critic: {freeze: true}}}"
+        )
+    roots = [PACKAGED / "algo"] if algo is None else [algo.parent, PACKAGED / "algo"]
+    known = sorted({path.stem for root in roots for path in root.glob("*.yaml")})
+    for pattern in choices:
+        if not filter_names(known, str(pattern)):
+            raise ConfigError(f"for_algo.{pattern}: no algorithm file has this name; there are: {', '.join(known)}")
+    return [settings for name, settings in choices.items() if algo is not None and fnmatch(algo.stem, str(name))]
 
 
 def _merge(below: Tree, above: Tree) -> Tree:

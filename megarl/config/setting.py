@@ -87,6 +87,16 @@ def affected(before: T, now: T, by: Affected) -> list[str]:
     return found
 
 
+def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted key and both values of every setting that differs; `path` stands before the keys."""
+    for each in fields(cast(Any, before)):
+        old, new, key = getattr(before, each.name), getattr(now, each.name), f"{path}{each.name}"
+        if is_dataclass(old) and type(old) is type(new):
+            yield from differences(old, new, f"{key}.")
+        elif old != new:
+            yield key, old, new
+
+
 def require_ranges(config: object) -> None:
     """Raise ConfigError for the first number of a configuration that is out of its range."""
     for key, value, allowed in _values(config, "", None):

@@ -1,11 +1,12 @@
 """Find the checkpoint that `--resume` continues from, and check that the configuration still fits it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from megarl.algos.advantages import estimator_of
 from megarl.config.schema import Config
+from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.record.metrics import RunPaths
 from megarl.train.checkpoint import Checkpoint, Command, last_checkpoint
@@ -57,15 +58,14 @@ _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
 }
 
 
-def changed_keys(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Yield `dotted.key: old → new` for every setting in which two configurations differ."""
-    for field in fields(old):
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        key = f"{path}{field.name}"
-        if is_dataclass(before) and type(before) is type(after):
-            yield from changed_keys(before, after, f"{key}.")
-        elif before != after:
-            yield f"{key}: {before} → {after}"
+def changed_settings(old: Config, new: Config) -> list[str]:
+    """List `dotted.key: old → new` for every setting in which two runs differ.
+
+    Where neither has a critic, its settings do not count: earlier versions saved some that nothing read.
+    """
+    if not any(estimator_of(config.algo).needs_values for config in (old, new)):
+        old = replace(old, critic=new.critic)
+    return [f"{key}: {before} → {after}" for key, before, after in differences(old, new)]
 
 
 def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
@@ -95,7 +95,7 @@ def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
             f"{checkpoint.path} has done"
         )
     allowed = tuple(f"{key}{end}" for key in CONTINUABLE for end in (":", "."))
-    refused = [change for change in changed_keys(checkpoint.state.config, config) if not change.startswith(allowed)]
+    refused = [change for change in changed_settings(checkpoint.state.config, config) if not change.startswith(allowed)]
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: cannot be continued with other settings: {'; '.join(refused)}; "
@@ -107,7 +107,7 @@ def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
 def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:
     """List what a user should know about a continued run: where it starts, and what has changed."""
     notes = [f"continuing after step {checkpoint.state.step} from {checkpoint.path}"]
-    notes += [f"changed since the checkpoint: {change}" for change in changed_keys(checkpoint.state.config, config)]
+    notes += [f"changed since the checkpoint: {change}" for change in changed_settings(checkpoint.state.config, config)]
     if len(checkpoint.same_layout(config)) < len(Role):
         notes.append("another layout: random number generators are seeded anew")
     return notes

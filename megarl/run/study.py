@@ -34,7 +34,7 @@ from megarl.report import write_report
 from megarl.report.run import load_runs
 from megarl.report.summary import SAMPLED, validation_curve
 from megarl.rollout.engine import engine_spec
-from megarl.run.resume import changed_keys
+from megarl.run.resume import changed_settings
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec
 
@@ -142,7 +142,7 @@ def is_finished(config: Config) -> bool:
     saved = saved_config(yaml.safe_load(paths.config.read_text(encoding="utf-8")))
     # The study's directory may have been moved.
     saved = replace(saved, run=replace(saved.run, dir=config.run.dir))
-    if changes := list(changed_keys(saved, config)):
+    if changes := changed_settings(saved, config):
         raise ConfigError(
             f"{paths.root}: was finished with other settings: {'; '.join(changes)}; restore them, remove the run, or "
             f"choose another dir"

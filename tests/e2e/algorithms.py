@@ -25,7 +25,6 @@ RUN = (
     "data.val=[]",
     "run.deterministic=true",
     "actor.optimizer.lr=1e-3",
-    "critic.optimizer.lr=1e-3",
     "logging.rollout_every_steps=0",
     f"rewards.custom.path={Path(__file__).with_name('even_length.py')}",
     "rewards.custom.name=compute_score",

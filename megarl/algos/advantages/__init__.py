@@ -7,6 +7,7 @@ from megarl.algos.advantages.estimator import (
     Estimator,
     Flip,
     compute_advantages,
+    estimator_of,
 )
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "Estimate", "Estimator", "Flip", "compute_advantages"]
+__all__ = ["ADVANTAGE_ESTIMATORS", "Estimate", "Estimator", "Flip", "compute_advantages", "estimator_of"]

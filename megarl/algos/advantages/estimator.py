@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algos.masked import masked_sum
 from megarl.algos.token_rewards import KL_PENALTY
-from megarl.config.algo import AdvantageConfig
+from megarl.config.algo import AdvantageConfig, AlgoConfig
 from megarl.errors import DataError
 from megarl.registry import Registry
 from megarl.types import Score, ScoredBatch
@@ -71,6 +71,16 @@ class Estimator:
 
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key="algo.advantage.estimator")
+
+
+def estimator_of(cfg: AlgoConfig) -> Estimator:
+    """Return the estimator that will run: with algo.reward.source=critic it is `critic_value`.
+
+    >>> estimator_of(AlgoConfig(reward=RewardConfig(source="critic"))).needs_values
+    True
+    """
+    named = ADVANTAGE_ESTIMATORS.get(cfg.advantage.estimator)
+    return ADVANTAGE_ESTIMATORS.get("critic_value") if cfg.reward.source == "critic" else named
 
 
 def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:

@@ -1,12 +1,14 @@
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megarl.algos import ComposedAlgorithm, build_algorithm
 from megarl.algos.build import algorithm_of
-from megarl.config import load_config
+from megarl.config import from_dict, load_config
 from megarl.config.algo import (
     AdvantageConfig,
     AlgoConfig,
@@ -149,3 +151,23 @@ def test_the_adaptive_coefficient_cannot_turn_negative() -> None:
     with pytest.raises(ConfigError, match=r"algo\.kl\.horizon: got 204\.8, expected > 204\.8, 0\.2 × the 1024 rows"):
         algorithm_of(Config(algo=algo))
     algorithm_of(Config(algo=replace(algo, kl=replace(algo.kl, horizon=204.9))))
+
+
+@pytest.mark.parametrize(
+    ("name", "critic", "key"),
+    [
+        ("grpo", {"freeze": True}, "critic.freeze: got True"),
+        ("cpo", {"optimizer": {"lr": 1e-3}}, "critic.optimizer.lr: got 0.001"),
+        ("reinforce_max", {"layout": {"tp": 2}}, "critic.layout: got LayoutConfig"),
+        ("dapo", {"value_clip": None}, "critic.value_clip: got None"),
+    ],
+)
+def test_settings_of_a_critic_need_one(name: str, critic: dict[str, Any], key: str) -> None:
+    algo = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["algo"]
+    with pytest.raises(ConfigError) as caught:
+        algorithm_of(from_dict(Config, {"algo": algo, "critic": critic}))
+    estimator = algo.get("advantage", {}).get("estimator", "grpo")
+    assert str(caught.value).startswith(key)
+    assert f"which nothing reads: {name} (algo.advantage.estimator={estimator}) has no critic" in str(caught.value)
+    ppo = yaml.safe_load((CONFIGS / "ppo.yaml").read_text())
+    algorithm_of(from_dict(Config, {"algo": ppo["algo"], "critic": critic}))

@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.algos.build import algorithm_of
 from megarl.config import Config, compose, dump, from_dict, load_config
 from megarl.config.algo import AlgoConfig, PolicyLossConfig
 from megarl.config.load import packaged, saved_config, with_overrides
@@ -115,6 +116,40 @@ def test_compose_leaves_use_out_of_the_tree(configs: Path) -> None:
         "data": {"train": ["a.parquet", "b.parquet"]},
         "trainer": {"total_steps": 500, "prompts_per_step": 4},
     }
+
+
+def test_settings_for_some_algorithms_alone(configs: Path) -> None:
+    """They lie above the run file that gives them, and below the run file that builds upon it and the overrides."""
+    own = "use: {run: common}\nfor_algo:\n  da*: {trainer: {total_steps: 7}, critic: {freeze: true}}\n"
+    run_file = write(configs, "run/own.yaml", own + "trainer: {total_steps: 6}\n")
+    assert load_config(run_file).trainer.total_steps == 6
+    assert not load_config(run_file).critic.freeze
+    chosen = load_config(run_file, ["use.algo=dapo"])
+    assert (chosen.trainer.total_steps, chosen.critic.freeze) == (7, True)
+    assert load_config(run_file, ["use.algo=dapo", "trainer.total_steps=9"]).trainer.total_steps == 9
+    above = write(configs, "run/above.yaml", "use: {run: own, algo: dapo}\ntrainer: {total_steps: 8}\n")
+    assert load_config(above).trainer.total_steps == 8
+    write(configs.parent, "dare.yaml", "algo: {name: dare}\n")
+    assert load_config(run_file, [f"use.algo={configs.parent}/dare.yaml"]).trainer.total_steps == 7
+
+
+def test_for_algo_names_algorithm_files(configs: Path) -> None:
+    wrong = write(configs, "run/wrong.yaml", "use: {run: common}\nfor_algo: {dappo: {trainer: {total_steps: 7}}}\n")
+    assert message(wrong) == (f"for_algo.dappo: no algorithm file has this name; there are: {', '.join(ALGORITHMS)}")
+    wrong.write_text("for_algo: {dapo: 3}\n")
+    assert message(wrong).startswith("for_algo: got {'dapo': 3}, expected settings by the name of an algorithm file")
+    wrong.write_text("use: {algo: dapo}\nfor_algo: {dapo: {trainer: {steps: 3}}}\n")
+    assert message(wrong).startswith("unknown key 'trainer.steps'")
+
+
+@pytest.mark.parametrize("task", ["sums", "countdown"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_quick_start_has_a_critic_of_its_own_where_there_is_one(task: str, name: str) -> None:
+    """A critic of the tiny model learns at 1e-3; without a critic its settings are the defaults."""
+    config = load_config(REPO_CONFIGS / f"run/{task}-rl.yaml", [f"use.algo={name}"])
+    optimizer = config.critic.optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == ((1e-3, 0.0) if name.startswith("ppo") else (1e-5, 0.01))
+    algorithm_of(config)
 
 
 def test_anchors_and_merge_keys(configs: Path) -> None:

@@ -10,7 +10,7 @@ from megarl.config import Config, from_dict
 from megarl.errors import ConfigError
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder
-from megarl.run.resume import CONTINUABLE, changed_keys, find_checkpoint, resume_notes
+from megarl.run.resume import CONTINUABLE, changed_settings, find_checkpoint, resume_notes
 from megarl.train.checkpoint import RunState, checkpoint_dir, mark_complete
 from megarl.types import AlgoState
 
@@ -106,21 +106,22 @@ def test_a_change_of_where_and_how_it_computes_is_noted(tmp_path: Path) -> None:
 
 
 def test_layouts_and_schedules_of_the_critic_may_change_and_its_objective_may_not(tmp_path: Path) -> None:
-    path = save(config(tmp_path))
+    ppo = {"algo": {"advantage": {"estimator": "gae"}}}
+    path = save(config(tmp_path, **ppo))
     critic = {"layout": {"pp": 2}, "micro_batch_tokens": 9000, "optimizer": {"lr": 0.5}}
-    changed = config(tmp_path, critic=critic, reference={"layout": {"dp": 2}})
+    changed = config(tmp_path, **ppo, critic=critic, reference={"layout": {"dp": 2}})
     checkpoint = find_checkpoint(changed, "train")
     assert checkpoint is not None
     notes = resume_notes(checkpoint, changed)
     assert "changed since the checkpoint: critic.optimizer.lr: 1e-05 → 0.5" in notes
     assert any(note.startswith("changed since the checkpoint: critic.layout: None → LayoutConfig(") for note in notes)
     assert notes[-1] == "another layout: random number generators are seeded anew"
-    assert message(config(tmp_path, critic={"value_clip": None})) == (
+    assert message(config(tmp_path, **ppo, critic={"value_clip": None})) == (
         f"{path}: cannot be continued with other settings: critic.value_clip: 0.2 → None; "
         "restore them, or choose another run.name"
     )
-    assert "critic.freeze: False → True" in message(config(tmp_path, critic={"freeze": True}))
-    assert "reference.model_path: None → b" in message(config(tmp_path, reference={"model_path": "b"}))
+    assert "critic.freeze: False → True" in message(config(tmp_path, **ppo, critic={"freeze": True}))
+    assert "reference.model_path: None → b" in message(config(tmp_path, **ppo, reference={"model_path": "b"}))
 
 
 def test_fewer_steps_than_done(tmp_path: Path) -> None:
@@ -144,11 +145,23 @@ def test_every_continuable_key_exists(tmp_path: Path) -> None:
             node = getattr(node, name)
 
 
-def test_changed_keys_descend_into_sections() -> None:
+def test_changed_settings_are_named_within_their_sections() -> None:
     old = Config()
     new = replace(old, run=replace(old.run, seed=3), sync=replace(old.sync, verify=True))
-    assert list(changed_keys(old, new)) == ["run.seed: 0 → 3", "sync.verify: False → True"]
-    assert list(changed_keys(old, old)) == []
+    assert changed_settings(old, new) == ["run.seed: 0 → 3", "sync.verify: False → True"]
+    assert changed_settings(old, old) == []
+
+
+def test_a_run_without_a_critic_continues_although_its_checkpoint_has_settings_of_one(tmp_path: Path) -> None:
+    """Earlier run files set critic.optimizer for all algorithms."""
+    unread = {"critic": {"optimizer": {"weight_decay": 0.0, "lr": 1e-3}}}
+    save(config(tmp_path, **unread))
+    checkpoint = find_checkpoint(config(tmp_path), "train")
+    assert checkpoint is not None
+    assert len(resume_notes(checkpoint, config(tmp_path))) == 1
+    with_critic = {"algo": {"advantage": {"estimator": "gae"}}}
+    save(config(tmp_path, **with_critic, **unread), step=5)
+    assert "critic.optimizer.weight_decay: 0.0 → 0.01" in message(config(tmp_path, **with_critic))
 
 
 # --- what the run directory keeps
