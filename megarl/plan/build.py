@@ -1,4 +1,7 @@
-"""Work out the plan of a run from its configuration and config.json, without starting anything or opening weights."""
+"""Work out the plan of a run from its configuration and config.json, without starting anything or opening weights.
+
+What the run would say of its data is added where model and data are there.
+"""
 
 import math
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ from megarl.plan.memory import DTYPE_BYTES
 from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
 from megarl.sync.plan.build import plan_statistics
 from megarl.sync.wire.wires import DEPTH
+from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import groups_of
@@ -54,6 +58,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
             for stage in range(role.layout.pp)
         ]
     devices = plan_devices(config, layouts, shards, engine)
+    missing = missing_files(config, roles)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(_role(role, specs[role.role]) for role in roles),
@@ -74,6 +79,8 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge_plan(config, actor), depth=DEPTH),
         device_bytes=device_bytes,
+        warnings=tuple(setting_warnings(config) if missing else open_train_inputs(config).warnings),
+        missing=tuple(missing),
     )
 
 

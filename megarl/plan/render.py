@@ -35,7 +35,7 @@ def to_json(plan: RunPlan) -> str:
 
 def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
-    sections = (_model_lines, _layout_lines, _step_lines, _engine_lines, _memory_lines)
+    sections = (_model_lines, _layout_lines, _step_lines, _engine_lines, _memory_lines, _warning_lines)
     return "\n".join([f"plan of {plan.run}; nothing was started", *itertools.chain(*(s(plan) for s in sections))])
 
 
@@ -157,3 +157,9 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
                 fits = "fits" if phase.total <= plan.device_bytes else "DOES NOT FIT"
                 verdict = f", {fits} {_gib(plan.device_bytes)}"
             yield f"  {name:<{width}}  {_gib(phase.total)} = {parts}{verdict}"
+
+
+def _warning_lines(plan: RunPlan) -> Iterator[str]:
+    yield from (f"warning    {warning}" for warning in plan.warnings)
+    if plan.missing:
+        yield f"unchecked  tokenizer, prompts, hints and ground truths, without {', '.join(plan.missing)}"

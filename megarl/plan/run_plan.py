@@ -123,7 +123,11 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Holds all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last."""
+    """Holds all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last.
+
+    warnings: those that the run would print. missing: models and data that are not there, so that warnings and errors
+    about the data are not among them.
+    """
 
     run: str
     roles: tuple[RolePlan, ...]
@@ -136,3 +140,5 @@ class RunPlan:
     sync_bytes: int
     bridge: PlanStatistics
     device_bytes: int | None
+    warnings: tuple[str, ...]
+    missing: tuple[str, ...]

@@ -25,9 +25,6 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
     inputs = open_train_inputs(config)
     checkpoint = find_checkpoint(config, "train") if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
-    for data, name in ((inputs.train, "data.train"), (inputs.val, "data.val")):
-        if data is not None and data.num_dropped:
-            print(f"{name}: dropped {data.num_dropped} prompts over {config.data.max_prompt_tokens} tokens")
     for warning in inputs.warnings:
         print(f"warning: {warning}")
     with _heartbeat(recorder, "train"), started_cluster(config, recorder.paths.logs, inputs.roles) as cluster:

@@ -49,9 +49,12 @@ class TrainInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """List settings that are allowed in this run but most likely not what was meant."""
-        critic = self.config.critic
-        return reward_warnings(self.config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
+        """List what is allowed in this run but most likely not what was meant, and how many prompts it leaves out."""
+        limit, dropped = self.config.data.max_prompt_tokens, []
+        for data, key in ((self.train, "data.train"), (self.val, "data.val")):
+            if data is not None and data.num_dropped:
+                dropped.append(f"{key}: dropped {data.num_dropped} prompts over data.max_prompt_tokens={limit}")
+        return [*setting_warnings(self.config), *dropped]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,25 @@ def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
         f"critic.freeze: got true, but {lacking}; set critic.model_path to a critic that a run exported, or "
         "critic.freeze=false"
     )
+
+
+def setting_warnings(config: Config) -> list[str]:
+    """List the settings that are allowed in a run but most likely not what was meant, without reading any file."""
+    critic = config.critic
+    return reward_warnings(config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
+
+
+def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
+    """List the models and data files of a run that are not there, each with its key."""
+    models = {model_key(config, role): Path(role.model.path) for role in roles}
+    missing = [
+        f"{path} ({key})"
+        for key, path in models.items()
+        if not (path / "config.json").is_file() or not any(path.glob("*.safetensors"))
+    ]
+    for key, files in (("data.train", train_files(config.data.train)), ("data.val", config.data.val)):
+        missing += [f"{file} ({key})" for file in files if not Path(file).is_file()]
+    return missing
 
 
 def open_train_inputs(config: Config) -> TrainInputs:

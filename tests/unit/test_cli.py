@@ -114,7 +114,7 @@ def test_the_settings_are_right_but_for_the_mistake(
         ("trainer.prompts_per_step=41", ["got 41", "expected 1 to 40", "lower trainer.prompts_per_step"]),
         ("data.max_prompt_tokens=4", ["train.parquet row 0", "data.max_prompt_tokens"]),
         ("algo.policy_loss.name=ppo", ["algo.policy_loss.name", "'ppo'", "ppo_clip"]),
-        ("use.algo=grop", ["grop.yaml", "grpo.yaml"]),
+        ("use.algo=grop", ["grop.yaml", "there are: ", ", grpo, "]),
         ("model.path=", ["model.path"]),
         ("rollout.source=replay", ["rollout.replay_dir", "rollout.record=true"]),
     ],

@@ -9,9 +9,12 @@ import pytest
 from megarl.cli import main
 from megarl.config import from_dict, load_config
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
-from megarl.errors import ConfigError
+from megarl.data.records import write_parquet
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from megarl.errors import ConfigError, DataError
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
+from megarl.train.inputs import open_train_inputs
 from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]
@@ -248,3 +251,58 @@ def test_settings_may_follow_options(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: .*config\.json does not exist"):
         plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [f"model.path={tmp_path}"]))
+
+
+def test_a_dry_run_warns_as_the_run_does_and_reads_the_data_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the warnings are about settings, which need no file; prompts and hints need model and data."""
+    overrides = [
+        f"model.path={tmp_path}/model",
+        f"model.config_path={write_config(tmp_path / 'published', max_position_embeddings=512)}",
+        f"data.train=[{tmp_path}/data/train.parquet]",
+        "data.val=[]",
+        "data.on_long_prompt=drop",
+        "data.max_prompt_tokens=70",
+        "trainer.prompts_per_step=2",
+        "actor.layout={tp: 1, sequence_parallel: false}",
+        "rollout.engine.num_engines=1",
+        "algo.reward.mask={ratio: 0.5, flip: false}",
+    ]
+
+    def lines(*more: str) -> list[str]:
+        arguments = ["train", str(ROOT / "configs/run/sums-rl.yaml"), *overrides, *more, "--dry-run"]
+        main(arguments)
+        found = capsys.readouterr().out.splitlines()
+        main([*arguments, "--json"])
+        plan = json.loads(capsys.readouterr().out)
+        ends = [line for line in found if line.startswith(("warning", "unchecked"))]
+        assert [line[11:] for line in ends if line.startswith("warning")] == plan["warnings"]
+        assert sum(line.startswith("unchecked") for line in ends) == bool(plan["missing"])
+        return ends
+
+    settings = "warning    algo.reward.mask.flip=false with algo.reward.mask.ratio=0.5: hidden rows have advantages"
+    warned, unchecked = lines("use.algo=ppo")
+    assert warned.startswith(settings)
+    assert unchecked == (
+        "unchecked  tokenizer, prompts, hints and ground truths, without "
+        f"{tmp_path}/model (model.path), {tmp_path}/data/train.parquet (data.train)"
+    )
+    (tmp_path / "data").mkdir()
+    make_tiny_model(tmp_path / "model", TinyModelConfig(), seed=0)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "data_source": "megarl/sums",
+            "reward_model": {"style": "rule", "ground_truth": "8"},
+        }
+        for question in ("3+5=?", "5+3=?", "three plus five, which is what?" * 3)
+    ]
+    write_parquet(tmp_path / "data/train.parquet", rows)
+    warned, dropped = lines("use.algo=ppo")
+    assert warned.startswith(settings)
+    assert dropped == "warning    data.train: dropped 1 prompts over data.max_prompt_tokens=70"
+    config = load_config(ROOT / "configs/run/sums-rl.yaml", [*overrides, "use.algo=ppo"])
+    assert open_train_inputs(config).warnings == [warned[11:], dropped[11:]]
+    with pytest.raises(DataError, match="hint"):
+        plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [*overrides, "use.algo=cpo"]))
