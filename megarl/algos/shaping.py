@@ -58,7 +58,7 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
     batch = replace(x.batch, rewards=x.scored_rewards)
     inputs = cpo.inputs_from_batch(batch, advantages, x.cfg.cpo, vocab_size=x.vocab_size)
     metrics = {
-        **cpo.difficulty_metrics(batch.uids, batch.correct),
+        **cpo.difficulty_metrics(batch.uids, batch.correct, inputs.difficulty),
         "train/reward_mean": float(batch.rewards.mean()),
     }
     if cpo.shapes_in_loss(x.cfg.cpo):

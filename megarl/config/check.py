@@ -206,6 +206,14 @@ def _require_pairs_alone(config: Config) -> None:
         )
 
 
+def _require_other_hints(config: Config) -> None:
+    if config.algo.cpo.shuffled_baseline and config.trainer.prompts_per_step == 1:
+        raise ConfigError(
+            "algo.cpo.shuffled_baseline: got true with trainer.prompts_per_step=1, where no other prompt lends its "
+            "hint and CPO would change nothing; raise prompts_per_step, or set it to false"
+        )
+
+
 # Ranges come first: later rules divide by these numbers.
 COMMON_RULES: tuple[Rule, ...] = (
     require_ranges,
@@ -223,6 +231,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     _require_sound_rollout,
     check_rewards,
     check_group_scores,
+    _require_other_hints,
     check_role_layouts,
     check_whole_mini_batches,
     check_dp_divides_rows,

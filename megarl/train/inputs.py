@@ -21,6 +21,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
 from megarl.rollout.replay import require_records
 from megarl.train.model_judge import ConversationEncoder
+from megarl.train.rows import stated_difficulty
 from megarl.train.score import HINT_SCORES, HintWriter
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
@@ -167,6 +168,9 @@ def open_train_inputs(config: Config) -> TrainInputs:
     hints = None
     if algorithm.requires() & HINT_SCORES:
         hints = _open_hints(config, spec, tokenizer, train)
+    if config.algo.cpo.difficulty == "data":
+        for i in range(len(train)):
+            stated_difficulty(train[i], config.algo.cpo.difficulty_field)
     if config.rollout.source == "replay":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)

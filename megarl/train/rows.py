@@ -1,14 +1,18 @@
 """Turn collected samples into the rows that train."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from megarl.algos.cpo import DIFFICULTY
 from megarl.algos.mixed_groups import unneeded_demonstrations
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
 from megarl.rollout.prefixes import demonstration_scores
 from megarl.train.collect import Collected
-from megarl.types import FinishReason, Reward, Row, row_from_sample, scored_batch
+from megarl.types import FinishReason, Prompt, Reward, Row, row_from_sample, scored_batch
 from megarl.weights.families import Dims
 
 
@@ -40,6 +44,21 @@ def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
             )
 
 
+def stated_difficulty(prompt: Prompt, field: str | None) -> np.float32:
+    """Return the number in a field of the prompt's `extra_info`; its sign says hard, medium or easy (−1, 0, 1).
+
+    Raises DataError if the field is missing or not a finite number.
+    """
+    value = prompt.extra_info.get(field or "")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        fields = ", ".join(sorted(prompt.extra_info)) or "none"
+        raise DataError(
+            f"prompt {prompt.uid}: extra_info.{field} is {value!r}, expected a number whose sign says how easy it is; "
+            f"its fields are: {fields}; mend the data, or set algo.cpo.difficulty=three_way"
+        )
+    return np.float32(value)
+
+
 def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | None = None) -> TrainingRows:
     """Make one row per sample; with demonstrations, each row marks which of its tokens come from one.
 
@@ -59,6 +78,12 @@ def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | Non
         if bound is not None and rows:
             unneeded = unneeded_demonstrations(scored_batch(rows, rewards), bound).tolist()
             kept = [i for i, out in enumerate(unneeded) if not out]
+    if cfg.cpo.difficulty == "data":
+        prompts, key = collected.rollout.prompts, cfg.cpo.difficulty_field
+        rows = [
+            row.with_scores(**{DIFFICULTY: np.full(row.num_response_tokens, stated_difficulty(prompts[row.uid], key))})
+            for row in rows
+        ]
     rows = [rows[i] for i in kept]
     if replayed is not None:
         require_routed_experts(rows, replayed)

@@ -133,8 +133,13 @@ class ScoringPasses:
             scores[score] = [a if has else b for has, a, b in zip(has_hint, hinted, found[name][:count], strict=True)]
         if Score.HINT_KL in wanted:
             scores[Score.HINT_KL] = found["kl"]
-        rows = with_scores(rows, scores)
-        return self.hints.exclude_answers(rows), variants[Score.HINT_LOGPROBS].metrics()
+        rows = self.hints.exclude_answers(with_scores(rows, scores))
+        if not has_hint.all():
+            # A row without a hint keeps its advantages, whatever else the method reads.
+            excluded = [row.scores.get(EXCLUDED, np.zeros(row.num_response_tokens, np.float32)) for row in rows]
+            kept = [e if has else np.ones_like(e) for e, has in zip(excluded, has_hint, strict=True)]
+            rows = with_scores(rows, {EXCLUDED: kept})
+        return rows, variants[Score.HINT_LOGPROBS].metrics()
 
 
 def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:

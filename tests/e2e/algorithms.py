@@ -31,7 +31,7 @@ RUN = (
 )
 # Their actor waits for nothing and rewards differ, so these steps must move the weights.
 NAMED_METRICS: Mapping[str, tuple[str, ...]] = {
-    "cpo": ("cpo/mi_mean", "cpo/hint_len_mean", "cpo/adv_delta_abs_mean"),
+    "cpo": ("cpo/delta_mean", "cpo/hint_len_mean", "cpo/adv_delta_abs_mean"),
     "luffy": ("actor/off_pg_loss", "batch/off_solved"),
     "luffy_sft": ("actor/imitation_loss",),
     "ppo": ("critic/vf_loss", "critic/vf_explained_var", "timing_s/update_critic"),

@@ -4,12 +4,21 @@
 """
 
 from megarl.algos.cpo.difficulty import difficulty_metrics, group_difficulty
-from megarl.algos.cpo.inputs import EXCLUDED, LOSS_SCORES, CpoInputs, inputs_from_batch, inputs_from_rows, loss_scores
+from megarl.algos.cpo.inputs import (
+    DIFFICULTY,
+    EXCLUDED,
+    LOSS_SCORES,
+    CpoInputs,
+    inputs_from_batch,
+    inputs_from_rows,
+    loss_scores,
+)
 from megarl.algos.cpo.metrics import cpo_metrics, hint_metrics, shift_diagnostics
 from megarl.algos.cpo.shaping import required_scores, shape_advantages, shapes_in_loss
 from megarl.algos.cpo.validate import check_cpo
 
 __all__ = [
+    "DIFFICULTY",
     "EXCLUDED",
     "LOSS_SCORES",
     "CpoInputs",

@@ -16,6 +16,9 @@ Difficulty: TypeAlias = Callable[[Sequence[str], Tensor, Tensor], Tensor]
 
 DIFFICULTIES: Registry[Difficulty] = Registry("difficulty", key="algo.cpo.difficulty")
 
+# What metrics call the difficulties.
+LEVELS: Mapping[str, int] = {"easy": 1, "medium": 0, "hard": -1}
+
 _EASY_VARIANCE = 0.1
 _HARD_STD = math.sqrt(0.5)
 
@@ -72,31 +75,36 @@ def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Te
 
 
 def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg: CpoConfig) -> Tensor:
-    """Return the difficulty [B] in {−1, 0, 1} that methods read; of five levels, only the outermost are not 0.
+    """Return the difficulty [B] in {−1, 0, 1} that methods read: the sign of the level.
+
+    So with five levels, groups that are mostly right are easy and those that are mostly wrong are hard, too.
 
     >>> group_difficulty("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0]), CpoConfig()).tolist()
     [0, 0, 1]
     """
-    level = DIFFICULTIES.get(cfg.difficulty)(uids, correct, rewards)
-    return level.div(2, rounding_mode="trunc") if cfg.difficulty == "five_way" else level
+    return DIFFICULTIES.get(cfg.difficulty)(uids, correct, rewards).sign()
 
 
-def difficulty_metrics(uids: Sequence[str], correct: Tensor) -> Mapping[str, float]:
+def difficulty_metrics(uids: Sequence[str], correct: Tensor, difficulty: Tensor) -> Mapping[str, float]:
     """Compute the shares of prompts (not of rows) whose samples are all wrong, mixed, and all correct.
 
-    The result is empty if there are no rows.
+    Also those of each `difficulty`, [B] in {−1, 0, 1}, as methods read it. The result is empty if there are no rows.
 
-    >>> difficulty_metrics("aab", torch.tensor([True, False, True]))["cpo/difficulty_mixed_frac"]
-    0.5
+    >>> metrics = difficulty_metrics("aab", torch.tensor([True, False, True]), torch.tensor([-1, -1, 1]))
+    >>> metrics["cpo/difficulty_mixed_frac"], metrics["cpo/difficulty_hard_frac"]
+    (0.5, 0.5)
     """
     if not uids:
         return {}
-    share = group_stats(correct, uids).mean.tolist()
-    by_prompt = torch.tensor(list(dict(zip(uids, share, strict=True)).values()))
-    all_correct, all_wrong = (by_prompt == 1).double().mean().item(), (by_prompt == 0).double().mean().item()
+    by_row = zip(group_stats(correct, uids).mean.tolist(), difficulty.tolist(), strict=True)
+    shares, levels = zip(*dict(zip(uids, by_row, strict=True)).values(), strict=True)
+    all_correct, all_wrong = shares.count(1.0) / len(shares), shares.count(0.0) / len(shares)
     return {
         "cpo/difficulty_all_wrong_frac": all_wrong,
-        "cpo/difficulty_mixed_frac": ((by_prompt > 0) & (by_prompt < 1)).double().mean().item(),
+        "cpo/difficulty_mixed_frac": sum(0 < share < 1 for share in shares) / len(shares),
         "cpo/difficulty_all_correct_frac": all_correct,
         "train/difficulty_all_correct_ratio": all_correct,
+        "cpo/difficulty_easy_frac": levels.count(LEVELS["easy"]) / len(levels),
+        "cpo/difficulty_medium_frac": levels.count(LEVELS["medium"]) / len(levels),
+        "cpo/difficulty_hard_frac": levels.count(LEVELS["hard"]) / len(levels),
     }

@@ -1,175 +1,171 @@
-"""Compute the finite factors of CPO's formulas, per token [B, T] or per row [B, 1]; `Terms` defines d and MI."""
+"""Compute the finite factors of CPO's formulas, per token [B, T] or per row [B, 1].
+
+The parameters of a factor name what it reads: fields of `Terms`, settings of `algo.cpo` and coefficients of its method.
+"""
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megarl.algos.cpo.information import MAX_DELTA
-from megarl.algos.cpo.terms import Terms
 from megarl.algos.masked import masked_sum, row_means
-
-Factor: TypeAlias = Callable[[Terms], Tensor]
 
 _MAX_MI = 10.0
 _RANGE_EPS = 1e-8
 
 
-def mi(x: Terms) -> Tensor:
+def mutual_information(mi: Tensor) -> Tensor:
     """Return the mutual information of token and hint, by the configured estimator.
 
-    >>> mi(terms([[1.0, -2.0]])).tolist()
+    >>> mutual_information(tensor([[1.0, -2.0]])).tolist()
     [[1.0, -2.0]]
     """
-    return x.mi
+    return mi
 
 
-def capped_mi(x: Terms) -> Tensor:
+def capped_mi(mi: Tensor) -> Tensor:
     """Return the mutual information capped at 10: min(MI, 10).
 
-    >>> capped_mi(terms([[12.0, -2.0]], mi_estimator="p_weighted")).round(decimals=2).tolist()
-    [[10.0, -0.01]]
-    """
-    return x.mi.clamp(max=_MAX_MI)
-
-
-def capped_delta(x: Terms) -> Tensor:
-    """Return the log-ratio clipped to ±10: clip(d, ±10).
-
-    >>> capped_delta(terms([[12.0, -2.0]])).tolist()
+    >>> capped_mi(tensor([[12.0, -2.0]])).tolist()
     [[10.0, -2.0]]
     """
-    return x.delta.clamp(-MAX_DELTA, MAX_DELTA)
+    return mi.clamp(max=_MAX_MI)
 
 
-def clamped_ratio(x: Terms) -> Tensor:
+def capped_delta(delta: Tensor) -> Tensor:
+    """Return the log-ratio clipped to ±10: clip(d, ±10).
+
+    >>> capped_delta(tensor([[12.0, -2.0]])).tolist()
+    [[10.0, -2.0]]
+    """
+    return delta.clamp(-MAX_DELTA, MAX_DELTA)
+
+
+def clamped_ratio(delta: Tensor, ratio_clamp: float) -> Tensor:
     """Return the clipped likelihood ratio clip(exp(d), 1/λ, λ), with λ = `ratio_clamp`.
 
-    >>> clamped_ratio(terms([[0.0, 5.0]], ratio_clamp=2.0)).round(decimals=2).tolist()
+    >>> clamped_ratio(tensor([[0.0, 5.0]]), ratio_clamp=2.0).round(decimals=2).tolist()
     [[1.0, 2.0]]
     """
-    bound = math.log(x.cfg.ratio_clamp)
-    return x.delta.clamp(-bound, bound).exp()
+    bound = math.log(ratio_clamp)
+    return delta.clamp(-bound, bound).exp()
 
 
-def entropy(x: Terms) -> Tensor:
+def token_entropy(entropy: Tensor) -> Tensor:
     """Return the entropy of each token.
 
-    >>> entropy(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
+    >>> token_entropy(tensor([[0.5, 1.5]])).tolist()
     [[0.5, 1.5]]
     """
-    return x.entropy
+    return entropy
 
 
-def entropy_gap(x: Terms) -> Tensor:
+def entropy_gap(entropy: Tensor) -> Tensor:
     """Return the highest entropy of the row minus the entropy of the token.
 
-    >>> entropy_gap(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
+    >>> entropy_gap(tensor([[0.5, 1.5]])).tolist()
     [[1.0, 0.0]]
     """
-    return _highest_entropy(x) - x.entropy
+    # Entropies are at least 0, and exactly 0 outside the active tokens.
+    return entropy.amax(dim=-1, keepdim=True) - entropy
 
 
-def uncertainty(x: Terms) -> Tensor:
+def uncertainty(entropy: Tensor, active: Tensor) -> Tensor:
     """Return uncertainty u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 if not `active`.
 
-    >>> uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
-    [[0.0, 1.0]]
+    >>> uncertainty(tensor([[0.5, 1.5, 0.0]]), tensor([[True, True, False]])).round(decimals=2).tolist()
+    [[0.0, 1.0, 0.0]]
     """
-    low = torch.where(x.active, x.entropy, math.inf).amin(dim=-1, keepdim=True)
-    spread = _highest_entropy(x) - low
-    return torch.where(x.active, (x.entropy - low) / (spread + _RANGE_EPS), 0.0)
+    low = torch.where(active, entropy, math.inf).amin(dim=-1, keepdim=True)
+    spread = entropy.amax(dim=-1, keepdim=True) - low
+    return torch.where(active, (entropy - low) / (spread + _RANGE_EPS), 0.0)
 
 
-def certainty(x: Terms) -> Tensor:
+def certainty(entropy: Tensor, active: Tensor) -> Tensor:
     """Return the certainty 1 − u, with u from `uncertainty`.
 
-    >>> certainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    >>> certainty(tensor([[0.5, 1.5]]), tensor([[True, True]])).round(decimals=2).tolist()
     [[1.0, 0.0]]
     """
-    return 1 - uncertainty(x)
+    return 1 - uncertainty(entropy, active)
 
 
-def one_plus_uncertainty(x: Terms) -> Tensor:
+def one_plus_uncertainty(entropy: Tensor, active: Tensor) -> Tensor:
     """Return the factor 1 + u, with u from `uncertainty`.
 
-    >>> one_plus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    >>> one_plus_uncertainty(tensor([[0.5, 1.5]]), tensor([[True, True]])).round(decimals=2).tolist()
     [[1.0, 2.0]]
     """
-    return 1 + uncertainty(x)
+    return 1 + uncertainty(entropy, active)
 
 
-def two_minus_uncertainty(x: Terms) -> Tensor:
+def two_minus_uncertainty(entropy: Tensor, active: Tensor) -> Tensor:
     """Return the factor 2 − u, with u from `uncertainty`.
 
-    >>> two_minus_uncertainty(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).round(decimals=2).tolist()
+    >>> two_minus_uncertainty(tensor([[0.5, 1.5]]), tensor([[True, True]])).round(decimals=2).tolist()
     [[2.0, 1.0]]
     """
-    return 2 - uncertainty(x)
+    return 2 - uncertainty(entropy, active)
 
 
-def vocab_certainty(x: Terms) -> Tensor:
+def vocab_certainty(entropy: Tensor, vocab_size: int) -> Tensor:
     """Return the certainty relative to the vocabulary: 1 − entropy / ln(vocab_size).
 
-    >>> vocab_certainty(terms([[0.0, 0.0]], entropy=[[0.0, math.log(10) / 2]])).round(decimals=2).tolist()
+    >>> vocab_certainty(tensor([[0.0, math.log(10) / 2]]), vocab_size=10).round(decimals=2).tolist()
     [[1.0, 0.5]]
     """
-    return 1 - x.entropy / math.log(x.inputs.vocab_size)
+    return 1 - entropy / math.log(vocab_size)
 
 
-def row_delta(x: Terms) -> Tensor:
+def row_delta(delta: Tensor, active: Tensor) -> Tensor:
     """Return the mean of d over the row.
 
-    >>> row_delta(terms([[1.0, -2.0]])).tolist()
+    >>> row_delta(tensor([[1.0, -2.0]]), tensor([[True, True]])).tolist()
     [[-0.5]]
     """
-    return row_means(x.delta, x.active)[:, None]
+    return row_means(delta, active)[:, None]
 
 
-def row_capped_delta(x: Terms) -> Tensor:
+def row_capped_delta(delta: Tensor, active: Tensor) -> Tensor:
     """Return the mean of clip(d, ±10) over the row.
 
-    >>> row_capped_delta(terms([[12.0, -2.0]])).tolist()
+    >>> row_capped_delta(tensor([[12.0, -2.0]]), tensor([[True, True]])).tolist()
     [[4.0]]
     """
-    return row_means(capped_delta(x), x.active)[:, None]
+    return row_means(capped_delta(delta), active)[:, None]
 
 
-def row_mi_sum(x: Terms) -> Tensor:
+def row_mi_sum(mi: Tensor, active: Tensor) -> Tensor:
     """Return the sum of MI over the row, which grows with the row's length.
 
-    >>> row_mi_sum(terms([[1.0, -2.0]])).tolist()
+    >>> row_mi_sum(tensor([[1.0, -2.0]]), tensor([[True, True]])).tolist()
     [[-1.0]]
     """
-    return masked_sum(x.mi, x.active, dim=-1)[:, None]
+    return masked_sum(mi, active, dim=-1)[:, None]
 
 
-def row_mi_mean(x: Terms) -> Tensor:
+def row_mi_mean(mi: Tensor, active: Tensor) -> Tensor:
     """Return the mean of MI over the row.
 
-    >>> row_mi_mean(terms([[1.0, -2.0]])).tolist()
+    >>> row_mi_mean(tensor([[1.0, -2.0]]), tensor([[True, True]])).tolist()
     [[-0.5]]
     """
-    return row_means(x.mi, x.active)[:, None]
+    return row_means(mi, active)[:, None]
 
 
-def row_entropy(x: Terms) -> Tensor:
+def row_entropy(entropy: Tensor, active: Tensor) -> Tensor:
     """Return the mean entropy of the row.
 
-    >>> row_entropy(terms([[0.0, 0.0]], entropy=[[0.5, 1.5]])).tolist()
+    >>> row_entropy(tensor([[0.5, 1.5]]), tensor([[True, True]])).tolist()
     [[1.0]]
     """
-    return row_means(x.entropy, x.active)[:, None]
+    return row_means(entropy, active)[:, None]
 
 
-def _highest_entropy(x: Terms) -> Tensor:
-    # Entropies are at least 0, and exactly 0 outside the active tokens.
-    return x.entropy.amax(dim=-1, keepdim=True)
-
-
-def verifier_weights(x: Terms) -> Tensor:
+def verifier_weights(
+    advantages: Tensor, delta: Tensor, active: Tensor, weight_clip: float, mix: float, mix_decay_steps: int, step: int
+) -> Tensor:
     """Return weights (1 − λ) + λ·w_t, whose mean over the tokens that may change is 1 in every row.
 
     The verifier gives the sign and the hint only the magnitude (RLSD, arXiv:2604.03128); the row mean of 1 is an
@@ -179,32 +175,16 @@ def verifier_weights(x: Terms) -> Tensor:
     are kept, and so is the row's sum where A is constant over the row. Terms added to the advantage would instead
     pull the policy towards the hinted one, which leaks the hint (arXiv:2604.03128).
 
-    >>> verifier_weights(terms([[1.0, -1.0]], weight_clip=0.25)).tolist()
+    >>> ones, active = tensor([[1.0, 1.0]]), tensor([[True, True]])
+    >>> given = {"weight_clip": 0.25, "mix": 1.0, "mix_decay_steps": 0, "step": 0}
+    >>> verifier_weights(ones, tensor([[1.0, -1.0]]), active, **given).tolist()
     [[1.25, 0.75]]
     """
-    clip, mix, decay_steps = x.cfg.weight_clip, x.cfg.mix, x.cfg.mix_decay_steps
-    if decay_steps:
-        mix *= max(0.0, 1 - x.inputs.step / decay_steps)
-    weights = (x.advantages.sign() * capped_delta(x)).exp().clamp(1 - clip, 1 + clip)
-    total = masked_sum(weights, x.active, dim=-1)[:, None]
-    num_tokens = x.active.sum(dim=-1, keepdim=True)
+    if mix_decay_steps:
+        mix *= max(0.0, 1 - step / mix_decay_steps)
+    weights = (advantages.sign() * capped_delta(delta)).exp().clamp(1 - weight_clip, 1 + weight_clip)
+    total = masked_sum(weights, active, dim=-1)[:, None]
+    num_tokens = active.sum(dim=-1, keepdim=True)
     # The total is 0 for a row without active tokens.
-    weights = weights * num_tokens / total.clamp(min=1 - clip)
+    weights = weights * num_tokens / total.clamp(min=1 - weight_clip)
     return (1 - mix) + mix * weights
-
-
-# The factors that read the mutual information.
-MI_FACTORS: frozenset[Factor] = frozenset({mi, capped_mi, row_mi_sum, row_mi_mean})
-# The factors that need entropies, from whichever source.
-ENTROPY_FACTORS: frozenset[Factor] = frozenset(
-    {
-        entropy,
-        entropy_gap,
-        uncertainty,
-        certainty,
-        one_plus_uncertainty,
-        two_minus_uncertainty,
-        vocab_certainty,
-        row_entropy,
-    }
-)

@@ -1,29 +1,39 @@
 """Define CPO formulas, and apply them to advantages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, TypeAlias
+from inspect import signature
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megarl.algos.cpo import scopes
-from megarl.algos.cpo.factors import ENTROPY_FACTORS, MI_FACTORS, Factor
-from megarl.algos.cpo.scopes import Scope
 from megarl.algos.cpo.terms import Terms
 
-Weight: TypeAlias = Literal["pos_alpha", "neg_alpha", "mi_alpha", "kl_alpha"]
+# A factor, or a scope (bool), [B, T] or [B, 1]. Its parameters name what it reads, out of `READABLE` and the
+# coefficients of its method.
+Reader: TypeAlias = Callable[..., Tensor]
+
+# The fields of `Terms` and the settings of `algo.cpo` that a formula may read.
+HINT_TERMS = frozenset({"delta", "old_logprobs", "hint_logprobs", "mi"})
+TERMS = HINT_TERMS | {"advantages", "active", "entropy", "correct", "negative", "difficulty", "vocab_size", "step"}
+WEIGHTS = ("pos_alpha", "neg_alpha", "mi_alpha", "kl_alpha")
+SETTINGS = (*WEIGHTS, "ratio_clamp", "weight_clip", "mix", "mix_decay_steps")
+READABLE = TERMS.union(SETTINGS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A term adds sign · algo.cpo.{weight} · Π factors to the advantage of tokens on which all scopes hold.
+    """A term adds sign · weight · Π factors to the advantage of tokens on which all scopes hold.
 
-    max_share: the term adds at most `max_share` · |A| (None: no bound)."""
+    weight: one of `WEIGHTS`, or a coefficient of the method. max_share: the term adds at most `max_share` · |A|
+    (None: no bound).
+    """
 
-    scopes: tuple[Scope, ...] = ()
-    weight: Weight
-    factors: tuple[Factor, ...]
+    scopes: tuple[Reader, ...] = ()
+    weight: str
+    factors: tuple[Reader, ...]
     sign: float = 1.0
     max_share: float | None = None
 
@@ -32,8 +42,8 @@ class Term:
 class Gain:
     """A gain multiplies the advantage by a number, or by a factor that reads the hint, where all scopes hold."""
 
-    scopes: tuple[Scope, ...] = ()
-    value: float | Factor
+    scopes: tuple[Reader, ...] = ()
+    value: float | Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,43 +58,52 @@ class Formula:
     accuracy_clamp: bool = False
 
     @property
-    def uses_hint(self) -> bool:
-        return bool(self.terms) or any(callable(gain.value) for gain in self.gains)
+    def reads(self) -> frozenset[str]:
+        """The names of all that the formula reads: the parameters of its scopes and factors, and its weights."""
+        readers = [scope for gain in self.gains for scope in gain.scopes]
+        readers += [scope for term in self.terms for scope in term.scopes]
+        readers += [factor for term in self.terms for factor in term.factors]
+        readers += [gain.value for gain in self.gains if callable(gain.value)]
+        names = {name for reader in readers for name in signature(reader).parameters}
+        return frozenset(names.union(term.weight for term in self.terms))
 
     @property
-    def uses_mi(self) -> bool:
-        return any(not (MI_FACTORS.isdisjoint(t.factors) and scopes.MI_SCOPES.isdisjoint(t.scopes)) for t in self.terms)
+    def uses_hint(self) -> bool:
+        return not HINT_TERMS.isdisjoint(self.reads)
 
     @property
     def uses_difficulty(self) -> bool:
-        acts_on = [gain.scopes for gain in self.gains] + [term.scopes for term in self.terms]
-        return any(not scopes.DIFFICULTY_SCOPES.isdisjoint(where) for where in acts_on)
-
-    @property
-    def uses_entropy(self) -> bool:
-        return any(not ENTROPY_FACTORS.isdisjoint(term.factors) for term in self.terms)
+        # Which rows are negative may follow from the difficulty.
+        return not self.reads.isdisjoint({"difficulty", "negative"})
 
 
 def apply_formula(formula: Formula, x: Terms) -> Tensor:
-    """Compute a formula's A' [B, T]; advantages outside `x.active` stay unchanged.
+    """Compute A' [B, T] from a formula; advantages outside `x.active` do not change.
 
     >>> apply_formula(Formula(gains=(Gain(value=0.5),)), terms([[0.0]], advantages=[[2.0]])).tolist()
     [[1.0]]
     """
+
+    def read(name: str) -> Any:
+        if name in x.coefficients:
+            return x.coefficients[name]
+        return getattr(x if name in TERMS else x.cfg, name)
+
+    def value(reader: Reader) -> Tensor:
+        return reader(**{name: read(name) for name in signature(reader).parameters})
+
+    def where(scopes: tuple[Reader, ...]) -> Tensor:
+        return reduce(torch.logical_and, map(value, scopes), x.active)
+
     result = x.advantages
     for gain in formula.gains:
-        value = gain.value(x) if callable(gain.value) else gain.value
-        result = torch.where(_where(gain.scopes, x), result * value, result)
+        factor = value(gain.value) if callable(gain.value) else gain.value
+        result = torch.where(where(gain.scopes), result * factor, result)
     for term in formula.terms:
-        weight: float = getattr(x.cfg, term.weight)
-        amount = reduce(torch.mul, (factor(x) for factor in term.factors)) * (term.sign * weight)
+        amount = reduce(torch.mul, map(value, term.factors)) * (term.sign * read(term.weight))
         if term.max_share is not None:
             amount = torch.minimum(amount, term.max_share * x.advantages.abs())
-        result = torch.where(_where(term.scopes, x), result + amount, result)
+        result = torch.where(where(term.scopes), result + amount, result)
     if formula.accuracy_clamp:
-        result = torch.where(scopes.correct(x), result.clamp(min=0), result.clamp(max=0))
+        result = torch.where(x.correct, result.clamp(min=0), result.clamp(max=0))
     return torch.where(x.active, result, x.advantages)
-
-
-def _where(conditions: tuple[Scope, ...], x: Terms) -> Tensor:
-    return reduce(torch.logical_and, (scope(x) for scope in conditions), x.active)

@@ -104,11 +104,15 @@ def inputs_from_batch(
     [1, -1]
     """
     excluded = batch.scores.get(EXCLUDED)
+    if cfg.difficulty == "data":
+        difficulty = _per_row(batch.score(DIFFICULTY)).sign().long()
+    else:
+        difficulty = group_difficulty(batch.uids, batch.correct, batch.rewards, cfg)
     return CpoInputs(
         advantages=advantages,
         loss_mask=batch.loss_mask,
         correct=batch.correct,
-        difficulty=group_difficulty(batch.uids, batch.correct, batch.rewards, cfg),
+        difficulty=difficulty,
         vocab_size=vocab_size,
         old_logprobs=batch.scores.get(Score.OLD_LOGPROBS),
         hint_logprobs=batch.scores.get(Score.HINT_LOGPROBS),

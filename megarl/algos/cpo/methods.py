@@ -8,12 +8,12 @@ information decides how that is bounded; the default, `p_weighted`, has no bound
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from megarl.algos.cpo import factors as f
 from megarl.algos.cpo import scopes as s
-from megarl.algos.cpo.formulas import Formula, Gain, Term
+from megarl.algos.cpo.formulas import READABLE, Formula, Gain, Reader, Term
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
 from megarl.registry import Registry
@@ -29,10 +29,23 @@ _NEG_SCOPES: Mapping[FormulaSet, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method has a formula for each formula set; `default` names the set for configurations that choose none."""
+    """A method has a formula for each formula set; `default` names the set for configurations that choose none.
+
+    coefficients: numbers of its own that formulas read by name, with their defaults; `algo.cpo.coefficients` sets them.
+    """
 
     default: FormulaSet
     formulas: Mapping[FormulaSet, Formula]
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = READABLE.union(self.coefficients)
+        for name, made in self.formulas.items():
+            if unknown := sorted(made.reads - known):
+                raise ValueError(
+                    f"the {name} formula reads {unknown[0]!r}, expected one of {', '.join(sorted(known))}; rename the "
+                    f"parameter, or declare it in the method's coefficients"
+                )
 
 
 CPO_METHODS: Registry[Method] = Registry("CPO method", key="algo.cpo.method")
@@ -72,6 +85,20 @@ def neg_scope(cfg: CpoConfig) -> str:
     return cfg.neg_scope or _NEG_SCOPES[formula_set(cfg)]
 
 
+def coefficients(cfg: CpoConfig) -> Mapping[str, float]:
+    """Return the method's coefficients, as configured or as it declares them; raise ConfigError for an unknown name.
+
+    >>> coefficients(CpoConfig(method="mi3"))
+    {}
+    """
+    own = CPO_METHODS.get(cfg.method).coefficients
+    for name in cfg.coefficients:
+        if name not in own:
+            known = f"expected one of: {', '.join(sorted(own))}" if own else "it has none"
+            raise ConfigError(f"algo.cpo.coefficients: {cfg.method!r} has no coefficient {name!r}; {known}")
+    return {**own, **cfg.coefficients}
+
+
 def _add(name: str, *, doc: Formula | None = None, ref: Formula, fix: Formula | None = None) -> None:
     """Register a method under its name, and with the suffix _qwen3; if not given, `fix` is the default formula."""
     default: FormulaSet = "doc" if doc else "ref"
@@ -82,23 +109,23 @@ def _add(name: str, *, doc: Formula | None = None, ref: Formula, fix: Formula | 
 
 
 # Reward the uncertain tokens of correct rows.
-_UNSURE = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.uncertainty,))
+_UNSURE = Term(scopes=(s.correct_rows,), weight="pos_alpha", factors=(f.uncertainty,))
 
 # --- by likelihood ratio and entropy
 
-_CONFIRMED = Term(scopes=(s.confirmed,), weight="pos_alpha", factors=(f.entropy,))
+_CONFIRMED = Term(scopes=(s.confirmed,), weight="pos_alpha", factors=(f.token_entropy,))
 _REJECTED = Term(scopes=(s.rejected,), weight="neg_alpha", factors=(f.entropy_gap,), sign=-1.0)
 _NAIVE = Formula(terms=(_CONFIRMED, _REJECTED))
 _NAIVE_BY_VERDICT = Formula(
     terms=(
-        Term(scopes=(s.correct, s.confirmed), weight="pos_alpha", factors=(f.entropy,)),
+        Term(scopes=(s.correct_rows, s.confirmed), weight="pos_alpha", factors=(f.token_entropy,)),
         Term(scopes=(s.wrong, s.rejected), weight="neg_alpha", factors=(f.entropy_gap,), sign=-1.0),
     ),
     accuracy_clamp=True,
 )
 # Under GRPO the rows of a group with a single verdict have advantage 0, so this acts only with other base estimators.
 _BY_DIFFICULTY = Formula(
-    gains=(Gain(scopes=(s.easy, s.correct), value=0.5), Gain(scopes=(s.hard,), value=1.5)),
+    gains=(Gain(scopes=(s.easy, s.correct_rows), value=0.5), Gain(scopes=(s.hard,), value=1.5)),
 )
 
 # For `naive`, the suffix _qwen3 names a different method.
@@ -115,11 +142,11 @@ _add("noaccmask", ref=Formula(terms=_NAIVE.terms, accuracy_clamp=True))
 
 _add(
     "mi",
-    doc=Formula(terms=(Term(weight="mi_alpha", factors=(f.mi,)),)),
+    doc=Formula(terms=(Term(weight="mi_alpha", factors=(f.mutual_information,)),)),
     ref=Formula(
         terms=(
-            Term(scopes=(s.mi_up,), weight="pos_alpha", factors=(f.mi, f.uncertainty)),
-            Term(scopes=(s.mi_down,), weight="neg_alpha", factors=(f.mi, f.certainty)),
+            Term(scopes=(s.mi_up,), weight="pos_alpha", factors=(f.mutual_information, f.uncertainty)),
+            Term(scopes=(s.mi_down,), weight="neg_alpha", factors=(f.mutual_information, f.certainty)),
         ),
         accuracy_clamp=True,
     ),
@@ -128,33 +155,39 @@ _add(
     "mi_accmask",
     ref=Formula(
         terms=(
-            Term(scopes=(s.correct, s.mi_up), weight="pos_alpha", factors=(f.mi, f.one_plus_uncertainty)),
-            Term(scopes=(s.wrong, s.mi_down), weight="neg_alpha", factors=(f.mi, f.two_minus_uncertainty)),
+            Term(
+                scopes=(s.correct_rows, s.mi_up),
+                weight="pos_alpha",
+                factors=(f.mutual_information, f.one_plus_uncertainty),
+            ),
+            Term(
+                scopes=(s.wrong, s.mi_down), weight="neg_alpha", factors=(f.mutual_information, f.two_minus_uncertainty)
+            ),
         ),
         accuracy_clamp=True,
     ),
 )
 
 
-def _unified(mi: f.Factor) -> Formula:
+def _unified(mi: Reader) -> Formula:
     return Formula(
         terms=(
-            Term(scopes=(s.correct,), weight="pos_alpha", factors=(mi, f.certainty)),
+            Term(scopes=(s.correct_rows,), weight="pos_alpha", factors=(mi, f.certainty)),
             Term(scopes=(s.wrong,), weight="neg_alpha", factors=(mi, f.certainty)),
         ),
         accuracy_clamp=True,
     )
 
 
-_add("mi_unify", ref=_unified(f.mi))
+_add("mi_unify", ref=_unified(f.mutual_information))
 _add("mi_clamp_unify", ref=_unified(f.capped_mi))
 _add(
     "mi_clamp_unify_difficulty",
     doc=Formula(
         terms=(
-            Term(scopes=(s.easy,), weight="pos_alpha", factors=(f.clamped_ratio, f.mi)),
-            Term(scopes=(s.hard,), weight="neg_alpha", factors=(f.clamped_ratio, f.mi)),
-            Term(scopes=(s.medium,), weight="mi_alpha", factors=(f.clamped_ratio, f.mi)),
+            Term(scopes=(s.easy,), weight="pos_alpha", factors=(f.clamped_ratio, f.mutual_information)),
+            Term(scopes=(s.hard,), weight="neg_alpha", factors=(f.clamped_ratio, f.mutual_information)),
+            Term(scopes=(s.medium,), weight="mi_alpha", factors=(f.clamped_ratio, f.mutual_information)),
         )
     ),
     ref=Formula(
@@ -166,34 +199,43 @@ _add(
 )
 
 
-def _mi3(scope: s.Scope, *, sign: float = 1.0) -> Formula:
+def _mi3(scope: Reader, *, sign: float = 1.0) -> Formula:
     """Build the formula that adds, on rows of `scope`, MI × u to tokens with MI ≥ 0 and MI × (1 − u) to the others."""
     return Formula(
         terms=(
             _UNSURE,
-            Term(scopes=(scope, s.mi_up), weight="neg_alpha", factors=(f.mi, f.uncertainty), sign=sign),
-            Term(scopes=(scope, s.mi_down), weight="neg_alpha", factors=(f.mi, f.certainty), sign=sign),
+            Term(scopes=(scope, s.mi_up), weight="neg_alpha", factors=(f.mutual_information, f.uncertainty), sign=sign),
+            Term(scopes=(scope, s.mi_down), weight="neg_alpha", factors=(f.mutual_information, f.certainty), sign=sign),
         )
     )
 
 
-_add("mi2", ref=Formula(terms=(_UNSURE, Term(scopes=(s.wrong,), weight="neg_alpha", factors=(f.mi,)))))
+_add("mi2", ref=Formula(terms=(_UNSURE, Term(scopes=(s.wrong,), weight="neg_alpha", factors=(f.mutual_information,)))))
 _add("mi3", ref=_mi3(s.wrong))
 _add("reverse_mi3", ref=_mi3(s.wrong, sign=-1.0))
 _add("addition_mi3", ref=Formula(terms=_mi3(s.wrong).terms[:2]))
 _add(
     "negonly_mi3",
     doc=Formula(
-        terms=(Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.clamped_ratio, f.mi, f.vocab_certainty)),)
+        terms=(
+            Term(
+                scopes=(s.negative_rows,),
+                weight="neg_alpha",
+                factors=(f.clamped_ratio, f.mutual_information, f.vocab_certainty),
+            ),
+        )
     ),
-    ref=_mi3(s.negative),
+    ref=_mi3(s.negative_rows),
 )
-_add("negonly_mi", ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.mi,)))))
+_add(
+    "negonly_mi",
+    ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative_rows,), weight="neg_alpha", factors=(f.mutual_information,)))),
+)
 
 # --- by the log-ratio, of tokens or of rows
 
 
-def _towards_hint(unsure: Term, kl: f.Factor) -> Formula:
+def _towards_hint(unsure: Term, kl: Reader) -> Formula:
     """Build the formula that moves wrong rows towards the hinted policy; unless they are hard, by at most |A|/2."""
     return Formula(
         terms=(
@@ -205,23 +247,23 @@ def _towards_hint(unsure: Term, kl: f.Factor) -> Formula:
 
 
 # The public code also bounds this bonus from below, by −|A|/2, which has no effect: the bonus is never negative.
-_UNSURE_ROW = Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.row_entropy,))
+_UNSURE_ROW = Term(scopes=(s.correct_rows,), weight="pos_alpha", factors=(f.row_entropy,))
 
 _add(
     "negonly_seq_kl",
-    doc=Formula(terms=(Term(scopes=(s.negative,), weight="kl_alpha", factors=(f.row_mi_sum,)),)),
+    doc=Formula(terms=(Term(scopes=(s.negative_rows,), weight="kl_alpha", factors=(f.row_mi_sum,)),)),
     ref=Formula(
         terms=(
-            Term(scopes=(s.correct,), weight="pos_alpha", factors=(f.row_delta,)),
-            Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.row_delta,)),
+            Term(scopes=(s.correct_rows,), weight="pos_alpha", factors=(f.row_delta,)),
+            Term(scopes=(s.negative_rows,), weight="neg_alpha", factors=(f.row_delta,)),
         )
     ),
-    fix=Formula(terms=(Term(scopes=(s.negative,), weight="kl_alpha", factors=(f.row_mi_mean,)),)),
+    fix=Formula(terms=(Term(scopes=(s.negative_rows,), weight="kl_alpha", factors=(f.row_mi_mean,)),)),
 )
 _add("seq_kl", ref=_towards_hint(_UNSURE_ROW, f.row_delta), fix=_towards_hint(_UNSURE_ROW, f.row_capped_delta))
 _add(
     "negonly_tok_kl",
-    ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative,), weight="neg_alpha", factors=(f.capped_delta,)))),
+    ref=Formula(terms=(_UNSURE, Term(scopes=(s.negative_rows,), weight="neg_alpha", factors=(f.capped_delta,)))),
 )
 _add("tok_kl", ref=_towards_hint(_UNSURE, f.capped_delta))
 

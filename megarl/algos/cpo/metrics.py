@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from megarl.algos.cpo.difficulty import LEVELS
+from megarl.algos.cpo.factors import capped_delta
 from megarl.algos.cpo.inputs import CpoInputs
 from megarl.algos.cpo.methods import formula, neg_scope
 from megarl.algos.cpo.terms import make_terms
@@ -27,31 +29,56 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Summarise the mutual information (MI) over the tokens that may change, and the share of clamped ratios; return
-    nothing if the method reads no hint or there are no such tokens.
+    """Compute statistics, over the active tokens, of what the configured method reads of the hint.
+
+    `cpo/delta_*` are of d, `cpo/mi_*` of MI if the formula reads it: mean, standard deviation, range, share of positive
+    values, and means over rows by verdict and by difficulty. Shares of tokens: with d beyond ±ln λ, and of
+    `verifier_sign` with a weight beyond 1 ± `weight_clip`. With a shuffled baseline: the mean change of log-probs by
+    another prompt's hint. Methods without a hint, and batches without active tokens, have no such metrics.
 
     >>> cfg = CpoConfig(method="mi", mi_estimator="pmi")
     >>> hint_metrics(terms([[1.0, -2.0]]).inputs, cfg)["cpo/mi_mean"]
     -0.5
     """
-    if not formula(cfg).uses_hint or not x.active.any():
+    chosen = formula(cfg)
+    if not chosen.uses_hint or not x.active.any():
         return {}
-    # These metrics read no entropies, and with entropy_source=current there are none before the update.
+    # Without entropies: they do not enter, and if the update's own are used, there are none yet.
     terms = make_terms(x, cfg, neg_scope=neg_scope(cfg), uses_hint=True, uses_entropy=False)
-    mi, delta = terms.mi[x.active].double(), terms.delta[x.active].double()
-    return {
-        "cpo/mi_mean": mi.mean().item(),
-        "cpo/mi_std": mi.std(correction=0).item(),
-        "cpo/mi_min": mi.min().item(),
-        "cpo/mi_max": mi.max().item(),
-        "cpo/mi_pos_ratio": (mi > 0).double().mean().item(),
-        "cpo/ratio_clamped_frac": (delta.abs() > math.log(cfg.ratio_clamp)).double().mean().item(),
-        "train/mi_mean": mi.mean().item(),
-    }
+    signals = {"delta": terms.delta, **({"mi": terms.mi} if "mi" in chosen.reads else {})}
+    metrics: dict[str, float] = {}
+    for name, signal in signals.items():
+        values = signal[x.active].double()
+        metrics |= {
+            f"cpo/{name}_mean": values.mean().item(),
+            f"cpo/{name}_std": values.std(correction=0).item(),
+            f"cpo/{name}_min": values.min().item(),
+            f"cpo/{name}_max": values.max().item(),
+            f"cpo/{name}_pos_ratio": (values > 0).double().mean().item(),
+            **_means_by_rows(name, signal, x),
+        }
+    if "mi" in signals:
+        metrics["train/mi_mean"] = metrics["cpo/mi_mean"]
+    beyond = terms.delta[x.active].abs() > math.log(cfg.ratio_clamp)
+    metrics["cpo/ratio_clamped_frac"] = beyond.double().mean().item()
+    if "weight_clip" in chosen.reads:
+        weights = (terms.advantages.sign() * capped_delta(terms.delta)).exp()[x.active]
+        metrics["cpo/weight_clipped_frac"] = ((weights - 1).abs() > cfg.weight_clip).double().mean().item()
+    if cfg.shuffled_baseline:
+        other = x.need("shuffled_hint_logprobs") - x.need("old_logprobs")
+        metrics["cpo/shuffled_mi_mean"] = other[x.active].double().mean().item()
+    return metrics
+
+
+def _means_by_rows(name: str, values: Tensor, x: CpoInputs) -> dict[str, float]:
+    """Return the means of per-token values over the active tokens of right and wrong rows, and by difficulty."""
+    rows = {"right": x.correct, "wrong": ~x.correct, **{key: x.difficulty == level for key, level in LEVELS.items()}}
+    tokens = {key: values[x.active & chosen[:, None]].double() for key, chosen in rows.items()}
+    return {f"cpo/{name}_{key}": kept.mean().item() for key, kept in tokens.items() if kept.numel()}
 
 
 def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute `hint_metrics`, and the means of `shift_diagnostics` over loss tokens.
+    """Compute `hint_metrics`, the means of `shift_diagnostics` over loss tokens, and those of the change by rows.
 
     >>> x = terms([[1.0, -2.0]]).inputs
     >>> before, after = tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]])
@@ -62,4 +89,4 @@ def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> 
         return {}
     per_token = shift_diagnostics(before, after)
     shift = {name: value[x.loss_mask].double().mean().item() for name, value in per_token.items()}
-    return {**hint_metrics(x, cfg), **shift}
+    return {**hint_metrics(x, cfg), **shift, **_means_by_rows("adv_delta", after - before, x)}

@@ -1,126 +1,118 @@
-"""Define scopes, which select where a term of a CPO formula acts: bool per token [B, T], or per row [B, 1]."""
+"""Define scopes, which select where a term of a CPO formula acts: bool per token [B, T], or per row [B, 1].
+
+As with factors, the parameters name what a scope reads.
+"""
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias
 
 from torch import Tensor
-
-from megarl.algos.cpo.terms import Terms
-
-Scope: TypeAlias = Callable[[Terms], Tensor]
 
 _LIKELY = 0.1
 
 
-def correct(x: Terms) -> Tensor:
+def correct_rows(correct: Tensor) -> Tensor:
     """Select the rows that the verifier accepts.
 
-    >>> correct(terms([[0.0, 0.0]], correct=True)).tolist()
+    >>> correct_rows(tensor([[True]])).tolist()
     [[True]]
     """
-    return x.inputs.correct[:, None]
+    return correct
 
 
-def wrong(x: Terms) -> Tensor:
+def wrong(correct: Tensor) -> Tensor:
     """Select the rows that the verifier rejects.
 
-    >>> wrong(terms([[0.0, 0.0]], correct=True)).tolist()
+    >>> wrong(tensor([[True]])).tolist()
     [[False]]
     """
-    return ~correct(x)
+    return ~correct
 
 
-def negative(x: Terms) -> Tensor:
+def negative_rows(negative: Tensor) -> Tensor:
     """Select the rows that count as negative under `algo.cpo.neg_scope`.
 
-    >>> negative(terms([[0.0, 0.0]], correct=False)).tolist()
+    >>> negative_rows(tensor([[True]])).tolist()
     [[True]]
     """
-    return x.negative[:, None]
+    return negative
 
 
-def easy(x: Terms) -> Tensor:
+def easy(difficulty: Tensor) -> Tensor:
     """Select the rows of difficulty 1.
 
-    >>> easy(terms([[0.0, 0.0]], difficulty=1)).tolist()
+    >>> easy(tensor([[1]])).tolist()
     [[True]]
     """
-    return x.inputs.difficulty[:, None] == 1
+    return difficulty == 1
 
 
-def medium(x: Terms) -> Tensor:
+def medium(difficulty: Tensor) -> Tensor:
     """Select the rows of difficulty 0.
 
-    >>> medium(terms([[0.0, 0.0]], difficulty=1)).tolist()
+    >>> medium(tensor([[1]])).tolist()
     [[False]]
     """
-    return x.inputs.difficulty[:, None] == 0
+    return difficulty == 0
 
 
-def not_medium(x: Terms) -> Tensor:
+def not_medium(difficulty: Tensor) -> Tensor:
     """Select the rows of difficulty 1 or −1.
 
-    >>> not_medium(terms([[0.0, 0.0]], difficulty=1)).tolist()
+    >>> not_medium(tensor([[1]])).tolist()
     [[True]]
     """
-    return ~medium(x)
+    return difficulty != 0
 
 
-def hard(x: Terms) -> Tensor:
+def hard(difficulty: Tensor) -> Tensor:
     """Select the rows of difficulty −1.
 
-    >>> hard(terms([[0.0, 0.0]], difficulty=-1)).tolist()
+    >>> hard(tensor([[-1]])).tolist()
     [[True]]
     """
-    return x.inputs.difficulty[:, None] == -1
+    return difficulty == -1
 
 
-def not_hard(x: Terms) -> Tensor:
+def not_hard(difficulty: Tensor) -> Tensor:
     """Select the rows of difficulty 0 or 1.
 
-    >>> not_hard(terms([[0.0, 0.0]], difficulty=-1)).tolist()
+    >>> not_hard(tensor([[-1]])).tolist()
     [[False]]
     """
-    return ~hard(x)
+    return difficulty != -1
 
 
-def mi_up(x: Terms) -> Tensor:
+def mi_up(mi: Tensor) -> Tensor:
     """Select the tokens whose mutual information with the hint is ≥ 0.
 
-    >>> mi_up(terms([[1.0, -1.0]])).tolist()
+    >>> mi_up(tensor([[1.0, -1.0]])).tolist()
     [[True, False]]
     """
-    return x.mi >= 0
+    return mi >= 0
 
 
-def mi_down(x: Terms) -> Tensor:
+def mi_down(mi: Tensor) -> Tensor:
     """Select the tokens whose mutual information with the hint is < 0.
 
-    >>> mi_down(terms([[1.0, -1.0]])).tolist()
+    >>> mi_down(tensor([[1.0, -1.0]])).tolist()
     [[False, True]]
     """
-    return x.mi < 0
+    return mi < 0
 
 
-def confirmed(x: Terms) -> Tensor:
-    """Select the tokens with exp(d) ≥ λ = `ratio_clamp` whose probability with the hint is above 0.1.
+def confirmed(delta: Tensor, hint_logprobs: Tensor, ratio_clamp: float) -> Tensor:
+    """Select the tokens with exp(d) ≥ λ that are likely with the hint (probability above 0.1).
 
-    >>> confirmed(terms([[2.0, 0.0]], ratio_clamp=2.0)).tolist()
+    >>> confirmed(tensor([[2.0, 0.0]]), tensor([[-1.0, -3.0]]), ratio_clamp=2.0).tolist()
     [[True, False]]
     """
-    return (x.delta >= math.log(x.cfg.ratio_clamp)) & (x.hint_logprobs.exp() > _LIKELY)
+    return (delta >= math.log(ratio_clamp)) & (hint_logprobs.exp() > _LIKELY)
 
 
-def rejected(x: Terms) -> Tensor:
-    """Select the tokens with exp(d) ≤ 1/λ, with λ = `ratio_clamp`, whose probability without the hint is above 0.1.
+def rejected(delta: Tensor, old_logprobs: Tensor, ratio_clamp: float) -> Tensor:
+    """Select the tokens with exp(d) ≤ 1/λ that were likely without the hint (probability above 0.1).
 
-    >>> rejected(terms([[-2.0, 0.0]], old=-1.0, ratio_clamp=2.0)).tolist()
+    >>> rejected(tensor([[-2.0, 0.0]]), tensor([[-1.0, -1.0]]), ratio_clamp=2.0).tolist()
     [[True, False]]
     """
-    return (x.delta <= -math.log(x.cfg.ratio_clamp)) & (x.old_logprobs.exp() > _LIKELY)
-
-
-# The scopes that read the mutual information, and those that read the difficulty; `negative` may depend on it too.
-MI_SCOPES: frozenset[Scope] = frozenset({mi_up, mi_down})
-DIFFICULTY_SCOPES: frozenset[Scope] = frozenset({easy, medium, not_medium, hard, not_hard, negative})
+    return (delta <= -math.log(ratio_clamp)) & (old_logprobs.exp() > _LIKELY)

@@ -6,7 +6,7 @@ from torch import Tensor
 from megarl.algos.cpo.formulas import apply_formula
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.inputs import CpoInputs
-from megarl.algos.cpo.methods import formula, neg_scope
+from megarl.algos.cpo.methods import coefficients, formula, neg_scope
 from megarl.algos.cpo.terms import Terms, make_terms
 from megarl.config.algo import CpoConfig
 from megarl.types import Score
@@ -34,7 +34,14 @@ def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
     [[1.0, -1.0]]
     """
     chosen = formula(cfg)
-    return make_terms(x, cfg, neg_scope=neg_scope(cfg), uses_hint=chosen.uses_hint, uses_entropy=chosen.uses_entropy)
+    return make_terms(
+        x,
+        cfg,
+        neg_scope=neg_scope(cfg),
+        uses_hint=chosen.uses_hint,
+        uses_entropy="entropy" in chosen.reads,
+        coefficients=coefficients(cfg),
+    )
 
 
 def required_scores(cfg: CpoConfig) -> frozenset[Score]:
@@ -49,9 +56,9 @@ def required_scores(cfg: CpoConfig) -> frozenset[Score]:
         scores |= {Score.OLD_LOGPROBS, Score.HINT_LOGPROBS}
         if cfg.shuffled_baseline:
             scores.add(Score.SHUFFLED_HINT_LOGPROBS)
-        if chosen.uses_mi and MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
+        if "mi" in chosen.reads and MI_ESTIMATORS.get(cfg.mi_estimator).uses_hint_kl:
             scores.add(Score.HINT_KL)
-    if chosen.uses_entropy and cfg.entropy_source == "old":
+    if "entropy" in chosen.reads and cfg.entropy_source == "old":
         scores.add(Score.OLD_ENTROPY)
     return frozenset(scores)
 
@@ -62,4 +69,4 @@ def shapes_in_loss(cfg: CpoConfig) -> bool:
     >>> shapes_in_loss(CpoConfig(method="mi3", entropy_source="current"))
     True
     """
-    return formula(cfg).uses_entropy and cfg.entropy_source == "current"
+    return "entropy" in formula(cfg).reads and cfg.entropy_source == "current"

@@ -1,7 +1,8 @@
 """Compute the tensors that CPO's formulas read, with zeros outside the tokens that may change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ class Terms:
 
     delta: d = hint_logprobs − old_logprobs, or with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
     old_logprobs, hint_logprobs: without and with the hint. mi: mutual information (MI) of token and hint,
-    in nats. entropy: nats. negative: [B] bool, the rows that count as negative.
+    in nats. entropy: nats. Per row, [B, 1]: correct (bool), negative (bool, the rows that count as negative) and
+    difficulty (−1, 0 or 1). coefficients: those of the method, by name.
     """
 
     inputs: CpoInputs
@@ -37,10 +39,23 @@ class Terms:
     hint_logprobs: Tensor
     mi: Tensor
     entropy: Tensor
+    correct: Tensor
     negative: Tensor
+    difficulty: Tensor
+    vocab_size: int
+    step: int
+    coefficients: Mapping[str, float]
 
 
-def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool, uses_entropy: bool) -> Terms:
+def make_terms(
+    x: CpoInputs,
+    cfg: CpoConfig,
+    *,
+    neg_scope: str,
+    uses_hint: bool,
+    uses_entropy: bool,
+    coefficients: Mapping[str, float] = MappingProxyType({}),
+) -> Terms:
     """Compute the terms of a formula; those that it does not use are 0, and their inputs may be missing.
 
     Raises NonFiniteError for NaN or infinity on a token that is read.
@@ -75,7 +90,12 @@ def make_terms(x: CpoInputs, cfg: CpoConfig, *, neg_scope: str, uses_hint: bool,
         hint_logprobs=hint,
         mi=mi,
         entropy=_clean("entropy", x.need("entropy"), active).detach() if uses_entropy else zeros,
-        negative=NEG_SCOPES.get(neg_scope)(x),
+        correct=x.correct[:, None],
+        negative=NEG_SCOPES.get(neg_scope)(x)[:, None],
+        difficulty=x.difficulty[:, None],
+        vocab_size=x.vocab_size,
+        step=x.step,
+        coefficients=coefficients,
     )
 
 

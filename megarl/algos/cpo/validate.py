@@ -2,10 +2,10 @@
 
 from dataclasses import fields
 
-from megarl.algos.cpo import scopes
 from megarl.algos.cpo.difficulty import DIFFICULTIES
+from megarl.algos.cpo.formulas import SETTINGS, WEIGHTS
 from megarl.algos.cpo.information import MI_ESTIMATORS
-from megarl.algos.cpo.methods import formula, formula_set
+from megarl.algos.cpo.methods import coefficients, formula, formula_set
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
 from megarl.registry import refuse_unused
@@ -20,26 +20,38 @@ def check_cpo(cfg: CpoConfig) -> None:
     megarl.errors.ConfigError: algo.cpo.shuffled_baseline: got true with ...
     """
     chosen, read = formula_set(cfg), formula(cfg)
-    DIFFICULTIES.get(cfg.difficulty)
+    if cfg.difficulty != "data":
+        DIFFICULTIES.get(cfg.difficulty)
     estimator = MI_ESTIMATORS.get(cfg.mi_estimator)
-    # The hint is never refused, because run files set it for all algorithms; weights of terms only with `none`.
+    coefficients(cfg)
+    # The hint is never refused, because run files set it for all algorithms.
     of_none = (field.name for field in fields(cfg) if field.name not in ("method", "hint"))
     unread = (
         (of_none, cfg.method == "none"),
-        (("mix", "mix_decay_steps", "weight_clip"), cfg.method != "verifier_sign"),
+        ((name for name in SETTINGS if name not in (*WEIGHTS, "ratio_clamp", *read.reads)), True),
+        # λ bounds estimators and `cpo/ratio_clamped_frac`, whatever the formula is.
         (("ratio_clamp", "shuffled_baseline", "exclude_answer"), not read.uses_hint),
-        (("mi_estimator",), not read.uses_mi),
-        (("entropy_source",), not read.uses_entropy),
-        (("neg_scope",), not any(scopes.negative in term.scopes for term in read.terms)),
-        (("difficulty",), not read.uses_difficulty),
+        (("mi_estimator",), "mi" not in read.reads),
+        (("entropy_source",), "entropy" not in read.reads),
+        (("neg_scope",), "negative" not in read.reads),
+        (("difficulty", "difficulty_field"), not read.uses_difficulty),
+        (("difficulty_field",), cfg.difficulty != "data"),
     )
+    situation = f"the {chosen} formula of algo.cpo.method={cfg.method}"
     refuse_unused(
         "algo.cpo",
         cfg,
         (name for names, is_unread in unread if is_unread for name in names),
-        f"the {chosen} formula of algo.cpo.method={cfg.method}",
+        situation,
         "choose another method or formula set",
     )
+    unread_weights = (name for name in WEIGHTS if name not in read.reads)
+    refuse_unused("algo.cpo", cfg, unread_weights, situation, "choose another method", harmless=(0.0,))
+    if cfg.difficulty == "data" and cfg.difficulty_field is None:
+        raise ConfigError(
+            "algo.cpo.difficulty_field: got null with algo.cpo.difficulty=data; set it to the field of extra_info that "
+            "holds the difficulty"
+        )
     if cfg.shuffled_baseline and estimator.uses_hint_kl:
         raise ConfigError(
             f"algo.cpo.shuffled_baseline: got true with algo.cpo.mi_estimator={cfg.mi_estimator}, which is not a "

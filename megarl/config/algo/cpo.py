@@ -1,9 +1,10 @@
 """Define the sections of CPO, which shapes advantages by how a hint changes the policy's log-probs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, PROBABILITY, Range, setting
+from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, PROBABILITY, Range, section, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,10 @@ class CpoConfig:
     neg_scope: Literal["not_all_correct", "all_wrong_group", "negative_sample"] | None = None
     # How a group's difficulty is judged: by its number of correct samples, or by the variance of its rewards; see
     # docs/algorithms.md.
-    difficulty: Literal["three_way", "five_way", "variance", "variance_signed"] = "three_way"
+    difficulty: Literal["three_way", "five_way", "variance", "variance_signed", "data"] = "three_way"
+    # With difficulty=data: the field of extra_info that holds it, a number of which the sign counts (−1: hard, 0:
+    # medium, 1: easy).
+    difficulty_field: str | None = None
     # old: take entropies from the scoring pass before the update; current: take them from the update's own
     # forward pass.
     entropy_source: Literal["old", "current"] = "old"
@@ -51,4 +55,6 @@ class CpoConfig:
     mix: float = setting(1.0, FRACTION)
     # verifier_sign: steps over which that share decays to 0; 0: it stays constant.
     mix_decay_steps: int = setting(0, AT_LEAST_0)
+    # Coefficients that the method itself declares, by name; see "Adding a method" in docs/algorithms/cpo.md.
+    coefficients: Mapping[str, float] = section(dict, ANY_NUMBER)
     hint: HintConfig = field(default_factory=HintConfig)

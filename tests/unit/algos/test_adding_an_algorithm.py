@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says of adding an algorithm, done word for word in a copy of the package."""
+"""What the pages say of adding an algorithm and a method of CPO, done word for word in a copy of the package."""
 
 import json
 import os
@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "algorithms.md"
+CPO_PAGE = ROOT / "docs" / "algorithms" / "cpo.md"
 MAX_LINES = 30
 
 # Two prompts: rewards 1 and 0 after one and three tokens, and twice 1 after two tokens.
@@ -48,36 +50,80 @@ print(json.dumps(found))
 main(sys.argv[1:])
 """
 
+# A correct row and a wrong one, of the same signals.
+CHECK_METHOD = """
+import json
+import sys
 
-def blocks() -> list[tuple[str, str]]:
-    """The code blocks of the section: the path in their first line, and what follows it."""
-    section = PAGE.read_text(encoding="utf-8").split("## Adding an algorithm\n")[1].split("\n## ")[0]
+import torch
+
+from megarl.algos.cpo import CpoInputs, required_scores, shape_advantages
+from megarl.cli import main
+from megarl.config.algo import CpoConfig
+
+cfg = CpoConfig(method="surprise", coefficients={"beta": 0.2})
+rows = torch.ones(2, 3, dtype=torch.float64)
+x = CpoInputs(
+    advantages=rows * torch.tensor([[1.0], [-1.0]]),
+    loss_mask=rows.bool(),
+    correct=torch.tensor([True, False]),
+    difficulty=torch.tensor([0, 0]),
+    vocab_size=10,
+    old_logprobs=-4 * rows,
+    hint_logprobs=-4 * rows + torch.tensor([2.0, -1.0, 3.0]),
+    entropy=rows * torch.tensor([0.5, 0.5, 1.0]),
+)
+print(json.dumps({"scores": sorted(required_scores(cfg)), "shaped": shape_advantages(x, cfg).tolist()}))
+main(sys.argv[1:])
+"""
+
+
+def blocks(page: Path, title: str) -> list[tuple[str, str]]:
+    """The code blocks of a section: the path in their first line, and what follows it."""
+    section = page.read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
     found = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     assert len(found) == section.count("```") // 2
     return found
 
 
 def test_it_takes_few_lines() -> None:
-    assert sum(1 + text.count("\n") for _, text in blocks()) < MAX_LINES
+    for page, title in ((PAGE, "Adding an algorithm"), (CPO_PAGE, "Adding a method")):
+        assert sum(1 + text.count("\n") for _, text in blocks(page, title)) < MAX_LINES
+
+
+def add_and_run(directory: Path, page: Path, title: str, check: str) -> tuple[dict[str, Any], str]:
+    """Add a section's blocks to a copy of the package, and run a check and the section's command there.
+
+    Returns what the check and the command printed.
+    """
+    for name in ("megarl", "configs"):
+        shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in blocks(page, title):
+        with (directory / name).open("a", encoding="utf-8") as file:
+            file.write(text)
+    section = page.read_text(encoding="utf-8").split(f"## {title}\n")[1]
+    command = re.search(r"^`megarl (train [^`]*--dry-run)`", section, flags=re.MULTILINE)
+    assert command
+    first, _, plan = run(directory, "-c", check, *command[1].split()).partition("\n")
+    return json.loads(first), plan
 
 
 def test_the_blocks_of_the_page_add_an_algorithm(tmp_path: Path) -> None:
-    for name in ("megarl", "configs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, text in blocks():
-        with (tmp_path / name).open("a", encoding="utf-8") as file:
-            file.write(text)
-    command = re.search(r"^`megarl (train [^`]*--dry-run)`", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert command
-    printed = run(tmp_path, "-c", CHECK, *command[1].split())
-    first, _, plan = printed.partition("\n")
-    found = json.loads(first)
+    found, plan = add_and_run(tmp_path, PAGE, "Adding an algorithm", CHECK)
     assert Path(found["package"]).is_relative_to(tmp_path)
     assert found["name"] == "opo"
     # Baselines (1·1 + 3·0) / 4 and (2·1 + 2·1) / 4.
     assert found["advantages"] == [[0.75, 0, 0], [0, 0, 0], [-0.25, -0.25, -0.25], [0, 0, 0]]
     # −Σ A·lp = 0.75·1 − 3·0.25·2.
     assert found["loss_sum"] == -0.75
+    assert plan.startswith("plan of runs/gsm8k-qwen3-8b; nothing was started\n")
+
+
+def test_the_block_of_the_page_adds_a_method_of_cpo(tmp_path: Path) -> None:
+    """Correct row: 1 + 0.2·2·0.5, then 1 as d < 0, then 1 + 0.5 as 0.2·3·1 is above half of the advantage."""
+    found, plan = add_and_run(tmp_path, CPO_PAGE, "Adding a method", CHECK_METHOD)
+    assert found["scores"] == ["hint_logprobs", "old_entropy", "old_logprobs"]
+    assert [[round(value, 12) for value in row] for row in found["shaped"]] == [[1.2, 1.0, 1.5], [-1.0, -1.0, -1.0]]
     assert plan.startswith("plan of runs/gsm8k-qwen3-8b; nothing was started\n")
 
 

@@ -168,8 +168,9 @@ def cpo_config(choice: tuple[str, Any], **cfg: Any) -> AlgoConfig:
     plain = CpoConfig(method=choice[0], formula_set=choice[1])
     chosen = formula(plain)
     read = {
-        "entropy_source": chosen.uses_entropy,
-        "mi_estimator": chosen.uses_mi,
+        "pos_alpha": "pos_alpha" in chosen.reads or not cfg["pos_alpha"],
+        "entropy_source": "entropy" in chosen.reads,
+        "mi_estimator": "mi" in chosen.reads,
         "shuffled_baseline": chosen.uses_hint,
         "mix": choice[0] == "verifier_sign",
     }
@@ -219,7 +220,7 @@ def bonus(step: Step, choice: tuple[str, str]) -> Tensor:
 @settings(deadline=None, max_examples=100)
 @given(
     steps,
-    st.sampled_from([c for c in CPO if formula(CpoConfig(method=c[0], formula_set=c[1])).uses_entropy]),
+    st.sampled_from([c for c in CPO if formula(CpoConfig(method=c[0], formula_set=c[1])).reads >= {"entropy"}]),
     st.sampled_from([CorrectionConfig(), CorrectionConfig(name="tis"), CorrectionConfig(name="rollout_ratio")]),
 )
 def test_entropies_of_scoring_and_update_agree_while_the_policy_is_the_old_one(

@@ -233,6 +233,13 @@ def test_truncated_sampling_breaks_importance_ratios() -> None:
     assert message(check_train, rollout__temperature=0.0) == "rollout.temperature: got 0.0, expected > 0"
 
 
+def test_a_single_prompt_has_nobody_elses_hint() -> None:
+    settings = {"algo__cpo__method": "verifier_sign", "algo__cpo__shuffled_baseline": True}
+    got = message(check_train, trainer__prompts_per_step=1, trainer__mini_batch_prompts=1, **settings)
+    assert got.startswith("algo.cpo.shuffled_baseline: got true with trainer.prompts_per_step=1, ")
+    check_train(config(trainer__prompts_per_step=2, trainer__mini_batch_prompts=1, **settings))
+
+
 def test_mini_batches_are_whole() -> None:
     assert message(check_train, trainer__prompts_per_step=8, trainer__mini_batch_prompts=3) == (
         "trainer.mini_batch_prompts: got 3, which does not divide trainer.prompts_per_step=8; "

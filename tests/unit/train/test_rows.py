@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.config.algo import AlgoConfig, DemonstrationConfig
+from megarl.config.algo import AlgoConfig, CpoConfig, DemonstrationConfig
 from megarl.errors import DataError
 from megarl.train.collect import Collected
 from megarl.train.rows import TrainingRows, require_routed_experts, training_rows
@@ -51,6 +51,17 @@ def collected(samples_and_correct: Sequence[tuple[Sample, bool]]) -> Collected:
 
 def labels(training: TrainingRows) -> list[str]:
     return [row.label for row in training.rows]
+
+
+def test_a_difficulty_from_the_data_is_a_score_of_its_row() -> None:
+    cfg = AlgoConfig(cpo=CpoConfig(method="seq_kl", difficulty="data", difficulty_field="level"))
+    step = collected([(sample("a", 0), True), (sample("b", 1), False)])
+    levels = {"a": 2, "b": -1.0}
+    prompts = {uid: replace(p, extra_info={"level": levels[uid]}) for uid, p in step.rollout.prompts.items()}
+    stated = replace(step, rollout=replace(step.rollout, prompts=prompts))
+    assert [row.scores["cpo_difficulty"].tolist() for row in training_rows(stated, cfg).rows] == [[2, 2], [-1, -1]]
+    with pytest.raises(DataError, match=r"prompt a: extra_info.level is None, expected a number .* fields are: none; "):
+        training_rows(step, cfg)
 
 
 def test_a_row_of_every_sample() -> None:

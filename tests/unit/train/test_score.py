@@ -230,6 +230,8 @@ def test_plain_hinted_and_shuffled_rows_share_one_pass(
         assert prompt_text(tokenizer, own)[place:].startswith(hints.pop(row.uid) + f"{row.uid}?")
         assert any(prompt_text(tokenizer, other)[place:].startswith(hint + f"{row.uid}?") for hint in hints.values())
     scores = [{name: constant(score) for name, score in row.scores.items()} for row in got]
+    # The row without a hint keeps its advantages, whatever else a method reads.
+    assert [of_row.pop("cpo_excluded") for of_row in scores] == [0, 0, 1, 0, 0]
     for place, of_row in enumerate(scores):
         old = 1 + place / 100
         without = rows[place].uid == "none"
@@ -253,7 +255,7 @@ def test_without_a_baseline_no_hint_is_shuffled(
     bench = Bench(writer(tokenizer))
     got, _ = bench.run(rows, prompts, HINTED)
     assert bench.log == ["phase score actor", "actor scores 10 rows"]
-    assert set(got[0].scores) == {"rollout_logprobs", "old_logprobs", "old_entropy", "hint_logprobs"}
+    assert set(got[0].scores) == {"rollout_logprobs", "old_logprobs", "old_entropy", "hint_logprobs", "cpo_excluded"}
 
 
 def test_the_seed_decides_whose_hint_it_is(
@@ -336,11 +338,11 @@ def test_answers_are_marked_if_they_are_to_keep_their_advantage(
     for exclude in (False, True):
         bench = Bench(writer(tokenizer, exclude_answer=exclude))
         got, _ = bench.run(rows, prompts, HINTED)
-        assert ("cpo_excluded" in got[0].scores) == exclude
-    for place, row in enumerate(got):
-        # "r0 \boxed{0}.": the eleventh byte token is the answer.
-        assert tokenizer.decode(response_of(row)[10:11]) == str(place)
-        assert np.flatnonzero(row.scores["cpo_excluded"]).tolist() == [10]
+        for place, row in enumerate(got):
+            # "r0 \boxed{0}.": the eleventh byte token is the answer. A row without a hint keeps all its advantages.
+            assert tokenizer.decode(response_of(row)[10:11]) == str(place)
+            marked = [10] * exclude if row.uid != "none" else list(range(row.num_response_tokens))
+            assert np.flatnonzero(row.scores["cpo_excluded"]).tolist() == marked
 
 
 def test_no_hint_reaches_what_is_trained(

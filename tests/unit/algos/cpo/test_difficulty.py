@@ -36,20 +36,24 @@ def test_a_correct_row_is_what_the_verifier_says() -> None:
     assert group_difficulty(["q", "q"], correct, rewards, CpoConfig()).tolist() == [-1, -1]
 
 
-def test_of_five_levels_the_outermost_count() -> None:
+def test_of_five_levels_the_sign_counts() -> None:
     uids = [f"q{i}" for i in range(5) for _ in range(8)]
     correct = torch.tensor([k < c for c in (0, 2, 4, 6, 8) for k in range(8)])
     got = group_difficulty(uids, correct, correct.float(), CpoConfig(difficulty="five_way"))
-    assert got.reshape(5, 8)[:, 0].tolist() == [-1, 0, 0, 0, 1]
+    assert got.reshape(5, 8)[:, 0].tolist() == [-1, -1, 0, 1, 1]
 
 
 def test_metrics_count_prompts_not_rows() -> None:
     uids = ["a", "b", "b", "b", "c", "c", "d"]
     correct = torch.tensor([True, False, False, False, True, False, True])
-    assert difficulty_metrics(uids, correct) == {
+    difficulty = torch.tensor([1, -1, -1, -1, 0, 0, -1])
+    assert difficulty_metrics(uids, correct, difficulty) == {
         "cpo/difficulty_all_wrong_frac": 0.25,
         "cpo/difficulty_mixed_frac": 0.25,
         "cpo/difficulty_all_correct_frac": 0.5,
         "train/difficulty_all_correct_ratio": 0.5,
+        "cpo/difficulty_easy_frac": 0.25,
+        "cpo/difficulty_medium_frac": 0.25,
+        "cpo/difficulty_hard_frac": 0.5,
     }
-    assert difficulty_metrics([], correct[:0]) == {}
+    assert difficulty_metrics([], correct[:0], difficulty[:0]) == {}

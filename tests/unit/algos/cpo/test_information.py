@@ -30,7 +30,7 @@ def test_golden(golden: Any, check_golden: Any) -> None:
     )
     terms = terms_of(x, CpoConfig(method="mi", ratio_clamp=case["params"]["cpo_lambda"]))
     check_golden(terms.mi[0], case["expected"]["mi"], case)
-    check_golden(clamped_ratio(terms)[0], case["expected"]["clamped_ratio"], case)
+    check_golden(clamped_ratio(terms.delta, terms.cfg.ratio_clamp)[0], case["expected"]["clamped_ratio"], case)
 
 
 @pytest.mark.parametrize(

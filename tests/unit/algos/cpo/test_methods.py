@@ -1,12 +1,14 @@
 """Formulas against the golden numbers, which for `ref` are also those of the public code run in float64."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.algos.cpo import CpoInputs, required_scores, shape_advantages
-from megarl.algos.cpo.methods import CPO_METHODS, formula
+from megarl.algos.cpo.formulas import Formula, Term
+from megarl.algos.cpo.methods import CPO_METHODS, Method, formula
 from megarl.config.algo import CpoConfig
 from megarl.errors import ConfigError
 from megarl.types import Score
@@ -146,7 +148,7 @@ def test_unknown_names_and_sets() -> None:
 def test_what_formulas_read() -> None:
     """Of the tables of docs/algorithms/cpo.md, the formulas without MI, and those with D or N."""
     chosen = {(n, s): f for n in CPO_METHODS for s, f in CPO_METHODS.get(n).formulas.items() if "_qwen3" not in n}
-    assert {key for key, f in chosen.items() if not f.uses_mi} == {
+    assert {key for key, f in chosen.items() if "mi" not in f.reads} == {
         *(("none", s) for s in ("doc", "ref", "fix")),
         *(("naive", s) for s in ("doc", "ref", "fix")),
         *((n, s) for n in ("noaccmask", "seq_kl", "negonly_tok_kl", "tok_kl") for s in ("ref", "fix")),
@@ -172,3 +174,28 @@ def test_required_scores() -> None:
     assert required_scores(CpoConfig(method="verifier_sign", mi_estimator="full_kl")) == both
     assert required_scores(CpoConfig(method="mi3")) == both | {Score.OLD_ENTROPY}
     assert required_scores(CpoConfig(method="mi3", entropy_source="current")) == both
+
+
+def test_what_a_factor_reads_is_in_its_signature() -> None:
+    """A factor of a method of one's own gets the entropy, and not zeros, though no list names it."""
+
+    def own(entropy: torch.Tensor, beta: float) -> torch.Tensor:
+        return beta * entropy
+
+    made = Formula(terms=(Term(weight="mi_alpha", factors=(own,)),))
+    assert made.reads == {"entropy", "beta", "mi_alpha"}
+    with pytest.raises(ValueError, match=r"the fix formula reads 'beta', expected one of .*entropy.*; rename the"):
+        Method(default="fix", formulas={"fix": made})
+    assert Method(default="fix", formulas={"fix": made}, coefficients={"beta": 2.0}).coefficients == {"beta": 2.0}
+
+
+def test_the_page_names_the_default_formula_set_of_every_method() -> None:
+    """Null takes `doc` where the page's table has such a formula, else `ref`, with the exceptions that it names."""
+    page = (Path(__file__).parents[4] / "docs" / "algorithms" / "cpo.md").read_text()
+    assert "but `naive` takes `ref`, and `none` and\n`verifier_sign` take `fix`" in page
+    for name in CPO_METHODS:
+        method = CPO_METHODS.get(name)
+        expected = {"naive": "ref", "none": "fix", "verifier_sign": "fix"}.get(
+            name, "doc" if "doc" in method.formulas else "ref"
+        )
+        assert method.default == expected, name

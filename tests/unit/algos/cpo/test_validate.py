@@ -33,6 +33,20 @@ from megarl.errors import ConfigError
         ({"method": "mi", "entropy_source": "current"}, r"entropy_source: got current, .* leave it at old"),
         ({"method": "mi", "difficulty": "five_way"}, r"difficulty: got five_way, .* leave it at three_way"),
         (
+            {"method": "mi", "pos_alpha": 0.5},
+            r"pos_alpha: got 0.5, .* formula of algo.cpo.method=mi; leave it at 0.05",
+        ),
+        (
+            {"method": "verifier_sign", "kl_alpha": 0.5},
+            r"kl_alpha: got 0.5, .* leave it at 0.1, or choose another",
+        ),
+        ({"method": "seq_kl", "difficulty_field": "level"}, r"difficulty_field: got level, .* leave it at null"),
+        (
+            {"method": "seq_kl", "difficulty": "data"},
+            r"difficulty_field: got null .* set it to the field of",
+        ),
+        ({"method": "mi", "coefficients": {"beta": 1.0}}, r"coefficients: 'mi' has no coefficient 'beta'; it has none"),
+        (
             {"method": "mi", "shuffled_baseline": True, "mi_estimator": "full_kl"},
             r"algo.cpo.shuffled_baseline: .* set it to false",
         ),
@@ -57,5 +71,6 @@ def test_accepted() -> None:
         {"method": "verifier_sign", "shuffled_baseline": True},
         {"method": "negonly_mi3", "neg_scope": "negative_sample", "formula_set": "fix", "difficulty": "five_way"},
         {"method": "tok_kl_qwen3", "difficulty": "variance"},
+        {"method": "seq_kl", "difficulty": "data", "difficulty_field": "level"},
     ):
         check_cpo(CpoConfig(**settings))
