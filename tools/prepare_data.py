@@ -1,19 +1,24 @@
-"""Make Parquet data: of a built-in task, preference pairs of one, or from GSM8K's JSON lines.
+"""Make Parquet data: of a built-in task, preference pairs of one, or from the files of GSM8K or MATH.
 
 python tools/prepare_data.py --task sums --out DIR --levels 2,3
 python tools/prepare_data.py --preferences sums --out DIR
 python tools/prepare_data.py --gsm8k train.jsonl test.jsonl --out DIR
+python tools/prepare_data.py --math MATH/train --math-test MATH-500/test.jsonl --out DIR
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from megarl.data.gsm8k import convert_gsm8k
+from megarl.data.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
 from megarl.data.tasks import TASKS, LevelMix
 from megarl.data.tasks.generate import GenerateConfig, PreferenceConfig, generate, generate_preferences
 from megarl.rewards import score
+from megarl.rewards.answers.extract import last_boxed
+from megarl.rewards.answers.options import AnswerOptions
 
 
 def parse_mix(text: str) -> LevelMix:
@@ -38,17 +43,43 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     source.add_argument("--task", choices=tuple(TASKS), help="writes sft, train and val .parquet")
     source.add_argument("--preferences", choices=tuple(TASKS), help="writes preferences and preferences-val .parquet")
     source.add_argument("--gsm8k", nargs="+", metavar="FILE", help="writes <name>.parquet for each <name>.jsonl")
+    source.add_argument(
+        "--math",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="of hendrycks MATH, or its directories: writes train.parquet with the problems of all",
+    )
+    parser.add_argument(
+        "--math-test",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="with --math: writes test.parquet, such as MATH-500, whose problems are left out of train.parquet",
+    )
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
     for split in ("sft", "train", "val"):
         parser.add_argument(f"--num-{split}", type=int, metavar="N", help="rows; default: enough for the tiny model")
     parser.add_argument("--levels", type=parse_mix, metavar="LEVEL[:WEIGHT],…", help="of train, val and preferences")
     parser.add_argument("--sft-levels", type=parse_mix, metavar="LEVEL[:WEIGHT],…", help="of sft")
-    return parser.parse_args(), parser
+    options = parser.parse_args()
+    if options.math_test and not options.math:
+        parser.error("--math-test: goes with --math; add the training files, or leave it out")
+    return options, parser
 
 
 def _write(options: argparse.Namespace) -> list[Path]:
     """The files asked for."""
+    if options.math:
+        out, problems, files = Path(options.out), list[str](), []
+        answer = partial(last_boxed, options=AnswerOptions())
+        if options.math_test:
+            files.append(out / "test.parquet")
+            problems = convert_math(options.math_test, files[-1], data_source=TEST_SOURCE, read_answer=answer)
+        files.append(out / "train.parquet")
+        convert_math(options.math, files[-1], data_source=TRAIN_SOURCE, read_answer=answer, left_out=set(problems))
+        return files
     if options.gsm8k:
         return [convert_gsm8k(path, options.out) for path in options.gsm8k]
     splits = ("train", "val") if options.preferences else ("sft", "train", "val")

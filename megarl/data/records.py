@@ -42,6 +42,7 @@ SCHEMA = pa.schema(
                     ("split", pa.string()),
                     ("gold_solution", pa.string()),
                     ("difficulty_score", pa.float64()),
+                    ("subject", pa.string()),
                 ]
             ),
         ),

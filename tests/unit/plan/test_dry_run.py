@@ -8,6 +8,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import from_dict, load_config
+from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
@@ -159,11 +160,28 @@ def test_ranges(numbers: list[int], expected: str) -> None:
     assert ranges(numbers) == expected
 
 
-RUNS = sorted(path.name for path in (ROOT / "configs/run").glob("gsm8k-*.yaml"))
+RUNS = sorted(path.name for path in (ROOT / "configs/run").glob("*.yaml") if path.name.startswith(("gsm8k", "math")))
+# As published on Hugging Face, where a tied head is not counted twice.
+PARAMETERS = {"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096}
 
 
 def test_there_are_configurations_of_real_models() -> None:
     assert {"gsm8k-qwen3-8b.yaml", "gsm8k-qwen3-32b.yaml", "gsm8k-llama-3.1-8b.yaml"} <= set(RUNS)
+    assert {f"math-qwen3-{size}.yaml" for size in PARAMETERS} <= set(RUNS)
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_runs_on_math(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thinking and without; the longest hint has room beside the longest row."""
+    monkeypatch.chdir(ROOT)
+    off = ["data.chat_template.enable_thinking=false", "rollout.max_response_tokens=4096"]
+    for overrides, thinks in (([], True), (off, False)):
+        config = load_config(Path(f"configs/run/math-qwen3-{size}.yaml"), ["use.algo=cpo", *overrides])
+        assert config.data.chat_template == {"enable_thinking": thinks}
+        assert {role.num_parameters for role in plan_run(config).roles} == {PARAMETERS[size]}
+        hinted = max_row_tokens(config) + config.algo.cpo.hint.max_tokens
+        assert hinted <= config.actor.micro_batch_tokens
+        assert config.rollout.num_samples == 8
 
 
 @pytest.mark.parametrize("name", RUNS)
