@@ -94,7 +94,7 @@ def encode_chats(
     Args:
         add_generation_prompt: end each chat, as a prompt, with the start of an assistant turn; else it is complete.
     """
-    texts = _render(tokenizer, chats, add_generation_prompt=add_generation_prompt)
+    texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
@@ -119,7 +119,7 @@ def encode_demonstration(
     A leading think tag is dropped if the template's prompt already ends with it. Raises DataError if `target` has
     an eos token before its end, or nothing but an eos token.
     """
-    if target.startswith(THINK_OPENING) and _render(tokenizer, [messages])[0].endswith(THINK_OPENING):
+    if target.startswith(THINK_OPENING) and render_chats(tokenizer, [messages])[0].endswith(THINK_OPENING):
         target = target.removeprefix(THINK_OPENING)
     eos: int = tokenizer.eos_token_id
     ids: list[int] = tokenizer(target, add_special_tokens=False)["input_ids"]
@@ -144,8 +144,8 @@ def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     because it removes or adds thoughts.
     """
     question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
-    prompt = _render(tokenizer, [[question]])[0]
-    whole = _render(tokenizer, [[question, answer]], add_generation_prompt=False)[0]
+    prompt = render_chats(tokenizer, [[question]])[0]
+    whole = render_chats(tokenizer, [[question, answer]], add_generation_prompt=False)[0]
     written = f"{prompt}{answer.content}{tokenizer.eos_token}"
     if not whole.startswith(written):
         return None
@@ -153,9 +153,10 @@ def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     return ids
 
 
-def _render(
+def render_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
 ) -> list[str]:
+    """Write chats as text, as the template does; `add_generation_prompt` is that of `encode_chats`."""
     conversations = [[message.as_dict() for message in chat] for chat in chats]
     texts: list[str] = tokenizer.apply_chat_template(
         conversations, tokenize=False, add_generation_prompt=add_generation_prompt

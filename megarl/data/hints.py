@@ -1,235 +1,313 @@
-"""Insert hints after the last user tag of prompts, for one additional scoring pass.
+"""Write hints into prompts for one more scoring pass; they reach neither samples, nor evaluation, nor logged texts.
 
-A hinted row is made from a row that was already sampled, has the same response and is only scored. So a hint never
-reaches the rollout engine, evaluation or the logged texts.
+A hint is placed by text: the prompt's messages are rendered with the hint among them, and the whole is encoded. So the
+tokens around it are those that the tokenizer would make of such a chat. A hinted row has the prompt with the hint and
+the very response tokens that were sampled. The hinted prompt depends on the prompt alone, never on a response, so that
+all rows of a group are scored with the same hint.
 """
 
 import random
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import takewhile
-from typing import TypeAlias
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
-from megarl.errors import ConfigError, DataError
-from megarl.types import BoolArray, IntArray, Prompt, Row
+from megarl.data.chat import render_chats
+from megarl.errors import DataError
+from megarl.types import BoolArray, IntArray, Message, Prompt, Row
 
-# Token ids of hints by the uid of their prompt; prompts without a hint are absent.
-Hints: TypeAlias = Mapping[str, IntArray]
-
-# Keys of extra_info that may hold the hint, by algo.cpo.hint.source; the last choice for answer is the ground truth.
+# Keys of extra_info by algo.cpo.hint.source, the first one present counts; an answer may also be the ground truth.
 _KEYS: Mapping[str, tuple[str, ...]] = {"solution": ("gold_solution", "solution"), "answer": ("ground_truth",)}
+# Stands for the hint while its place is found; these characters are for private use, so that no chat has them.
+_MARKER = "\ue0a7\ue1b8\ue2c9"
 
-# Contents of turns that no chat template writes itself.
-_FIRST, _REPLY, _SECOND = "Q0Z0Q", "A1Z1A", "Q2Z2Q"
+
+class Missing(StrEnum):
+    """A reason why a prompt has no hint."""
+
+    NO_TEXT = "no_text"
+    NO_PLACE = "no_place"
+    NO_ROOM = "no_room"
 
 
 class UserTagNotFound(DataError):  # noqa: N818 - the name under which the rule is known
-    """Report that a prompt has no user tag after which a hint could be inserted."""
+    """Raised where a hint has no place in a prompt, although it must have one."""
 
 
-# --- texts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintedPrompt:
+    """A hinted prompt is a prompt with its hint as the model reads it; without a hint it is the prompt itself.
+
+    num_hint_tokens: tokens of the hint's own text. is_cut: the hint was longer. missing: why there is none, else None.
+    text: what stands before the hint, the hint, and what follows it; empty if there is none.
+    """
+
+    token_ids: IntArray
+    num_hint_tokens: int = 0
+    is_cut: bool = False
+    missing: Missing | None = None
+    text: tuple[str, str, str] = ("", "", "")
 
 
 def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
-    """Return the prompt's hint within its template, or None (DataError with `on_missing=error`) if it has no hint."""
-    candidates = {f"extra_info.{key}": prompt.extra_info.get(key) for key in _KEYS[cfg.source]}
-    if cfg.source == "answer":
+    """Return the text of the prompt's hint, or None if it has none. Raises DataError for a hint that is no text."""
+    keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
+    candidates = {f"extra_info.{key}": prompt.extra_info.get(key) for key in keys}
+    if cfg.source == "answer" and cfg.field is None:
         candidates["reward_model.ground_truth"] = prompt.ground_truth
     for key, text in candidates.items():
         if text is not None and not isinstance(text, str):
             raise DataError(f"prompt {prompt.uid}: {key} is {type(text).__name__}, expected a string for its hint")
         if text and text.strip():
-            return cfg.template.replace("{hint}", text)
-    if cfg.on_missing == "error":
-        raise DataError(
-            f"prompt {prompt.uid}: has no hint, expected text in {' or '.join(candidates)}; add it, or set "
-            f"algo.cpo.hint.on_missing=skip_row"
-        )
+            return text
     return None
 
 
-def require_hints(prompts: Iterable[Prompt], cfg: HintConfig) -> None:
-    """Raise DataError at a run's start if no prompt has a hint or, with `on_missing=error`, if any prompt lacks one."""
-    has_some = False
-    for prompt in prompts:
-        has_some = hint_text(prompt, cfg) is not None or has_some
-        if has_some and cfg.on_missing == "skip_row":
-            return
-    if not has_some:
-        raise DataError(
-            f"data.train: no prompt has a hint, expected text in {' or '.join(_KEYS[cfg.source])} of extra_info "
-            f"(algo.cpo.hint.source={cfg.source}); add it, or set algo.cpo.method=none"
+def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> tuple[Message, ...]:
+    """Write a hint into a chat where `cfg.place` says; the result is empty if the chat has no such place."""
+    if cfg.place == "system":
+        written = cfg.template.replace("{hint}", hint)
+        if messages and messages[0].role == "system":
+            return (replace(messages[0], content=messages[0].content + written), *messages[1:])
+        return (Message(role="system", content=written), *messages)
+    last = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
+    if last is None:
+        return ()
+    form = {
+        "before_question": cfg.template + "{question}",
+        "after_question": "{question}" + cfg.template,
+        "user_turn": cfg.template,
+    }[cfg.place]
+    parts = {"{question}": messages[last].content, "{hint}": hint}
+    # In one pass, so that what looks like a place in a question or a hint is none.
+    content = re.sub(r"\{question\}|\{hint\}", lambda found: parts[found[0]], form)
+    return (*messages[:last], replace(messages[last], content=content), *messages[last + 1 :])
+
+
+class HintPlacer:
+    """Writes hints into prompts, cut to `cfg.max_tokens` and so that the hinted prompt has `max_prompt_tokens`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: HintConfig, *, max_prompt_tokens: int) -> None:
+        self.cfg, self.max_prompt_tokens, self._tokenizer = cfg, max_prompt_tokens, tokenizer
+
+    def place(self, prompt: Prompt, donor: Prompt | None = None) -> HintedPrompt:
+        """Return the prompt with its hint, or with that of another prompt.
+
+        Raises:
+            DataError: there is no hint, and `on_missing` is error; the message names the prompt and the reason.
+        """
+        donor = donor or prompt
+        found = self._place(prompt, hint_text(donor, self.cfg))
+        if found.missing is not None and self.cfg.on_missing == "error":
+            error = UserTagNotFound if found.missing is Missing.NO_PLACE else DataError
+            raise error(
+                f"prompt {prompt.uid}: has no hint: {self.explain(found.missing)}; correct that, or set "
+                f"algo.cpo.hint.on_missing=skip_row"
+            )
+        return found
+
+    def place_all(
+        self, prompts: Mapping[str, Prompt], donated: Mapping[str, str] | None = None
+    ) -> dict[str, HintedPrompt]:
+        """Return all prompts with their hints by uid; with `donated` those of other prompts, where one has a donor."""
+        if donated is None:
+            return {uid: self.place(prompt) for uid, prompt in prompts.items()}
+        return {
+            uid: self.place(prompt, prompts[donated[uid]])
+            if uid in donated
+            else HintedPrompt(token_ids=np.asarray(prompt.token_ids, dtype=np.int64), missing=Missing.NO_TEXT)
+            for uid, prompt in prompts.items()
+        }
+
+    def explain(self, missing: Missing) -> str:
+        """Say what was expected where a hint is missing."""
+        cfg = self.cfg
+        if missing is Missing.NO_TEXT:
+            keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
+            chosen = f"source={cfg.source}" if cfg.field is None else f"field={cfg.field}"
+            return f"expected text in {' or '.join(f'extra_info.{key}' for key in keys)} (algo.cpo.hint.{chosen})"
+        if missing is Missing.NO_PLACE:
+            turn = "system turn" if cfg.place == "system" else "user turn"
+            return (
+                f"the chat has no {turn} in which the model's chat template writes it (algo.cpo.hint.place={cfg.place})"
+            )
+        return (
+            f"prompt and hint may have {self.max_prompt_tokens} tokens, which is what actor.micro_batch_tokens (with "
+            f"full_kl, half of them) and the model's context leave beside rollout.max_response_tokens"
         )
 
+    def _place(self, prompt: Prompt, hint: str | None) -> HintedPrompt:
+        token_ids = np.asarray(prompt.token_ids, dtype=np.int64)
+        if hint is None:
+            return HintedPrompt(token_ids=token_ids, missing=Missing.NO_TEXT)
+        parts = self._rendered(prompt.messages, hint)
+        if parts is None:
+            return HintedPrompt(token_ids=token_ids, missing=Missing.NO_PLACE)
+        before, text, after = parts
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        count = min(len(tokens), self.cfg.max_tokens)
+        while count > 0:
+            kept = text if count == len(tokens) else self._beginning(text, count)
+            if not kept.strip():
+                break
+            ids, of_hint = self._tokenizer([before + kept + after, kept], add_special_tokens=False)["input_ids"]
+            # What follows may merge with a hint that was cut, and a cut within a character keeps all of it.
+            excess = max(len(ids) - self.max_prompt_tokens, len(of_hint) - self.cfg.max_tokens)
+            if excess <= 0:
+                return HintedPrompt(
+                    token_ids=np.asarray(ids, dtype=np.int64),
+                    num_hint_tokens=len(of_hint),
+                    is_cut=len(kept) < len(text),
+                    text=(before, kept, after),
+                )
+            count -= excess
+        return HintedPrompt(token_ids=token_ids, missing=Missing.NO_ROOM)
 
-def encode_hints(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], cfg: HintConfig) -> Hints:
-    """Encode the prompts' hints as token ids, without truncating them."""
-    texts = {prompt.uid: hint_text(prompt, cfg) for prompt in prompts}
-    return {
-        uid: np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"] if text else [], dtype=np.int64)
-        for uid, text in texts.items()
-    }
+    def _rendered(self, messages: Sequence[Message], hint: str) -> tuple[str, str, str] | None:
+        """Render a chat with a hint, as what stands before it, the hint, and what follows; None if it has no place.
 
-
-def shuffled_hints(hints: Hints, *, seed: int) -> Hints:
-    """Give each prompt that has a hint the hint of another prompt, by a cyclic shift in an order that `seed` decides.
-
-    The result does not depend on the order of `hints`. If there is only one hint, its prompt gets an empty one.
-    """
-    uids = sorted(uid for uid, ids in hints.items() if len(ids))
-    random.Random(seed).shuffle(uids)
-    donors = dict(zip(uids, [*uids[1:], *uids[:1]], strict=True)) if len(uids) > 1 else {}
-    return {uid: hints[donors[uid]] if uid in donors else np.empty(0, np.int64) for uid in hints}
-
-
-# --- where a hint stands
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserTags:
-    """Hold the token ids that a template writes before a user's text: after another turn, and at a chat's start."""
-
-    after_turn: tuple[int, ...]
-    at_start: tuple[int, ...]
-
-
-def user_tags(tokenizer: PreTrainedTokenizerBase) -> UserTags:
-    """Find the user tags of the tokenizer's chat template, by rendering a chat with known contents.
-
-    Raises:
-        ConfigError: the template cannot render such a chat, or the tag's tokens merge with their surroundings.
-    """
-    roles = ("user", "assistant", "user")
-    chat = [{"role": r, "content": c} for r, c in zip(roles, (_FIRST, _REPLY, _SECOND), strict=True)]
-    try:
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ConfigError(f"model.path: the chat template does not render user, assistant, user: {error}") from error
-    if not text.find(_FIRST) < text.find(_REPLY) < text.find(_SECOND) or _FIRST not in text:
-        raise ConfigError(f"model.path: the chat template does not keep the contents of a chat: it wrote {text!r}")
-    tag_text = text.partition(_REPLY)[2].partition(_SECOND)[0]
-    opening, after_turn, ids = (
-        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text.partition(_FIRST)[0], tag_text, text)
-    )
-    # The tag at a chat's start is the longest common suffix of that start and of the tag between turns.
-    pairs = zip(reversed(opening), reversed(after_turn), strict=False)
-    num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    at_start = after_turn[len(after_turn) - num_equal :]
-    place = _last_place(ids, at_start)
-    keep_text = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    found = (
-        place == _last_place(ids, after_turn)
-        and tokenizer.decode(after_turn, **keep_text) == tag_text
-        and tokenizer.decode(ids[place:], **keep_text).startswith(_SECOND)
-    )
-    if not at_start or not found:
-        raise ConfigError(
-            f"model.path: the chat template puts {tag_text!r} before what the user says, which are not tokens of "
-            f"their own there; expected a tag such as '<|im_start|>user'; set algo.cpo.method=none, or use a model "
-            f"with such a template"
-        )
-    return UserTags(after_turn=tuple(after_turn), at_start=tuple(at_start))
-
-
-def insertion_place(prompt_ids: Sequence[int] | IntArray, tags: UserTags) -> int:
-    """Return the index of the token right after the prompt's last user tag, where its last user turn begins.
-
-    The tag that follows a turn is searched for first, then the one at a chat's start. Raises UserTagNotFound.
-    """
-    for tag in (tags.after_turn, tags.at_start):
-        place = _last_place(prompt_ids, tag)
-        if place is not None:
-            return place
-    raise UserTagNotFound(
-        f"the prompt of {len(prompt_ids)} tokens has no user tag, expected {list(tags.at_start)} in it; "
-        f"give it a user turn, or set algo.cpo.method=none"
-    )
-
-
-def _last_place(ids: Sequence[int] | IntArray, tag: Sequence[int]) -> int | None:
-    """Return the index after the last occurrence of `tag` in `ids`, or None if there is none."""
-    values, n = [int(i) for i in ids], len(tag)
-    ends = (end for end in range(len(values), n - 1, -1) if tuple(values[end - n : end]) == tuple(tag))
-    return next(ends, None)
-
-
-# --- rows
-
-
-def hinted_row(row: Row, hint_ids: IntArray, tags: UserTags, *, max_hint_tokens: int, max_row_tokens: int) -> Row:
-    """Insert a hint into the row's prompt P: P[:k] + hint + P[k:] with k = `insertion_place`; P itself without a hint.
-
-    The new row keeps response and loss mask but no scores. Only the hint is truncated, at its end: to
-    `max_hint_tokens`, and further if the row would exceed `max_row_tokens`.
-
-    Raises:
-        UserTagNotFound: the prompt has no user tag; the message names the row.
-    """
-    room = min(max_hint_tokens, max_row_tokens - row.num_tokens)
-    prompt, response = np.split(row.token_ids, [row.num_prompt_tokens])
-    kept = hint_ids[: max(room, 0)]
-    if len(kept):
+        The template may change the hint, for example strip it, so it is found by what surrounds a marker.
+        """
+        marked, hinted = (hinted_messages(messages, text, self.cfg) for text in (_MARKER, hint))
+        if not hinted:
+            return None
         try:
-            prompt = np.insert(prompt, insertion_place(prompt, tags), kept)
-        except UserTagNotFound as error:
-            raise UserTagNotFound(f"row {row.label}: {error}") from error
-    return Row(
-        uid=row.uid,
-        sample_index=row.sample_index,
-        token_ids=np.concatenate([prompt, response]),
-        num_prompt_tokens=len(prompt),
-        loss_mask=row.loss_mask,
-    )
+            with_marker, whole = render_chats(self._tokenizer, [marked, hinted])
+        except TemplateError:
+            return None
+        before, *rest = with_marker.split(_MARKER)
+        if len(rest) != 1 or not (whole.startswith(before) and whole.endswith(rest[0])):
+            return None
+        found = whole[len(before) : len(whole) - len(rest[0])]
+        return (before, found, rest[0]) if found else None
+
+    def _beginning(self, text: str, num_tokens: int) -> str:
+        """Return the text that the first tokens of a text stand for."""
+        if self._tokenizer.is_fast:
+            offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            return text[: offsets[num_tokens - 1][1]]
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"][:num_tokens]
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, decoded, strict=False)))
+        return text[:num_equal]
+
+
+def donors(hinted: Mapping[str, HintedPrompt], *, seed: int) -> dict[str, str]:
+    """Pair each prompt that has a hint with another one, whose hint it gets: a cycle in an order that `seed` decides.
+
+    It does not depend on the order of `hinted`. A single prompt with a hint has no other.
+    """
+    uids = sorted(uid for uid, prompt in hinted.items() if prompt.missing is None)
+    random.Random(seed).shuffle(uids)
+    return dict(zip(uids, [*uids[1:], *uids[:1]], strict=True)) if len(uids) > 1 else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedRows:
-    """Hold hinted rows to score, in the order of the rows that they were made from.
-
-    has_hint: [B] bool; rows without a hint have their own prompt. num_hint_tokens: [B] number of hint tokens that were
-    inserted. truncated: [B] bool, whether the hint was longer than that.
-    """
+    """Hold the rows to score, in the order of those they were made from, and by row the hinted prompt of each."""
 
     rows: tuple[Row, ...]
-    has_hint: BoolArray
-    num_hint_tokens: IntArray
-    truncated: BoolArray
+    prompts: tuple[HintedPrompt, ...]
+
+    @property
+    def has_hint(self) -> BoolArray:
+        """Tell of each row [B] whether it has a hint; one without has its own prompt."""
+        return np.array([prompt.missing is None for prompt in self.prompts], dtype=np.bool_)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean length of inserted hints, and the shares of rows whose hint was truncated or missing."""
+        """Return the mean tokens of the hints that rows got, and the shares of rows whose hint was cut or missing."""
         if not self.rows:
             return {}
+        count, missing = len(self.rows), Counter(prompt.missing for prompt in self.prompts)
         return {
-            "cpo/hint_len_mean": float(self.num_hint_tokens.sum() / max(self.has_hint.sum(), 1)),
-            "cpo/hint_truncated_frac": float(self.truncated.mean()),
-            "cpo/hint_missing_frac": float(1 - self.has_hint.mean()),
+            "cpo/hint_len_mean": sum(p.num_hint_tokens for p in self.prompts) / max(missing[None], 1),
+            "cpo/hint_truncated_frac": sum(p.is_cut for p in self.prompts) / count,
+            "cpo/hint_no_text_frac": missing[Missing.NO_TEXT] / count,
+            "cpo/hint_no_place_frac": missing[Missing.NO_PLACE] / count,
+            "cpo/hint_no_room_frac": missing[Missing.NO_ROOM] / count,
         }
 
 
-def hinted_rows(
-    rows: Sequence[Row], hints: Hints, tags: UserTags, cfg: HintConfig, *, max_row_tokens: int
-) -> HintedRows:
-    """Insert hints into rows. Where the user tag is missing, a row gets none, or `on_missing=error` raises."""
-    made: list[Row] = []
-    for row in rows:
-        try:
-            made.append(
-                hinted_row(row, hints[row.uid], tags, max_hint_tokens=cfg.max_tokens, max_row_tokens=max_row_tokens)
-            )
-        except UserTagNotFound:
-            if cfg.on_missing == "error":
-                raise
-            made.append(row)
-    num_hint_tokens = np.array([h.num_tokens - r.num_tokens for r, h in zip(rows, made, strict=True)], np.int64)
-    full = np.array([len(hints[row.uid]) for row in rows], np.int64)
-    return HintedRows(
-        rows=tuple(made),
-        has_hint=num_hint_tokens > 0,
-        num_hint_tokens=num_hint_tokens,
-        truncated=num_hint_tokens < full,
+def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> HintedRows:
+    """Give every row the hinted form of its prompt. Response and loss mask stay, scores are left out."""
+    chosen = tuple(prompts[row.uid] for row in rows)
+    made = (
+        Row(
+            uid=row.uid,
+            sample_index=row.sample_index,
+            token_ids=np.concatenate([prompt.token_ids, row.token_ids[row.num_prompt_tokens :]]),
+            num_prompt_tokens=len(prompt.token_ids),
+            loss_mask=row.loss_mask,
+        )
+        for row, prompt in zip(rows, chosen, strict=True)
     )
+    return HintedRows(rows=tuple(made), prompts=chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintSurvey:
+    """Hold how the hints of all prompts fared.
+
+    counts: by data source the number of prompts, of those whose hint is placed, of those cut, and of those missing by
+    reason. fields: those of extra_info that have text in some prompt.
+    """
+
+    counts: Mapping[str, Counter[str]]
+    fields: frozenset[str]
+
+    @property
+    def total(self) -> Counter[str]:
+        """Sum the counts over the data sources."""
+        return sum(self.counts.values(), Counter())
+
+    def require_some(self, placer: HintPlacer) -> None:
+        """Raise DataError if not a single prompt has a hint."""
+        total = self.total
+        if total["placed"]:
+            return
+        reason, fields = max(Missing, key=lambda missing: total[missing]), ", ".join(sorted(self.fields)) or "none"
+        remedy = {
+            Missing.NO_TEXT: f"set algo.cpo.hint.field to a field with text, of which there are: {fields}",
+            Missing.NO_PLACE: "choose another algo.cpo.hint.place",
+            Missing.NO_ROOM: "raise actor.micro_batch_tokens, or lower rollout.max_response_tokens",
+        }[reason]
+        others = ", ".join(f"{total[m]} {m.replace('_', ' ')}" for m in Missing if m is not reason and total[m])
+        raise DataError(
+            f"data.train: no prompt has a hint: {placer.explain(reason)}{f' (of others: {others})' if others else ''}; "
+            f"{remedy}, or set algo.cpo.method=none"
+        )
+
+    def warnings(self, placer: HintPlacer) -> list[str]:
+        """List which hints are missing or cut, with what to do about it."""
+        total, found = self.total, []
+        for missing in Missing:
+            if count := total[missing]:
+                found.append(
+                    f"data.train: {count} of {total['prompts']} prompts train without a hint: {placer.explain(missing)}"
+                )
+        if total["cut"]:
+            found.append(
+                f"data.train: {total['cut']} of {total['placed']} hints are cut; raise algo.cpo.hint.max_tokens="
+                f"{placer.cfg.max_tokens}, or make room with a higher actor.micro_batch_tokens or a lower "
+                f"rollout.max_response_tokens"
+            )
+        return found
+
+
+def survey_hints(placer: HintPlacer, prompts: Iterable[Prompt]) -> HintSurvey:
+    """Place the hints of all prompts, and count how they fared."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    fields: set[str] = set()
+    for prompt in prompts:
+        found = placer.place(prompt)
+        outcome = ["placed", *(["cut"] if found.is_cut else [])] if found.missing is None else [found.missing.value]
+        counts[prompt.data_source].update(["prompts", *outcome])
+        fields.update(key for key, text in prompt.extra_info.items() if isinstance(text, str) and text.strip())
+    return HintSurvey(counts=counts, fields=frozenset(fields))

@@ -13,7 +13,7 @@ from megarl.config.check import check_model, check_sft, check_train, check_train
 from megarl.config.check_batches import max_row_terms, max_row_tokens
 from megarl.config.schema import Config, role_settings
 from megarl.data.chat import check_vocabulary, load_tokenizer
-from megarl.data.hints import require_hints
+from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import Sampler, prompt_sampler, require_batch, train_files
@@ -43,6 +43,8 @@ class TrainInputs:
     algorithm: Algorithm
     roles: tuple[RoleSpec, ...]
     hints: HintWriter | None
+    # How the hints of the training prompts fared, if the algorithm has hints.
+    hint_survey: HintSurvey | None
     # Encodes samples for the reward model, if the run has one.
     conversations: ConversationEncoder | None
     train: PromptDataset
@@ -55,7 +57,10 @@ class TrainInputs:
         for data, key in ((self.train, "data.train"), (self.val, "data.val")):
             if data is not None and data.num_dropped:
                 dropped.append(f"{key}: dropped {data.num_dropped} prompts over data.max_prompt_tokens={limit}")
-        return [*setting_warnings(self.config), *dropped]
+        hints: list[str] = []
+        if self.hints is not None and self.hint_survey is not None:
+            hints = self.hint_survey.warnings(self.hints.placer)
+        return [*setting_warnings(self.config), *dropped, *hints]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +170,11 @@ def open_train_inputs(config: Config) -> TrainInputs:
             "it to false"
         )
     open_sampler(config, train)
-    hints = None
+    hints, survey = None, None
     if algorithm.requires() & HINT_SCORES:
-        hints = _open_hints(config, spec, tokenizer, train)
+        hints = open_hints(config, tokenizer, spec.max_positions)
+        survey = survey_hints(hints.placer, (train[i] for i in range(len(train))))
+        survey.require_some(hints.placer)
     if config.algo.cpo.difficulty == "data":
         for i in range(len(train)):
             stated_difficulty(train[i], config.algo.cpo.difficulty_field)
@@ -189,6 +196,7 @@ def open_train_inputs(config: Config) -> TrainInputs:
         train=train,
         val=val,
         hints=hints,
+        hint_survey=survey,
         conversations=conversations,
     )
 
@@ -208,17 +216,14 @@ def _open_prompts(
     )
 
 
-def _open_hints(
-    config: Config, spec: ModelSpec, tokenizer: "PreTrainedTokenizerBase", train: PromptDataset
-) -> HintWriter:
-    """Open the hints of an algorithm; refuse data without hints, and a chat template that has no place for them."""
+def open_hints(config: Config, tokenizer: "PreTrainedTokenizerBase", max_positions: int) -> HintWriter:
+    """Open the writer of hints, which leaves room for the longest response in a micro-batch and the model's context."""
     cfg = config.algo.cpo
-    require_hints((train[i] for i in range(len(train))), cfg.hint)
-    longest = min(config.actor.micro_batch_tokens, spec.max_positions)
+    longest = min(config.actor.micro_batch_tokens, max_positions)
     if cfg.mi_estimator == "full_kl":
         # A row and its hinted twin share a micro-batch.
         longest = min(longest, config.actor.micro_batch_tokens // 2)
-    return HintWriter(tokenizer, cfg, max_row_tokens=longest)
+    return HintWriter(tokenizer, cfg, max_prompt_tokens=longest - config.rollout.max_response_tokens)
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:

@@ -15,7 +15,7 @@ from megarl.cluster import residency
 from megarl.config.algo import CpoConfig
 from megarl.data.answer_span import answer_mask
 from megarl.data.chat import response_decoder
-from megarl.data.hints import HintedRows, Hints, encode_hints, hinted_rows, shuffled_hints, user_tags
+from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.record.metrics import Timers
 from megarl.train.update import RoleScorer
 from megarl.types import Advantages, FloatArray, Prompt, Row, Score
@@ -115,11 +115,13 @@ class ScoringPasses:
     ) -> tuple[list[Row], dict[str, float]]:
         """Score plain and hinted rows in one packed pass."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
-        hints, count = self.hints.encode(prompts), len(rows)
+        placer, count = self.hints.placer, len(rows)
+        own = placer.place_all(prompts)
         # Every score of hints is compared with the log-probs under the own hint.
-        variants = {Score.HINT_LOGPROBS: self.hints.write(rows, hints)}
+        variants = {Score.HINT_LOGPROBS: hinted_rows(rows, own)}
         if Score.SHUFFLED_HINT_LOGPROBS in wanted:
-            variants[Score.SHUFFLED_HINT_LOGPROBS] = self.hints.write(rows, shuffled_hints(hints, seed=seed))
+            others = placer.place_all(prompts, donors(own, seed=seed))
+            variants[Score.SHUFFLED_HINT_LOGPROBS] = hinted_rows(rows, others)
         # A row counts as hinted only if all its variants got a hint; otherwise there would be nothing to compare with.
         has_hint = np.logical_and.reduce([variant.has_hint for variant in variants.values()])
         asked = [*rows, *(row for variant in variants.values() for row in variant.rows)]
@@ -176,20 +178,11 @@ def _score_with_pairs(
 
 
 class HintWriter:
-    """Encodes the hints of prompts and inserts them into rows."""
+    """Writes hints into prompts (`placer`), and marks the tokens of answers that CPO is to leave alone."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: CpoConfig, *, max_row_tokens: int) -> None:
-        """Set up the writer. Raises ConfigError if the chat template has no user tag that a hint could follow."""
-        self._tokenizer, self._cfg, self._max_row_tokens = tokenizer, cfg, max_row_tokens
-        self._tags, self._decode = user_tags(tokenizer), response_decoder(tokenizer)
-
-    def encode(self, prompts: Mapping[str, Prompt]) -> Hints:
-        """Return the token ids of the prompts' hints."""
-        return encode_hints(self._tokenizer, prompts.values(), self._cfg.hint)
-
-    def write(self, rows: Sequence[Row], hints: Hints) -> HintedRows:
-        """Return the rows with their prompts' hints, where these fit."""
-        return hinted_rows(rows, hints, self._tags, self._cfg.hint, max_row_tokens=self._max_row_tokens)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: CpoConfig, *, max_prompt_tokens: int) -> None:
+        self.placer = HintPlacer(tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens)
+        self._cfg, self._decode = cfg, response_decoder(tokenizer)
 
     def exclude_answers(self, rows: list[Row]) -> list[Row]:
         """Return the rows with their final answers marked if `exclude_answer` is set, otherwise unchanged."""

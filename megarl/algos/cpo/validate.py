@@ -62,8 +62,16 @@ def check_cpo(cfg: CpoConfig) -> None:
             "algo.cpo.difficulty: got 'variance' with algo.cpo.formula_set=fix: it calls a group without a correct "
             "sample easy; set algo.cpo.difficulty=variance_signed"
         )
-    if "{hint}" not in cfg.hint.template:
+    hint, blanks = cfg.hint, {"{hint}", "{question}"}
+    expected = blanks if hint.place == "user_turn" else {"{hint}"}
+    if {blank for blank in blanks if blank in hint.template} != expected or hint.template.count("{hint}") != 1:
         raise ConfigError(
-            f"algo.cpo.hint.template: got {cfg.hint.template!r}, expected text with {{hint}} in it; "
-            f"the hint stands in its place"
+            f"algo.cpo.hint.template: got {hint.template!r} for algo.cpo.hint.place={hint.place}, expected text with "
+            f"{{hint}} in it once and {{question}} {'also' if hint.place == 'user_turn' else 'not at all'}; these "
+            f"places are filled in"
+        )
+    if hint.field is not None and hint.source != "solution":
+        raise ConfigError(
+            f"algo.cpo.hint.source: got {hint.source!r} with algo.cpo.hint.field={hint.field}, which decides alone; "
+            f"remove one of them"
         )

@@ -9,13 +9,22 @@ from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintConfig:
-    """Configure the hint, which an additional scoring pass inserts after the prompt's last user tag."""
+    """Configure the hint, which is written into the prompt for an additional scoring pass."""
 
-    # solution: the hint is extra_info.gold_solution; answer: it is the ground-truth answer.
+    # solution: the hint is extra_info.gold_solution (or solution); answer: it is the ground-truth answer.
     source: Literal["solution", "answer"] = "solution"
-    template: str = "{hint}"  # Text to insert; the hint replaces {hint} in it.
-    max_tokens: int = setting(2048, AT_LEAST_1)  # Maximum length; longer hints are truncated at the end.
-    # Row without a hint. error: the run stops with an error; skip_row: the row keeps its advantage.
+    # Field of extra_info whose text is the hint, such as answer in verl's GSM8K files; null: by source.
+    field: str | None = None
+    # Where the hint is written. before_question, after_question: in the last user turn, directly before or after its
+    # text; system: at the end of the system turn, or in one of its own; user_turn: the template is the whole of the
+    # last user turn, with {question} in it.
+    place: Literal["before_question", "after_question", "system", "user_turn"] = "before_question"
+    # Text to write, with the blanks and line feeds that separate it; the hint replaces {hint} in it.
+    template: str = "{hint}"
+    # Maximum length of the hint; a longer one is cut at its end. It is also cut where prompt, hint and the longest
+    # response would not fit into a micro-batch or the model's context.
+    max_tokens: int = setting(2048, AT_LEAST_1)
+    # Prompt without a hint. error: the run does not start; skip_row: its rows keep their advantage.
     on_missing: Literal["error", "skip_row"] = "skip_row"
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
 from megarl.data.hendrycks_math import TRAIN_SOURCE, convert_math
-from megarl.data.hints import require_hints
+from megarl.data.hints import HintPlacer, survey_hints
 from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.errors import DataError
 from megarl.rewards import score
@@ -85,7 +85,8 @@ def test_every_form_has_the_same_prompts(tokenizer: PreTrainedTokenizerBase, tmp
         for p in prompts:
             assert score(p.data_source, p.extra_info["gold_solution"], p.ground_truth, p.extra_info).score == 1.0
             assert score(p.data_source, "\\boxed{77}", p.ground_truth, p.extra_info).score == -1.0
-        require_hints(prompts, HintConfig())
+        hints = survey_hints(HintPlacer(tokenizer, HintConfig(), max_prompt_tokens=400), prompts)
+        assert hints.counts == {"hendrycks_math": {"prompts": 3, "placed": 3}}
         demonstrations = SftDataset([out], tokenizer, max_prompt_tokens=300, max_response_tokens=100)
         row = demonstrations[0]
         assert tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) == ROWS[0]["solution"] + "<|im_end|>"

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.cluster.residency import Phase
 from megarl.config.algo import CpoConfig, HintConfig
 from megarl.data.chat import encode_chats
+from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
@@ -98,6 +99,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompt]:
             data_source="q",
             ground_truth="",
             extra_info={} if solution is None else {"gold_solution": solution},
+            messages=(Message(role="user", content=f"{uid}?"),),
         )
         for uid, solution in solutions.items()
     }
@@ -127,8 +129,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def writer(tokenizer: PreTrainedTokenizerBase, *, max_row_tokens: int = 200, **cfg: Any) -> HintWriter:
-    return HintWriter(tokenizer, CpoConfig(method="mi3", **cfg), max_row_tokens=max_row_tokens)
+def writer(tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int = 200, **cfg: Any) -> HintWriter:
+    return HintWriter(tokenizer, CpoConfig(method="mi3", **cfg), max_prompt_tokens=max_prompt_tokens)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
@@ -139,6 +141,11 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
 def response_of(row: Row) -> list[int]:
     ids: list[int] = row.token_ids[row.num_prompt_tokens :].tolist()
     return ids
+
+
+def missing(*, no_text: float = 0.0, no_room: float = 0.0) -> dict[str, float]:
+    """The shares of rows without a hint, by reason."""
+    return {"cpo/hint_no_text_frac": no_text, "cpo/hint_no_place_frac": 0.0, "cpo/hint_no_room_frac": no_room}
 
 
 def constant(values: FloatArray) -> float:
@@ -245,7 +252,7 @@ def test_plain_hinted_and_shuffled_rows_share_one_pass(
         }
     # Eight characters of a, four of each b and fourteen of c; one row of five has none.
     assert metrics == pytest.approx(
-        {"cpo/hint_len_mean": (8 + 4 + 14 + 4) / 4, "cpo/hint_truncated_frac": 0.0, "cpo/hint_missing_frac": 0.2}
+        {"cpo/hint_len_mean": (8 + 4 + 14 + 4) / 4, "cpo/hint_truncated_frac": 0.0, **missing(no_text=0.2)}
     )
 
 
@@ -281,7 +288,7 @@ def test_divergences_are_of_rows_and_their_hinted_twins(
     actor, with_hint = bench.scorers[Role.ACTOR], [0, 1, 3, 4]
     ((plain, hinted),) = actor.pairs
     assert [row.token_ids.tolist() for row in plain] == [rows[i].token_ids.tolist() for i in with_hint]
-    written = bench.hints.write(rows, bench.hints.encode(prompts)).rows
+    written = hinted_rows(rows, bench.hints.placer.place_all(prompts)).rows
     assert [row.token_ids.tolist() for row in hinted] == [written[i].token_ids.tolist() for i in with_hint]
     assert [row.token_ids.tolist() for row in actor.rows[0]] == [rows[2].token_ids.tolist()] * 2
     assert [constant(row.scores["hint_kl"]) for row in got] == [0.5, 1.5, 0.0, 2.5, 3.5]
@@ -294,28 +301,28 @@ def test_a_row_that_does_not_fit_twice_is_no_pair(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
     """A limit of half a micro-batch for hinted rows leaves rows beyond it without a hint, whatever they measure."""
-    bench = Bench(writer(tokenizer, mi_estimator="full_kl", max_row_tokens=20))
+    bench = Bench(writer(tokenizer, mi_estimator="full_kl", max_prompt_tokens=7))
     got, metrics = bench.run(rows, prompts, HINTED | {Score.HINT_KL})
     assert bench.log == ["phase score actor", "actor scores 10 rows"]
-    assert metrics["cpo/hint_missing_frac"] == 1.0
+    assert metrics["cpo/hint_no_text_frac"] + metrics["cpo/hint_no_room_frac"] == 1.0
     assert not any(row.scores["hint_kl"].any() for row in got)
 
 
-def test_hints_are_cut_where_rows_would_become_too_long(
+def test_hints_are_cut_where_prompts_would_become_too_long(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], prompts: dict[str, Prompt]
 ) -> None:
-    """Rows with a hint have 10 prompt tokens, which the chat template makes of two characters, and 13 of response."""
+    """Prompts with a hint have 10 tokens, which the chat template makes of two characters, and responses 13."""
     assert [row.num_tokens for row in rows] == [23, 23, 26, 23, 23]
-    for room, missing in ((3, 0.2), (0, 1.0)):
-        bench = Bench(writer(tokenizer, max_row_tokens=23 + room))
+    for room in (3, 0):
+        bench = Bench(writer(tokenizer, max_prompt_tokens=10 + room))
         got, metrics = bench.run(rows, prompts, HINTED)
         hinted = bench.scorers[Role.ACTOR].rows[0][5:]
         assert [row.num_tokens for row in hinted] == [23 + room, 23 + room, 26, 23 + room, 23 + room]
         assert metrics == pytest.approx(
             {
                 "cpo/hint_len_mean": float(room),
-                "cpo/hint_truncated_frac": 0.8,
-                "cpo/hint_missing_frac": missing,
+                "cpo/hint_truncated_frac": 0.8 if room else 0.0,
+                **missing(no_text=0.2, no_room=0.0 if room else 0.8),
             }
         )
     # Of nothing but its own prompt a row says the same again.

@@ -52,6 +52,10 @@ from megarl.errors import ConfigError
         ),
         ({"method": "tok_kl", "formula_set": "fix", "difficulty": "variance"}, r"set algo.cpo.difficulty=variance_sig"),
         ({"method": "mi", "hint": HintConfig(template="Hint")}, r"algo.cpo.hint.template: got 'Hint'"),
+        ({"method": "mi", "hint": HintConfig(template="{hint} {hint}")}, r"expected text with {hint} in it once"),
+        ({"method": "mi", "hint": HintConfig(template="{question}{hint}")}, r"and {question} not at all"),
+        ({"method": "mi", "hint": HintConfig(place="user_turn")}, r"place=user_turn, .* and {question} also"),
+        ({"method": "mi", "hint": HintConfig(field="answer", source="answer")}, r"algo.cpo.hint.source: got 'answer'"),
         ({"method": "mi", "difficulty": "four_way"}, r"algo.cpo.difficulty: unknown difficulty 'four_way'"),
         ({"method": "mi", "mi_estimator": "mine"}, r"algo.cpo.mi_estimator: unknown mutual-information estimator"),
     ],
@@ -66,6 +70,7 @@ def test_accepted() -> None:
     for settings in (
         {},
         {"hint": HintConfig(template="Hint: {hint}", source="answer", max_tokens=9)},
+        {"hint": HintConfig(template="{hint}\n{question}", place="user_turn", field="answer")},
         {"method": "mi", "formula_set": "ref", "entropy_source": "current", "exclude_answer": True, "kl_alpha": 0.0},
         {"method": "verifier_sign", "mix": 0.5, "mix_decay_steps": 9, "weight_clip": 0.5, "ratio_clamp": 2.0},
         {"method": "verifier_sign", "shuffled_baseline": True},
