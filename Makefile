@@ -25,9 +25,10 @@ install: python ## Make .venv and install all of it for CPU; does nothing if tha
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
-# Unit tests use one core each and wait often; the others bring as many processes as they need.
+# Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. The others
+# bring as many processes as there are cores.
 test: install ## Run the tests
-	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 3 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
 	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit -m "not long and not gpu and not slurm"
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm

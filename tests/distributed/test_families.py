@@ -20,8 +20,8 @@ LAYOUTS = {
     "pp2": LayoutConfig(pp=2, first_stage_layers=3, dp=2),
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3),
 }
-# Tied embeddings where they lie on two stages and where they are split; the other pairs are long.
-QUICK = {True: ("tp2-sp", "tp2-pp2"), False: ("tp1", "pp2")}
+# Tied embeddings where they are split and lie on two stages, untied ones with sequence parallelism; the rest is long.
+QUICK = {True: ("tp2-pp2",), False: ("tp2-sp",)}
 
 GetPool = Callable[[int], RankPool]
 

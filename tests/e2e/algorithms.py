@@ -23,7 +23,6 @@ RUN = (
     "rollout.max_response_tokens=24",
     "validation.before_train=false",
     "data.val=[]",
-    "run.deterministic=true",
     "actor.optimizer.lr=1e-3",
     "logging.rollout_every_steps=0",
     f"rewards.custom.path={Path(__file__).with_name('even_length.py')}",

@@ -1,21 +1,36 @@
 """Every algorithm of configs/algo end to end: all in one live cluster, which starts each from the same weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.cluster import Cluster
 from megarl.config import load_config
-from megarl.config.schema import Config
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.recorder import RunRecorder
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
 from tests.e2e.algorithms import RUN, Result, check, write_prompts
 from tests.e2e.support import REPOSITORY, RUN_FILE, tied_head
-from tests.helpers.rank_pool import RankPool
 
+# Each of these runs stages, models or losses that no other one does. The rest differs from them in pure functions,
+# which unit tests cover, and is long.
+QUICK = (
+    "cpo",
+    "cpo_seq_kl",
+    "dapo",
+    "grpo",
+    "gspo",
+    "luffy",
+    "luffy_prefix",
+    "luffy_sft",
+    "ppo",
+    "ppo_critic",
+    "ppo_reward_mask",
+    "reinforce_baseline",
+    "reinforce_pro",
+    "tis",
+)
 ALGORITHMS = sorted(path.stem for path in (REPOSITORY / "configs" / "algo").glob("*.yaml"))
 
 
@@ -27,14 +42,8 @@ def prompts(sums: TaskFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Machine:
     """A live cluster, and runs on it one after the other."""
 
-    def __init__(self, root: Path, model: Path, prompts: Path, *overrides: str) -> None:
-        self._root, self._model, self._prompts, self._overrides = root, model, prompts, overrides
-        self.cluster = Cluster(self.config("grpo", "first"))
-
-    def config(self, algorithm: str, name: str, *overrides: str) -> Config:
-        where = [f"run.dir={self._root}", f"run.name={name}", f"model.path={self._model}"]
-        data = [f"data.train=[{self._prompts}]", f"use.algo={algorithm}"]
-        return load_config(RUN_FILE, [*RUN, *where, *data, *self._overrides, *overrides])
+    def __init__(self, cluster: Cluster, root: Path, model: Path, prompts: Path) -> None:
+        self._cluster, self._root, self._model, self._prompts = cluster, root, model, prompts
 
     def train(self, algorithm: str, name: str = "") -> "Result":
         """A run of three steps, from the start."""
@@ -43,23 +52,23 @@ class Machine:
             # Rewards from a frozen critic need one that was trained.
             critic = self.train("ppo", "critic").paths.export_critic
             overrides.append(f"critic.model_path={critic}")
-        config = self.config(algorithm, name or algorithm, *overrides)
+        where = [f"run.dir={self._root}", f"run.name={name or algorithm}", f"model.path={self._model}"]
+        data = [f"data.train=[{self._prompts}]", f"use.algo={algorithm}"]
+        config = load_config(RUN_FILE, [*RUN, *where, *data, *overrides])
         recorder = RunRecorder(config, overwrite=True)
-        build_trainer(open_train_inputs(config), self.cluster, recorder).fit()
+        build_trainer(open_train_inputs(config), self._cluster, recorder).fit()
         return Result(recorder.paths, self._model)
 
 
 @pytest.fixture(scope="module")
-def machine(
-    model: Path, prompts: Path, engine_process: RankPool, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Machine]:
-    machine = Machine(tmp_path_factory.mktemp("runs"), model, prompts)
-    with machine.cluster:
-        yield machine
+def machine(cluster: Cluster, model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return Machine(cluster, tmp_path_factory.mktemp("runs"), model, prompts)
 
 
 @tied_head
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ALGORITHMS]
+)
 def test_three_steps(machine: Machine, algorithm: str) -> None:
     check(machine.train(algorithm), algorithm)
 

@@ -114,8 +114,16 @@ ENDINGS = {
 }
 
 
-# What ends like another one, but for the signal or the process that dies.
-LONG = ("ctrl-c", "terminated-early", "rank-killed", "engine-killed", "idle-rank-killed", "idle-engine-killed")
+# What ends like another one, but for the signal or the process that dies; of the janitor's tests, one kills a driver.
+LONG = (
+    "ctrl-c",
+    "killed",
+    "terminated-early",
+    "rank-killed",
+    "engine-killed",
+    "idle-rank-killed",
+    "idle-engine-killed",
+)
 
 
 @pytest.mark.parametrize(

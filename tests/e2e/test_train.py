@@ -35,7 +35,6 @@ from tests.e2e.support import (
     small_config,
     tied_head,
 )
-from tests.helpers.checkpoints import make_checkpoint
 
 LR = 1e-3
 # Two optimizer steps for each of three batches. The entropy's gradient moves the policy whatever the rewards are.
@@ -91,26 +90,9 @@ class Runs:
         return merged
 
 
-@pytest.fixture(scope="package")
-def runs(tmp_path_factory: pytest.TempPathFactory, sums: TaskFiles) -> Runs:
-    """`sft`, then `rl` on its export, each a command of its own."""
-    runs = Runs(tmp_path_factory.mktemp("runs"), sums)
-    base = make_checkpoint(tmp_path_factory.mktemp("base"), tied=True)
-    for arguments in (runs.sft_arguments(base), runs.train_arguments("rl", "logging.tensorboard=true")):
-        run = cli_run.start(tmp_path_factory.mktemp("cwd"), *arguments)
-        try:
-            run_id = run.run_id()
-            assert run.process.wait(cli_run.START_S) == 0, run.stderr.read_text()
-            assert cli_run.leftovers(run_id) == []
-        finally:
-            run.end()
-    return runs
-
-
-@pytest.fixture
-def megarl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+@contextlib.contextmanager
+def on_cluster(cluster: Cluster) -> Iterator[Callable[[list[str]], int]]:
     """The command in this process, on the cluster that is there; returns the exit code."""
-    monkeypatch.setattr("megarl.cluster.Cluster", lambda *_, **__: contextlib.nullcontext(cluster))
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     def run(arguments: list[str]) -> int:
@@ -120,11 +102,36 @@ def megarl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             return int(ended.code or 0)
         return 0
 
-    yield run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.cluster.Cluster", lambda *_, **__: contextlib.nullcontext(cluster))
+        yield run
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
 
 
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory: pytest.TempPathFactory, sums: TaskFiles, model: Path, cluster: Cluster) -> Runs:
+    """`sft` on the cluster that is there, then `rl` on its export, as a user starts it."""
+    runs = Runs(tmp_path_factory.mktemp("runs"), sums)
+    with on_cluster(cluster) as megarl:
+        assert megarl(runs.sft_arguments(model)) == 0
+    run = cli_run.start(tmp_path_factory.mktemp("cwd"), *runs.train_arguments("rl", "logging.tensorboard=true"))
+    try:
+        run_id = run.run_id()
+        assert run.process.wait(cli_run.START_S) == 0, run.stderr.read_text()
+        assert cli_run.leftovers(run_id) == []
+    finally:
+        run.end()
+    return runs
+
+
+@pytest.fixture
+def megarl(cluster: Cluster) -> Iterator[Callable[[list[str]], int]]:
+    with on_cluster(cluster) as run:
+        yield run
+
+
+@tied_head
 def test_supervised_run(runs: Runs) -> None:
     metrics = runs.metrics("sft")
     assert list(metrics) == [1, 2, 3, 4]
@@ -132,6 +139,7 @@ def test_supervised_run(runs: Runs) -> None:
     assert (runs.paths("sft").export / "model.safetensors").exists()
 
 
+@tied_head
 def test_exactly_the_steps_that_were_asked_for(runs: Runs) -> None:
     records = read_metrics(runs.paths("rl").metrics)
     assert [r.step for r in records if "actor/loss" in r.metrics] == [1, 2, 3]
@@ -139,17 +147,20 @@ def test_exactly_the_steps_that_were_asked_for(runs: Runs) -> None:
     assert all(r.metrics["val/num_prompts/megarl/sums"] == 4 for r in records if r.step == 0)
 
 
+@tied_head
 def test_two_optimizer_steps_per_batch(runs: Runs) -> None:
     """Warm-up over four steps: rates of 1/4 and 2/4, then 3/4 and 4/4, then the full rate."""
     rates = [runs.metrics("rl")[step]["actor/lr"] for step in (1, 2, 3)]
     assert rates == pytest.approx([LR * 3 / 8, LR * 7 / 8, LR])
 
 
+@tied_head
 def test_kl_to_the_reference_starts_at_zero_and_grows(runs: Runs) -> None:
     kls = [runs.metrics("rl")[step]["actor/ref_kl"] for step in (1, 2, 3)]
     assert 0 < kls[0] < kls[1] < kls[2]
 
 
+@tied_head
 def test_files_of_a_run(runs: Runs) -> None:
     paths = runs.paths("rl")
     names = {str(file.relative_to(paths.root)) for file in paths.root.rglob("*") if file.is_file()}
@@ -168,6 +179,7 @@ def test_files_of_a_run(runs: Runs) -> None:
     assert from_dict(Config, yaml.safe_load(paths.config.read_text())) == load_config(RUN_FILE, arguments)
 
 
+@tied_head
 def test_report(runs: Runs) -> None:
     paths = runs.paths("rl")
     page = paths.report_html.read_text()
@@ -175,8 +187,8 @@ def test_report(runs: Runs) -> None:
         assert text in page
     picture = imread(paths.report_png)
     assert min(picture.shape[:2]) > 300
-    # Not blank.
-    assert np.unique(picture.reshape(-1, picture.shape[-1]), axis=0).shape[0] > 20
+    # Not blank: one pixel of 64 is enough to see it.
+    assert np.unique(picture[::8, ::8].reshape(-1, picture.shape[-1]), axis=0).shape[0] > 20
 
 
 @tied_head

@@ -1,6 +1,7 @@
 """Which part of the package may import what, read from the source so that lazy imports count too."""
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Source:
         return ("megarl", *self.path.parent.parts)
 
 
+@functools.cache
 def read_sources() -> list[Source]:
     return [
         Source(path=path.relative_to(PACKAGE), tree=ast.parse(path.read_text(encoding="utf-8")))
