@@ -1,0 +1,92 @@
+"""Score rows with and without hints by a Hugging Face model, as CPO's scoring passes do, but without a cluster."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algos.cpo import CpoInputs
+from megarl.algos.cpo.terms import make_terms
+from megarl.config.algo import CpoConfig
+from megarl.data.hints import HintedRows
+from megarl.types import Row, pad_rows
+
+
+def score_hints(
+    model: Any,
+    rows: Sequence[Row],
+    hinted: HintedRows,
+    shuffled: HintedRows | None = None,
+    *,
+    correct: Sequence[bool],
+    temperature: float = 1.0,
+    micro_batch_tokens: int = 4096,
+) -> CpoInputs:
+    """Score rows without a hint, with their own and with another prompt's, as the inputs of CPO on the CPU.
+
+    Advantages and difficulty are 0. A row without a hint repeats the log-probs of the plain row, and its KL is 0, as in
+    training.
+
+    Args:
+        model: a causal language model of transformers, on any device.
+        hinted: the rows with the hints of their prompts, in the same order.
+        shuffled: those with the hints of other prompts, if they are wanted.
+        correct: the verifier's verdict on each row.
+        micro_batch_tokens: tokens of one forward pass, padding included; a longer row is a pass of its own.
+    """
+    variants = [(rows, None), (hinted.rows, hinted.has_hint)]
+    if shuffled is not None:
+        variants.append((shuffled.rows, shuffled.has_hint))
+    names = ("old_logprobs", "hint_logprobs", "shuffled_hint_logprobs")[: len(variants)]
+    loss_mask = pad_rows([row.loss_mask for row in rows], dtype=torch.bool)
+    scores = {name: torch.zeros(loss_mask.shape) for name in (*names, "entropy", "hint_kl")}
+    # Rows of similar length share a pass.
+    order = sorted(range(len(rows)), key=lambda i: max(variant[i].num_tokens for variant, _ in variants))
+    while order:
+        width = max(variant[order[-1]].num_tokens for variant, _ in variants)
+        chosen = [order.pop() for _ in range(min(len(order), max(1, micro_batch_tokens // width)))]
+        plain: list[Tensor] = []
+        for name, (variant, has_hint) in zip(names, variants, strict=True):
+            found = _distributions(model, [variant[i] for i in chosen], temperature)
+            for place, (i, logprobs) in enumerate(zip(chosen, found, strict=True)):
+                row, n = rows[i], rows[i].num_response_tokens
+                labels = torch.from_numpy(row.token_ids[row.num_prompt_tokens :]).to(logprobs.device)
+                if has_hint is None:
+                    plain.append(logprobs)
+                    scores["entropy"][i, :n] = -(logprobs.exp() * logprobs).sum(dim=-1).cpu()
+                elif not has_hint[i]:
+                    scores[name][i] = scores["old_logprobs"][i]
+                    continue
+                elif name == "hint_logprobs":
+                    scores["hint_kl"][i, :n] = (logprobs.exp() * (logprobs - plain[place])).sum(dim=-1).cpu()
+                scores[name][i, :n] = logprobs.gather(-1, labels[:, None]).squeeze(-1).cpu()
+    return CpoInputs(
+        advantages=torch.zeros(loss_mask.shape),
+        loss_mask=loss_mask,
+        correct=torch.tensor(list(correct), dtype=torch.bool),
+        difficulty=torch.zeros(len(rows), dtype=torch.long),
+        vocab_size=model.config.get_text_config().vocab_size,
+        old_logprobs=scores["old_logprobs"],
+        hint_logprobs=scores["hint_logprobs"],
+        shuffled_hint_logprobs=scores.get("shuffled_hint_logprobs"),
+        hint_kl=scores["hint_kl"],
+        entropy=scores["entropy"],
+    )
+
+
+def mutual_information(x: CpoInputs, estimator: str, *, shuffled_baseline: bool = False) -> Tensor:
+    """Estimate the mutual information of token and hint [B, T] in nats, 0 outside the loss mask."""
+    cfg = CpoConfig(mi_estimator=estimator, shuffled_baseline=shuffled_baseline)  # type: ignore[arg-type]
+    return make_terms(x, cfg, neg_scope="negative_sample", uses_hint=True, uses_entropy=False).mi
+
+
+@torch.inference_mode()
+def _distributions(model: Any, rows: Sequence[Row], temperature: float) -> list[Tensor]:
+    """Return the log-probs [R, vocabulary] of all tokens at each place of every row's response, in float32."""
+    ids = pad_rows([row.token_ids for row in rows], dtype=torch.long).to(model.device)
+    mask = pad_rows([row.token_ids >= 0 for row in rows], dtype=torch.long).to(model.device)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    # The logits before a token predict it.
+    places = [slice(row.num_prompt_tokens - 1, row.num_tokens - 1) for row in rows]
+    return [(logits[i, place].float() / temperature).log_softmax(dim=-1) for i, place in enumerate(places)]
