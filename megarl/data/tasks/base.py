@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -55,6 +55,7 @@ class BuiltinTask:
         cheap: writes a demonstration that answers at once, without checking.
         corrupted_worked: writes a wrong answer that is worked out, but for a slip.
         corrupted_direct: writes a wrong answer near the right one, stated at once.
+        next_lines: lists the lines that may follow some right lines in a right answer; none after the answer itself.
     """
 
     data_source: str
@@ -65,6 +66,7 @@ class BuiltinTask:
     cheap: Callable[[Problem, random.Random], str]
     corrupted_worked: Callable[[Problem, random.Random], str]
     corrupted_direct: Callable[[Problem, random.Random], str]
+    next_lines: Callable[[Problem, Sequence[str]], Collection[str]]
 
 
 TASKS: Registry[BuiltinTask] = Registry("task", key="task")

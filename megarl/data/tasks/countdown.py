@@ -6,6 +6,8 @@ tries the candidates in order until one hits; the cheap one is a random candidat
 
 import json
 import random
+from collections.abc import Sequence
+from itertools import permutations, product
 
 from megarl.data.tasks.base import TASKS, BuiltinTask, Problem
 
@@ -71,6 +73,21 @@ def _corrupted_direct(problem: Problem, rng: random.Random) -> str:
     return f"<answer>{rng.choice(wrong)}</answer>"
 
 
+def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
+    """List what adds and subtracts the numbers in any order, with its value, and as answer what hits the target."""
+    if lines and lines[-1].startswith("<answer>"):
+        return set()
+    found = set()
+    for order in set(permutations(problem.numbers)):
+        for signs in product((1, -1), repeat=len(order) - 1):
+            expression = f"{order[0]}" + "".join(f"{s * n:+d}" for s, n in zip(signs, order[1:], strict=True))
+            value = order[0] + sum(s * n for s, n in zip(signs, order[1:], strict=True))
+            found.add(f"{expression}={value}")
+            if value == problem.target:
+                found.add(f"<answer>{expression}</answer>")
+    return found
+
+
 COUNTDOWN = TASKS.register("countdown")(
     BuiltinTask(
         data_source="megarl/countdown",
@@ -81,5 +98,6 @@ COUNTDOWN = TASKS.register("countdown")(
         cheap=_cheap,
         corrupted_worked=_corrupted_worked,
         corrupted_direct=_corrupted_direct,
+        next_lines=_next_lines,
     )
 )

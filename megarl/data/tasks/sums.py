@@ -4,6 +4,8 @@ Level n adds n + 1 numbers from 1 to 9. The cheap answer is the sum to the neare
 """
 
 import random
+import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -58,6 +60,20 @@ def _corrupted_direct(problem: Problem, rng: random.Random) -> str:
     return f"#### {_slipped(problem.target, rng, 1.0)}"
 
 
+def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
+    """List the answer and, for each number that is left, the step that adds it; numbers may come in any order."""
+    answer = f"#### {problem.target}"
+    if answer in lines:
+        return set()
+    left, totals = Counter(problem.numbers), set(problem.numbers)
+    for step, line in enumerate(lines):
+        before, number, total = map(int, re.split(r"[+=]", line))
+        left -= Counter([number] if step else [before, number])
+        totals = {total}
+    steps = ((a, b) for a in totals for b in left if lines or a != b or left[b] > 1)
+    return {answer, *(f"{a}+{b}={a + b}" for a, b in steps)}
+
+
 def _worked(numbers: Sequence[int], totals: Sequence[int], answer: int) -> str:
     """Write running totals and an answer, right or wrong."""
     lines = [f"{a}+{n}={b}" for n, (a, b) in zip(numbers[1:], pairwise(totals), strict=True)]
@@ -82,5 +98,6 @@ SUMS = TASKS.register("sums")(
         cheap=_cheap,
         corrupted_worked=_corrupted_worked,
         corrupted_direct=_corrupted_direct,
+        next_lines=_next_lines,
     )
 )
