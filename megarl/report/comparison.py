@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.errors import ConfigError, DataError
 from megarl.report.run import Run
-from megarl.report.statistics import Difference, Spread, difference_of, holm, spread_of
+from megarl.report.statistics import Difference, Spread, difference_of, holm, paired_difference, spread_of
 from megarl.report.summary import REWARD_EDGE_STEPS, SAMPLED, Estimate, validation_curve
 
 # Holm-corrected p-value below which a difference is called clear.
@@ -85,10 +85,11 @@ class GroupResult:
 class Comparison:
     """Compares groups of runs, in the order in which their first runs were given.
 
-    notes: what makes the groups hard to compare.
+    notes: what makes the groups hard to compare. paired: differences are those of runs with equal seeds.
     """
 
     baseline: str
+    paired: bool
     groups: tuple[GroupResult, ...]
     notes: tuple[str, ...]
 
@@ -126,14 +127,15 @@ def group_runs(runs: Sequence[Run], by: str) -> dict[str, list[Run]]:
     return groups
 
 
-def compare(groups: Mapping[str, Sequence[Run]], baseline: str | None = None) -> Comparison:
+def compare(groups: Mapping[str, Sequence[Run]], baseline: str | None = None, *, paired: bool = False) -> Comparison:
     """Compute each group's results and their differences from the baseline.
 
-    baseline: the name of a group; None takes the first.
+    baseline: the name of a group; None takes the first. paired: compare each run with the baseline's run of the same
+    seed, for groups that share more than their settings, such as the same prompts in the same order.
 
     Raises:
         ConfigError: no group has the baseline's name.
-        DataError: a run was never validated.
+        DataError: a run was never validated, or a group shares no seed with the baseline.
     """
     baseline = baseline or next(iter(groups))
     if baseline not in groups:
@@ -145,14 +147,27 @@ def compare(groups: Mapping[str, Sequence[Run]], baseline: str | None = None) ->
         for run, total in totals
         if isinstance(total, int) and run.last_step < total
     ]
-    others = {n: difference_of(g.after, results[baseline].after) for n, g in results.items() if n != baseline}
+    difference = _paired if paired else lambda group, base: difference_of(group.after, base.after)
+    others = {n: difference(g, results[baseline]) for n, g in results.items() if n != baseline}
     p_values = {name: d.p_value for name, d in others.items() if d.p_value is not None}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return Comparison(
         baseline=baseline,
+        paired=paired,
         groups=tuple(replace(g, difference=others.get(n), adjusted_p=adjusted.get(n)) for n, g in results.items()),
         notes=(*unfinished, *_differing_settings(groups)),
     )
+
+
+def _paired(group: GroupResult, baseline: GroupResult) -> Difference:
+    scores = {run.seed: run.after.score for run in baseline.runs}
+    pairs = [(run.after.score, scores[run.seed]) for run in group.runs if run.seed in scores]
+    if not pairs:
+        raise DataError(
+            f"{group.name}: got seeds {[run.seed for run in group.runs]}, expected some of {list(scores)}, those of "
+            f"{baseline.name}; compare without pairs"
+        )
+    return paired_difference(pairs)
 
 
 def _seed_of(run: Run) -> int:

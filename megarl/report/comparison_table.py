@@ -69,9 +69,10 @@ def _legend(comparison: Comparison) -> list[str]:
         "binomial: standard error of one run's score from the number of validation answers alone, √(p(1−p)/n)",
         f"reward: mean training reward of the last {REWARD_EDGE_STEPS} steps; mean |Δ|: engine against trainer, nats",
     ]
+    over, test = ("pairs of one seed", "paired t-test") if comparison.paired else ("seeds", "Welch's t-test")
     if num_tests:
         lines += [
-            f"difference: of `after`, ± its standard error over seeds; p: Welch's t-test, Holm-corrected for "
+            f"difference: of `after`, ± its standard error over {over}; p: {test}, Holm-corrected for "
             f"{num_tests} comparison(s), clear below {CLEAR_P_VALUE:g}",
             "a difference within noise may still exist: few seeds show large differences only",
         ]

@@ -36,8 +36,8 @@ def spread_of(values: Sequence[float]) -> Spread:
 class Difference:
     """Holds the difference between two groups' means.
 
-    std_error: √(s₁²/n₁ + s₂²/n₂); None if a group has a single value. p_value: two-sided, of Welch's t-test; None if
-    there is no standard error, or it is 0.
+    std_error: √(s₁²/n₁ + s₂²/n₂), or s/√n of the differences of n pairs; None if there is a single value. p_value:
+    two-sided, of a t-test; None if there is no standard error, or it is 0.
     """
 
     mean: float
@@ -59,6 +59,18 @@ def difference_of(group: Spread, baseline: Spread) -> Difference:
         return Difference(mean=mean, std_error=0.0)
     dof = (ours + theirs) ** 2 / (ours**2 / (group.count - 1) + theirs**2 / (baseline.count - 1))
     return Difference(mean=mean, std_error=std_error, p_value=two_sided_p(mean / std_error, dof))
+
+
+def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
+    """Compare values with those of a baseline, each with its own, by the t-test of their differences."""
+    spread = spread_of([value - baseline for value, baseline in pairs])
+    if spread.std is None:
+        return Difference(mean=spread.mean)
+    std_error = spread.std / math.sqrt(spread.count)
+    if std_error == 0.0:
+        return Difference(mean=spread.mean, std_error=0.0)
+    p_value = two_sided_p(spread.mean / std_error, spread.count - 1)
+    return Difference(mean=spread.mean, std_error=std_error, p_value=p_value)
 
 
 def two_sided_p(t: float, dof: float) -> float:

@@ -111,6 +111,26 @@ def test_differences_and_verdicts(study: list[Path]) -> None:
     assert groups["gspo"].verdict == "one seed: cannot tell"
 
 
+def test_pairs_of_seeds_show_what_the_spread_of_seeds_hides(tmp_path: Path) -> None:
+    """Seeds are 0.2 apart, differences 0.01, 0.02 and 0.03: p = 0.074 by two degrees of freedom."""
+    paths = [*write_group(tmp_path, "grpo", (0.5, 0.7, 0.9)), *write_group(tmp_path, "cpo", (0.51, 0.72, 0.93))]
+    groups = group_runs(load_runs(paths), "algo")
+    alone, paired = (compare(groups, paired=paired).groups[1] for paired in (False, True))
+    assert alone.difference is not None
+    assert paired.difference is not None
+    assert alone.difference.std_error == pytest.approx(math.sqrt((0.2**2 + 0.21**2) / 3))
+    assert paired.difference.mean == pytest.approx(0.02)
+    assert paired.difference.std_error == pytest.approx(0.01 / math.sqrt(3))
+    assert paired.adjusted_p == pytest.approx(0.0742, abs=1e-4)
+    assert "paired t-test" in comparison_text(compare(groups, paired=True))
+
+
+def test_pairs_need_a_common_seed(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path, "grpo", 0, 0.5), write_run(tmp_path, "cpo", 1, 0.5)]
+    with pytest.raises(DataError, match=r"cpo: got seeds \[1\], expected some of \[0\], those of grpo"):
+        compare(group_runs(load_runs(paths), "algo"), paired=True)
+
+
 def test_the_same_difference_among_more_comparisons_is_within_noise(study: list[Path], tmp_path: Path) -> None:
     """Holm doubles 0.0376 once there is a second comparison, though that one shows nothing."""
     more = write_group(tmp_path, "cpo", [0.90, 0.94, 0.99])

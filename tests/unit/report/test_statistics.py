@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.report.statistics import Spread, difference_of, holm, spread_of, two_sided_p
+from megarl.report.statistics import Spread, difference_of, holm, paired_difference, spread_of, two_sided_p
 
 
 def test_spread() -> None:
@@ -55,6 +55,15 @@ def test_no_test_without_spread() -> None:
     assert (difference_of(one, two).std_error, difference_of(one, two).p_value) == (None, None)
     assert (difference_of(two, one).std_error, difference_of(two, one).p_value) == (None, None)
     assert (difference_of(same, same).std_error, difference_of(same, same).p_value) == (0.0, None)
+
+
+def test_pairs() -> None:
+    """Differences 1, 2, 3: mean 2, sd 1, t = 2√3. With 2 degrees of freedom p = 1 − t/√(t² + 2)."""
+    found = paired_difference([(11.0, 10.0), (22.0, 20.0), (33.0, 30.0)])
+    assert (found.mean, found.std_error) == (2.0, pytest.approx(1 / math.sqrt(3)))
+    assert found.p_value == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-6)
+    one, same = paired_difference([(1.0, 0.5)]), paired_difference([(1.0, 0.5), (2.0, 1.5)])
+    assert (one.std_error, one.p_value, same.std_error, same.p_value) == (None, None, 0.0, None)
 
 
 def test_holm() -> None:
