@@ -1,0 +1,113 @@
+"""Answers of a local model: which tokens are wrong, and what a hint changes, against transformers' own numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.data.tasks import SUMS
+from megarl.data.tasks.sums import pose_sum
+from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
+from tools.study.hinted import PLACES, Answer, LocalModel, hinted_chat, plain_chat
+from tools.study.signal import EARLIER, FIRST, LATER, RIGHT_ROW, STEP, token_kinds
+
+SUM = pose_sum((5, 7, 3))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    sizes = TinyModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=24)
+    make_tiny_model(path, sizes, seed=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judge(path: Path) -> Callable[[str], Answer]:
+    model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
+
+    def of(text: str) -> Answer:
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return model.judge(SUMS, SUM, 0, ids)
+
+    return of
+
+
+def test_tokens_of_the_first_mistake(judge: Callable[[str], Answer]) -> None:
+    answer = judge("5+7=13\n13+3=16\n#### 16")
+    # Every character is a token: the 3 is wrong, and the last one of its line.
+    expected = [*[EARLIER] * 5, FIRST, *[LATER] * (len("\n13+3=16\n#### 16") + 1)]
+    assert token_kinds(answer).tolist() == expected
+    assert not answer.correct
+    assert answer.answer_span.tolist() == [False] * 20 + [True, True, False]
+
+
+def test_a_misread_number_makes_the_rest_of_its_step_wrong(judge: Callable[[str], Answer]) -> None:
+    assert token_kinds(judge("5+8=13\n#### 13"))[:8].tolist() == [
+        EARLIER,
+        EARLIER,
+        FIRST,
+        STEP,
+        STEP,
+        STEP,
+        LATER,
+        LATER,
+    ]
+
+
+def test_an_answer_that_ends_too_early_has_a_wrong_end_token(judge: Callable[[str], Answer]) -> None:
+    assert token_kinds(judge("#### 1")).tolist() == [EARLIER] * 6 + [FIRST]
+
+
+def test_right_rows_have_no_mistake(judge: Callable[[str], Answer]) -> None:
+    answer = judge("5+7=12\n12+3=15\n#### 15")
+    assert answer.correct
+    assert set(token_kinds(answer)) == {RIGHT_ROW}
+
+
+def test_places() -> None:
+    assert [m["content"] for place in PLACES for m in hinted_chat("Q", "H", place)] == [
+        "Hint: H\nQ",
+        "Q\nHint: H",
+        "Hint: H",
+        "Q",
+        "Q\nHint: H\nQ",
+    ]
+
+
+def test_scores_are_those_of_each_row_alone(path: Path, judge: Callable[[str], Answer]) -> None:
+    model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    answers = [judge("#### 20"), judge("5+7=12\n12+3=15\n#### 15")]
+    chats = [plain_chat(SUM.question), hinted_chat(SUM.question, SUM.solution, "system")]
+    base, full = model.score(answers, [plain_chat(SUM.question)] * 2)
+    scores, _ = model.score(answers, chats, full)
+    for answer, chat, got in zip(answers, chats, scores, strict=True):
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(answer.token_ids)), list(answer.token_ids)]
+        assert torch.allclose(got.logprobs, expected, atol=1e-5)
+    # The first answer is scored as it was: nothing diverges. The second has a hint.
+    assert torch.allclose(scores[0].kl, torch.zeros(()), atol=1e-6)
+    assert (scores[1].kl > 0).all()
+    assert torch.equal(base[0].logprobs, scores[0].logprobs)
+
+
+def test_samples_are_whole_answers_of_their_problems(path: Path) -> None:
+    problems = [SUM, pose_sum((1, 2))]
+    model = LocalModel(path)
+    chats = [plain_chat(problem.question) for problem in problems]
+    answers = model.sample(SUMS, problems, chats, num_samples=40, max_tokens=64, seed=1)
+    assert answers
+    eos = AutoTokenizer.from_pretrained(path).eos_token_id
+    for answer in answers:
+        assert answer.token_ids.index(eos) == len(answer.token_ids) - 1
+        assert answer.problem == problems[answer.group]
+        assert len(answer.answer_span) == len(answer.token_ids)
+    again = model.sample(SUMS, problems, chats, num_samples=40, max_tokens=64, seed=1)
+    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+    assert np.isfinite([len(a.token_ids) for a in answers]).all()

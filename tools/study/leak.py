@@ -1,0 +1,122 @@
+"""Measure what policies over the steps of runs have taken from the hints that they were trained with."""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.convert.commands import mcore_to_hf
+from megarl.convert.engine import Settings
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import held_out_problems
+from megarl.report.run import Run, load_runs
+from tools.study.hinted import LocalModel, hinted_chat, plain_chat
+
+# Where the tiny model's demonstrations have their hints, and runs on built-in tasks too.
+PLACE = "before_question"
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakStudy:
+    """These are the held-out problems that policies answer, the same ones for all."""
+
+    task: str
+    num_prompts: int
+    num_samples: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """This is what one policy does with held-out problems; means over no answers are None.
+
+    Attributes:
+        score: share of right answers, of all that were sampled without a hint.
+        unworked: share of complete answers whose steps do not lead to the target, as if it were known.
+        copied: share of right answers that are unworked or have a wrong step: a right answer that does not follow.
+        answer_gain_right, answer_gain_wrong: mean change of the log-prob by the hint on tokens of the final answer.
+        step_gain_right, step_gain_wrong: the same on all other tokens.
+        hinted_score: share of right answers, of those that were sampled with the hint.
+        hinted_unworked: share of unworked answers with the hint.
+    """
+
+    name: str
+    seed: int
+    step: int
+    score: float
+    unworked: float | None
+    copied: float | None
+    answer_gain_right: float | None
+    answer_gain_wrong: float | None
+    step_gain_right: float | None
+    step_gain_wrong: float | None
+    hinted_score: float
+    hinted_unworked: float | None
+
+
+def measure(study: LeakStudy, run_dirs: Sequence[Path], models: Path) -> list[Policy]:
+    """Measure every policy of the runs, with a line for each; converted checkpoints are kept under `models`."""
+    policies = []
+    for run, run_dir in zip(load_runs(run_dirs), run_dirs, strict=True):
+        for step, path in _models(run, run_dir, models):
+            policy = measure_policy(study, run, step, LocalModel(path))
+            print(f"{run.label} step {step}: score {policy.score:.3f}, copied {policy.copied}", flush=True)
+            policies.append(policy)
+    return policies
+
+
+def _models(run: Run, run_dir: Path, out: Path) -> Iterator[tuple[int, Path]]:
+    """Yield steps and Hugging Face directories: the model that the run began with, then its checkpoints."""
+    start = Path(run.config["model"]["path"])
+    yield 0, start
+    for checkpoint in sorted(run_dir.glob("checkpoints/step_*")):
+        path = out / f"{run.label}-{checkpoint.name}"
+        if not path.is_dir():
+            mcore_to_hf(checkpoint, Settings(out=path, num_workers=1), model=start)
+        yield int(checkpoint.name.removeprefix("step_")), path
+
+
+def measure_policy(study: LeakStudy, run: Run, step: int, model: LocalModel) -> Policy:
+    """Sample answers without and with a hint, and score the former with it."""
+    task, rng = TASKS.get(study.task), random.Random(f"leak/{study.task}/{study.seed}")
+    problems = held_out_problems(task, rng, task.rl_mix, study.num_prompts)
+    sampling = {"num_samples": study.num_samples, "max_tokens": MAX_TOKENS, "seed": study.seed}
+    plain = [plain_chat(problem.question) for problem in problems]
+    hinted = [hinted_chat(problem.question, problem.solution, PLACE) for problem in problems]
+    answers = model.sample(task, problems, plain, **sampling)
+    with_hint = model.sample(task, problems, hinted, **sampling)
+    base, _ = model.score(answers, [plain[answer.group] for answer in answers])
+    scores, _ = model.score(answers, [hinted[answer.group] for answer in answers])
+    gains = [(score.logprobs - old.logprobs).numpy() for score, old in zip(scores, base, strict=True)]
+    num_sampled = study.num_prompts * study.num_samples
+
+    def gain(*, correct: bool, in_answer: bool) -> float | None:
+        return _mean(
+            value
+            for answer, row in zip(answers, gains, strict=True)
+            if answer.correct == correct
+            for value in row[answer.answer_span == in_answer]
+        )
+
+    return Policy(
+        name=str(run.config["run"]["name"]).rpartition("-seed")[0],
+        seed=int(run.config["run"]["seed"]),
+        step=step,
+        score=sum(answer.correct for answer in answers) / num_sampled,
+        unworked=_mean(not answer.read.worked for answer in answers),
+        copied=_mean(not answer.read.worked or answer.mistake is not None for answer in answers if answer.correct),
+        answer_gain_right=gain(correct=True, in_answer=True),
+        answer_gain_wrong=gain(correct=False, in_answer=True),
+        step_gain_right=gain(correct=True, in_answer=False),
+        step_gain_wrong=gain(correct=False, in_answer=False),
+        hinted_score=sum(answer.correct for answer in with_hint) / num_sampled,
+        hinted_unworked=_mean(not answer.read.worked for answer in with_hint),
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = [float(value) for value in values]
+    return float(np.mean(found)) if found else None

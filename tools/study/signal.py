@@ -1,0 +1,210 @@
+"""Measure the signal of hints: the area under the ROC curve of each against the first mistakes of wrong answers."""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.config import from_dict
+from megarl.config.algo import CpoConfig
+from megarl.config.load import read_yaml
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import held_out_problems
+from megarl.errors import ConfigError
+from tools.study.hinted import PLACES, Answer, LocalModel, Scores, hinted_chat, plain_chat
+from tools.study.roc import Area, Floats, area_under_roc
+from tools.study.warm_starts import WarmStart, warm_model
+
+# A signal that needs no hint: how unlikely the policy itself found the token.
+SURPRISE = "surprise"
+# Where a token of an answer stands.
+RIGHT_ROW, EARLIER, FIRST, STEP, LATER = range(5)
+POSITIVE = {"step": (FIRST, STEP), "first token": (FIRST,)}
+NEGATIVE = {"same rows": (EARLIER,), "right rows": (RIGHT_ROW,)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStudy:
+    """This is a task of a study and the models that are tried on it."""
+
+    task: str
+    warm_starts: tuple[WarmStart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalStudy:
+    """This is the content of a study file. num_draws: bootstrap samples behind each standard error."""
+
+    dir: str
+    tasks: tuple[TaskStudy, ...]
+    seed: int = 0
+    num_prompts: int = 256
+    num_samples: int = 4
+    max_tokens: int = 64
+    num_draws: int = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """This is one way to measure what a hint tells: an estimator, the hint's place, a baseline, and tokens left out.
+
+    place: empty for `SURPRISE`, which has no hint.
+    """
+
+    place: str
+    estimator: str
+    shuffled: bool
+    excluded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """This is the area of one signal against one kind of positive and negative tokens; None if a kind is missing."""
+
+    signal: Signal
+    positive: str
+    negative: str
+    area: Area | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelResult:
+    """This is what a study found of one model.
+
+    Attributes:
+        num_odd: right answers with wrong steps, and wrong ones without; neither kind is counted further.
+        num_in_answer: wrong answers whose first mistake is in the final answer.
+        hinted_accuracy: by place of the hint; it says whether the model makes use of a hint there.
+    """
+
+    task: str
+    model: WarmStart
+    num_answers: int
+    num_right: int
+    num_wrong: int
+    num_odd: int
+    num_in_answer: int
+    accuracy: float
+    hinted_accuracy: dict[str, float]
+    cells: tuple[Cell, ...]
+
+
+def load_signal_study(path: Path) -> SignalStudy:
+    """Read a study file. An unknown key, task or type raises a ConfigError that names the file."""
+    try:
+        study = from_dict(SignalStudy, read_yaml(path))
+        for task in study.tasks:
+            TASKS.get(task.task)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return study
+
+
+def measure(study: SignalStudy) -> list[ModelResult]:
+    """Measure every model of the study, and print a line for each."""
+    results = []
+    for task_study in study.tasks:
+        for start in task_study.warm_starts:
+            path = warm_model(Path(study.dir) / task_study.task, task_study.task, start, seed=study.seed)
+            result = measure_model(study, task_study.task, start, LocalModel(path))
+            hinted = ", ".join(f"{place} {value:.2f}" for place, value in result.hinted_accuracy.items())
+            print(f"{result.task} {start.name}: accuracy {result.accuracy:.2f}, with hint {hinted}", flush=True)
+            results.append(result)
+    return results
+
+
+def measure_model(study: SignalStudy, task_name: str, start: WarmStart, model: LocalModel) -> ModelResult:
+    """Sample a model's answers to held-out problems without a hint, and measure every signal on them."""
+    task, rng = TASKS.get(task_name), random.Random(f"signal/{task_name}/{study.seed}")
+    problems = held_out_problems(task, rng, task.rl_mix, study.num_prompts)
+    sampling = {"max_tokens": study.max_tokens, "seed": study.seed}
+    plain = [plain_chat(problem.question) for problem in problems]
+    sampled = model.sample(task, problems, plain, num_samples=study.num_samples, **sampling)
+    answers = [answer for answer in sampled if answer.correct == (answer.mistake is None)]
+    base, full = model.score(answers, [plain_chat(answer.problem.question) for answer in answers])
+    surprise = Signal(place="", estimator=SURPRISE, shuffled=False, excluded=False)
+    hinted_accuracy, cells = {}, list(cells_of(study, answers, [(surprise, [-score.logprobs for score in base])]))
+    for place in PLACES:
+        chats = [hinted_chat(problem.question, problem.solution, place) for problem in problems]
+        others = [hinted_chat(p.question, problems[i - 1].solution, place) for i, p in enumerate(problems)]
+        with_hint = model.sample(task, problems, chats, num_samples=1, **sampling)
+        hinted_accuracy[place] = sum(answer.correct for answer in with_hint) / study.num_prompts
+        hinted, _ = model.score(answers, [chats[answer.group] for answer in answers], full)
+        shuffled, _ = model.score(answers, [others[answer.group] for answer in answers])
+        cells += cells_of(study, answers, signals_of(place, base, hinted, shuffled))
+    right = [answer for answer in answers if answer.correct]
+    wrong = [answer for answer in answers if not answer.correct]
+    return ModelResult(
+        task=task_name,
+        model=start,
+        num_answers=len(sampled),
+        num_right=len(right),
+        num_wrong=len(wrong),
+        num_odd=len(sampled) - len(answers),
+        num_in_answer=sum(bool(answer.answer_span[answer.mistake].any()) for answer in wrong),
+        accuracy=sum(answer.correct for answer in sampled) / (study.num_prompts * study.num_samples),
+        hinted_accuracy=hinted_accuracy,
+        cells=tuple(cells),
+    )
+
+
+def signals_of(
+    place: str, base: Sequence[Scores], hinted: Sequence[Scores], shuffled: Sequence[Scores]
+) -> Iterator[tuple[Signal, list[torch.Tensor]]]:
+    """Yield −MI per token by every estimator, as CPO computes it, against both baselines."""
+    for name in MI_ESTIMATORS:
+        estimator = MI_ESTIMATORS.get(name)
+        low, high = estimator.bounds(CpoConfig().ratio_clamp)
+        for is_shuffled, baseline in ((False, base), (True, shuffled)):
+            if is_shuffled and estimator.uses_hint_kl:
+                continue  # which is no difference of log-probs
+            gains = [
+                estimator.of((hint.logprobs - other.logprobs).clamp(low, high), hint.logprobs, hint.kl)
+                for hint, other in zip(hinted, baseline, strict=True)
+            ]
+            yield (
+                Signal(place=place, estimator=name, shuffled=is_shuffled, excluded=False),
+                [-gain for gain in gains],
+            )
+
+
+def cells_of(
+    study: SignalStudy, answers: Sequence[Answer], signals: Iterable[tuple[Signal, list[torch.Tensor]]]
+) -> Iterator[Cell]:
+    """Compute the areas of signals on all tokens, and on those outside of final answers."""
+    kinds = np.concatenate([token_kinds(answer) for answer in answers])
+    groups = np.concatenate([np.full(len(answer.token_ids), answer.group) for answer in answers])
+    outside = ~np.concatenate([answer.answer_span for answer in answers])
+    for signal, values in signals:
+        scores: Floats = torch.cat(values).double().numpy()
+        for excluded in (False, True):
+            for positive, wanted in POSITIVE.items():
+                for negative, others in NEGATIVE.items():
+                    kept = np.isin(kinds, (*wanted, *others)) & (outside | (not excluded))
+                    yield Cell(
+                        signal=replace(signal, excluded=excluded),
+                        positive=positive,
+                        negative=negative,
+                        area=area_under_roc(
+                            scores[kept],
+                            np.isin(kinds, wanted)[kept],
+                            groups[kept],
+                            num_draws=study.num_draws,
+                            seed=study.seed,
+                        ),
+                    )
+
+
+def token_kinds(answer: Answer) -> np.ndarray:
+    """Tell where each token stands: in a right row, or before, in and after the first mistake of a wrong one."""
+    if answer.mistake is None:
+        return np.full(len(answer.token_ids), RIGHT_ROW)
+    kinds = np.full(len(answer.token_ids), LATER)
+    kinds[: answer.mistake.start] = EARLIER
+    kinds[answer.mistake] = STEP
+    kinds[answer.mistake.start] = FIRST
+    return kinds
