@@ -1,4 +1,4 @@
-"""Answers of a small model, sampled without a hint and scored with it, on the CPU and without a cluster."""
+"""Answers of a small model, sampled and scored with and without hints, on the CPU and without a cluster."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -8,36 +8,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.algos.cpo import CpoInputs
+from megarl.config.algo import HintConfig
 from megarl.data.answer_span import answer_mask
 from megarl.data.chat import encode_chats
+from megarl.data.hints import HintedPrompt, HintPlacer, donors, hinted_rows
 from megarl.data.tasks import BuiltinTask, Problem
 from megarl.data.tasks.mistakes import ReadAnswer, read_answer
+from megarl.evaluation.hint_signal import score_hints
 from megarl.rewards import score
-from megarl.types import BoolArray, Message
+from megarl.types import BoolArray, Message, Prompt, Row
 
-# What the user says where it is not the question alone; a system turn has the hint alone.
-_USER_TURNS: Mapping[str, str] = {
-    "before_question": "Hint: {hint}\n{question}",
-    "after_question": "{question}\nHint: {hint}",
-    "system": "{question}",
-    "user_turn": "{question}\nHint: {hint}\n{question}",
+# A hint in every place, in the words that the tiny model's demonstrations have before the question.
+HINTS: Mapping[str, HintConfig] = {
+    "before_question": HintConfig(place="before_question", template="Hint: {hint}\n", on_missing="error"),
+    "after_question": HintConfig(place="after_question", template="\nHint: {hint}", on_missing="error"),
+    "system": HintConfig(place="system", template="Hint: {hint}", on_missing="error"),
+    "user_turn": HintConfig(place="user_turn", template="{question}\nHint: {hint}\n{question}", on_missing="error"),
 }
-PLACES = tuple(_USER_TURNS)
+MAX_PROMPT_TOKENS = 256
 BATCH_ROWS = 128
-
-
-def plain_chat(question: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}]
-
-
-def hinted_chat(question: str, hint: str, place: str) -> list[dict[str, str]]:
-    """Write the chat of a question with a hint in one of `PLACES`."""
-    user = {"role": "user", "content": _USER_TURNS[place].replace("{question}", question).replace("{hint}", hint)}
-    return [{"role": "system", "content": f"Hint: {hint}"}, user] if place == "system" else [user]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +37,18 @@ class Answer:
     """This is a sampled answer to a problem, the place of which among all problems is `group`.
 
     Attributes:
-        token_ids: with the end token, if it was written.
+        token_ids: with the end token.
         read: the answer up to its first mistake.
         mistake: tokens from the first wrong one to the end of its line; None without a mistake.
         answer_span: [R] bool, the tokens of the final answer.
     """
 
     group: int
-    problem: Problem
     token_ids: tuple[int, ...]
     correct: bool
     read: ReadAnswer
     mistake: slice | None
     answer_span: BoolArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """These are [R] per token of one answer: its log-prob, and KL(scored ‖ policy without hint) over the vocabulary."""
-
-    logprobs: Tensor
-    kl: Tensor
 
 
 class LocalModel:
@@ -75,24 +58,42 @@ class LocalModel:
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
-    def encode(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
-        return encode_chats(self._tokenizer, [[Message(**message) for message in chat] for chat in chats])
+    def pose(self, problems: Sequence[Problem]) -> list[Prompt]:
+        """Write problems as prompts, whose uids are their places, with the solution to be given as a hint."""
+        chats = [[Message(role="user", content=problem.question)] for problem in problems]
+        return [
+            Prompt(
+                uid=str(i),
+                token_ids=tuple(ids),
+                data_source="",
+                ground_truth=problem.ground_truth,
+                extra_info={"solution": problem.solution},
+                messages=tuple(chat),
+            )
+            for i, (problem, chat, ids) in enumerate(
+                zip(problems, chats, encode_chats(self._tokenizer, chats), strict=True)
+            )
+        ]
+
+    def hint(self, prompts: Sequence[Prompt], cfg: HintConfig) -> dict[str, HintedPrompt]:
+        """Give every prompt its own hint."""
+        placer = HintPlacer(self._tokenizer, cfg, max_prompt_tokens=MAX_PROMPT_TOKENS)
+        return placer.place_all({prompt.uid: prompt for prompt in prompts})
 
     @torch.inference_mode()
     def sample(
         self,
         task: BuiltinTask,
         problems: Sequence[Problem],
-        chats: Sequence[Sequence[Mapping[str, str]]],
+        prompts: Sequence[Sequence[int]],
         *,
         num_samples: int,
         max_tokens: int,
         seed: int,
     ) -> list[Answer]:
-        """Sample answers to the chats, one per problem, at temperature 1. Those that hit the limit are left out."""
+        """Sample answers to the problems' prompts at temperature 1. Those that hit the limit are left out."""
         eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
-        prompts = self.encode(chats)
-        rows = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(num_samples)]
+        rows = [(group, list(prompt)) for group, prompt in enumerate(prompts) for _ in range(num_samples)]
         answers = []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -106,8 +107,7 @@ class LocalModel:
                 )[:, width:].tolist()
                 for (group, _), row in zip(chunk, written, strict=True):
                     if eos in row:
-                        token_ids = row[: row.index(eos) + 1]
-                        answers.append(self.judge(task, problems[group], group, token_ids))
+                        answers.append(self.judge(task, problems[group], group, row[: row.index(eos) + 1]))
         return answers
 
     def judge(self, task: BuiltinTask, problem: Problem, group: int, token_ids: Sequence[int]) -> Answer:
@@ -123,7 +123,6 @@ class LocalModel:
             mistake = slice(first, max(bisect_right(ends, read.mistake.stop - 1) + 1, first + 1))
         return Answer(
             group=group,
-            problem=problem,
             token_ids=tuple(token_ids),
             correct=score(task.data_source, text, problem.ground_truth, {}).correct,
             read=read,
@@ -131,32 +130,26 @@ class LocalModel:
             answer_span=np.append(answer_mask(content, self._tokenizer.decode), False),
         )
 
-    def score(
-        self, answers: Sequence[Answer], chats: Sequence[Sequence[Mapping[str, str]]], base: Sequence[Tensor] = ()
-    ) -> tuple[list[Scores], list[Tensor]]:
-        """Score answers after the chats; also return each one's log-probs over the vocabulary, [R, V].
-
-        base: those without a hint, from an earlier call, for the divergence; without it that is 0.
-        """
-        scores, everything = [], []
-        for i, logprobs in enumerate(self._logprobs(self.encode(chats), [list(a.token_ids) for a in answers])):
-            chosen = logprobs.gather(-1, torch.tensor(answers[i].token_ids)[:, None])[:, 0]
-            kl = (logprobs.exp() * (logprobs - base[i])).sum(-1) if base else torch.zeros_like(chosen)
-            scores.append(Scores(logprobs=chosen, kl=kl))
-            everything.append(logprobs)
-        return scores, everything
-
-    @torch.inference_mode()
-    def _logprobs(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Compute log-probs over the vocabulary at every token of the responses, [R, V] each."""
-        rows = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-        found = []
-        for start in range(0, len(rows), BATCH_ROWS):
-            chunk = rows[start : start + BATCH_ROWS]
-            width = max(map(len, chunk))
-            # What stands behind a row does not change its scores: attention is causal.
-            logits = self._model(torch.tensor([row + [0] * (width - len(row)) for row in chunk])).logits
-            for i, row_logits in enumerate(logits, start=start):
-                first = len(prompts[i]) - 1
-                found.append(F.log_softmax(row_logits[first : first + len(responses[i])].float(), dim=-1))
-        return found
+    def score(self, answers: Sequence[Answer], prompts: Sequence[Prompt], cfg: HintConfig, *, seed: int) -> CpoInputs:
+        """Score answers without a hint, with their prompts' own hints, and with those of other prompts."""
+        placer = HintPlacer(self._tokenizer, cfg, max_prompt_tokens=MAX_PROMPT_TOKENS)
+        posed = {prompt.uid: prompt for prompt in prompts}
+        own = placer.place_all(posed)
+        others = placer.place_all(posed, donors(own, seed=seed))
+        rows = [
+            Row(
+                uid=str(answer.group),
+                sample_index=i,
+                token_ids=np.array([*prompts[answer.group].token_ids, *answer.token_ids]),
+                num_prompt_tokens=len(prompts[answer.group].token_ids),
+                loss_mask=np.ones(len(answer.token_ids), dtype=np.bool_),
+            )
+            for i, answer in enumerate(answers)
+        ]
+        return score_hints(
+            self._model,
+            rows,
+            hinted_rows(rows, own),
+            hinted_rows(rows, others),
+            correct=[answer.correct for answer in answers],
+        )

@@ -12,7 +12,7 @@ from megarl.convert.engine import Settings
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import held_out_problems
 from megarl.report.run import Run, load_runs
-from tools.study.hinted import LocalModel, hinted_chat, plain_chat
+from tools.study.hinted import HINTS, LocalModel
 
 # Where the tiny model's demonstrations have their hints, and runs on built-in tasks too.
 PLACE = "before_question"
@@ -83,14 +83,13 @@ def measure_policy(study: LeakStudy, run: Run, step: int, model: LocalModel) -> 
     """Sample answers without and with a hint, and score the former with it."""
     task, rng = TASKS.get(study.task), random.Random(f"leak/{study.task}/{study.seed}")
     problems = held_out_problems(task, rng, task.rl_mix, study.num_prompts)
+    prompts = model.pose(problems)
     sampling = {"num_samples": study.num_samples, "max_tokens": MAX_TOKENS, "seed": study.seed}
-    plain = [plain_chat(problem.question) for problem in problems]
-    hinted = [hinted_chat(problem.question, problem.solution, PLACE) for problem in problems]
-    answers = model.sample(task, problems, plain, **sampling)
+    hinted = [prompt.token_ids.tolist() for prompt in model.hint(prompts, HINTS[PLACE]).values()]
+    answers = model.sample(task, problems, [prompt.token_ids for prompt in prompts], **sampling)
     with_hint = model.sample(task, problems, hinted, **sampling)
-    base, _ = model.score(answers, [plain[answer.group] for answer in answers])
-    scores, _ = model.score(answers, [hinted[answer.group] for answer in answers])
-    gains = [(score.logprobs - old.logprobs).numpy() for score, old in zip(scores, base, strict=True)]
+    scores = model.score(answers, prompts, HINTS[PLACE], seed=study.seed)
+    gains = (scores.need("hint_logprobs") - scores.need("old_logprobs")).numpy()
     num_sampled = study.num_prompts * study.num_samples
 
     def gain(*, correct: bool, in_answer: bool) -> float | None:
@@ -98,7 +97,7 @@ def measure_policy(study: LeakStudy, run: Run, step: int, model: LocalModel) -> 
             value
             for answer, row in zip(answers, gains, strict=True)
             if answer.correct == correct
-            for value in row[answer.answer_span == in_answer]
+            for value in row[: len(answer.token_ids)][answer.answer_span == in_answer]
         )
 
     return Policy(

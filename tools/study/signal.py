@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import from_dict
-from megarl.config.algo import CpoConfig
 from megarl.config.load import read_yaml
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import held_out_problems
 from megarl.errors import ConfigError
-from tools.study.hinted import PLACES, Answer, LocalModel, Scores, hinted_chat, plain_chat
+from megarl.evaluation.hint_signal import mutual_information
+from tools.study.hinted import HINTS, Answer, LocalModel
 from tools.study.roc import Area, Floats, area_under_roc
 from tools.study.warm_starts import WarmStart, warm_model
 
@@ -121,21 +123,22 @@ def measure_model(study: SignalStudy, task_name: str, start: WarmStart, model: L
     """Sample a model's answers to held-out problems without a hint, and measure every signal on them."""
     task, rng = TASKS.get(task_name), random.Random(f"signal/{task_name}/{study.seed}")
     problems = held_out_problems(task, rng, task.rl_mix, study.num_prompts)
+    prompts = model.pose(problems)
     sampling = {"max_tokens": study.max_tokens, "seed": study.seed}
-    plain = [plain_chat(problem.question) for problem in problems]
+    plain = [prompt.token_ids for prompt in prompts]
     sampled = model.sample(task, problems, plain, num_samples=study.num_samples, **sampling)
     answers = [answer for answer in sampled if answer.correct == (answer.mistake is None)]
-    base, full = model.score(answers, [plain_chat(answer.problem.question) for answer in answers])
-    surprise = Signal(place="", estimator=SURPRISE, shuffled=False, excluded=False)
-    hinted_accuracy, cells = {}, list(cells_of(study, answers, [(surprise, [-score.logprobs for score in base])]))
-    for place in PLACES:
-        chats = [hinted_chat(problem.question, problem.solution, place) for problem in problems]
-        others = [hinted_chat(p.question, problems[i - 1].solution, place) for i, p in enumerate(problems)]
-        with_hint = model.sample(task, problems, chats, num_samples=1, **sampling)
+    hinted_accuracy: dict[str, float] = {}
+    cells: list[Cell] = []
+    for place, cfg in HINTS.items():
+        hinted = model.hint(prompts, cfg).values()
+        with_hint = model.sample(task, problems, [h.token_ids.tolist() for h in hinted], num_samples=1, **sampling)
         hinted_accuracy[place] = sum(answer.correct for answer in with_hint) / study.num_prompts
-        hinted, _ = model.score(answers, [chats[answer.group] for answer in answers], full)
-        shuffled, _ = model.score(answers, [others[answer.group] for answer in answers])
-        cells += cells_of(study, answers, signals_of(place, base, hinted, shuffled))
+        scores = model.score(answers, prompts, cfg, seed=study.seed)
+        if not cells:
+            surprise = Signal(place="", estimator=SURPRISE, shuffled=False, excluded=False)
+            cells += cells_of(study, answers, [(surprise, -scores.need("old_logprobs"))])
+        cells += cells_of(study, answers, signals_of(place, scores))
     right = [answer for answer in answers if answer.correct]
     wrong = [answer for answer in answers if not answer.correct]
     return ModelResult(
@@ -152,35 +155,24 @@ def measure_model(study: SignalStudy, task_name: str, start: WarmStart, model: L
     )
 
 
-def signals_of(
-    place: str, base: Sequence[Scores], hinted: Sequence[Scores], shuffled: Sequence[Scores]
-) -> Iterator[tuple[Signal, list[torch.Tensor]]]:
-    """Yield −MI per token by every estimator, as CPO computes it, against both baselines."""
-    for name in MI_ESTIMATORS:
-        estimator = MI_ESTIMATORS.get(name)
-        low, high = estimator.bounds(CpoConfig().ratio_clamp)
-        for is_shuffled, baseline in ((False, base), (True, shuffled)):
-            if is_shuffled and estimator.uses_hint_kl:
+def signals_of(place: str, scores: CpoInputs) -> Iterator[tuple[Signal, Tensor]]:
+    """Yield −MI [B, T] by every estimator, as CPO computes it, against both baselines."""
+    for estimator in MI_ESTIMATORS:
+        for shuffled in (False, True):
+            if shuffled and MI_ESTIMATORS.get(estimator).uses_hint_kl:
                 continue  # which is no difference of log-probs
-            gains = [
-                estimator.of((hint.logprobs - other.logprobs).clamp(low, high), hint.logprobs, hint.kl)
-                for hint, other in zip(hinted, baseline, strict=True)
-            ]
-            yield (
-                Signal(place=place, estimator=name, shuffled=is_shuffled, excluded=False),
-                [-gain for gain in gains],
-            )
+            signal = Signal(place=place, estimator=estimator, shuffled=shuffled, excluded=False)
+            yield signal, -mutual_information(scores, estimator, shuffled_baseline=shuffled)
 
 
-def cells_of(
-    study: SignalStudy, answers: Sequence[Answer], signals: Iterable[tuple[Signal, list[torch.Tensor]]]
-) -> Iterator[Cell]:
-    """Compute the areas of signals on all tokens, and on those outside of final answers."""
+def cells_of(study: SignalStudy, answers: Sequence[Answer], signals: Iterable[tuple[Signal, Tensor]]) -> Iterator[Cell]:
+    """Compute the areas of signals [B, T] on all tokens, and on those outside of final answers."""
     kinds = np.concatenate([token_kinds(answer) for answer in answers])
     groups = np.concatenate([np.full(len(answer.token_ids), answer.group) for answer in answers])
     outside = ~np.concatenate([answer.answer_span for answer in answers])
     for signal, values in signals:
-        scores: Floats = torch.cat(values).double().numpy()
+        rows = [row[: len(answer.token_ids)] for row, answer in zip(values, answers, strict=True)]
+        scores: Floats = torch.cat(rows).double().numpy()
         for excluded in (False, True):
             for positive, wanted in POSITIVE.items():
                 for negative, others in NEGATIVE.items():

@@ -9,13 +9,15 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from megarl.config import load_config
+from megarl.data.hints import hinted_messages
 from megarl.data.records import write_parquet
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.quickstart import CONFIGS, NUM_SFT, NUM_TRAIN, NUM_VAL
 from megarl.run.start import sft
-from tools.study.hinted import PLACES, hinted_chat
+from megarl.types import Message
+from tools.study.hinted import HINTS
 
 _MARK = "Hint: "
 
@@ -24,7 +26,7 @@ _MARK = "Hint: "
 class WarmStart:
     """This is a supervised model of a study, called `name` in its tables.
 
-    everywhere: the demonstrations that have a hint have it in every place of `PLACES` equally often; else they have it
+    everywhere: the demonstrations that have a hint have it in every place of `HINTS` equally often; else they have it
     before the question, as in the quickstart's data.
     """
 
@@ -60,5 +62,7 @@ def _with_hints_everywhere(rows: list[dict[str, Any]], rng: random.Random) -> It
         text = row["prompt"][0]["content"]
         if text.startswith(_MARK):
             hint, _, question = text.removeprefix(_MARK).rpartition("\n")
-            row["prompt"] = hinted_chat(question, hint, rng.choice(PLACES))
+            chat = [Message(role="user", content=question)]
+            moved = hinted_messages(chat, hint, HINTS[rng.choice(list(HINTS))])
+            row["prompt"] = [message.as_dict() for message in moved]
         yield row

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.data.tasks import SUMS
 from megarl.data.tasks.sums import pose_sum
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from tools.study.hinted import PLACES, Answer, LocalModel, hinted_chat, plain_chat
+from tools.study.hinted import HINTS, Answer, LocalModel
 from tools.study.signal import EARLIER, FIRST, LATER, RIGHT_ROW, STEP, token_kinds
 
 SUM = pose_sum((5, 7, 3))
@@ -68,46 +67,48 @@ def test_right_rows_have_no_mistake(judge: Callable[[str], Answer]) -> None:
     assert set(token_kinds(answer)) == {RIGHT_ROW}
 
 
-def test_places() -> None:
-    assert [m["content"] for place in PLACES for m in hinted_chat("Q", "H", place)] == [
-        "Hint: H\nQ",
-        "Q\nHint: H",
-        "Hint: H",
-        "Q",
-        "Q\nHint: H\nQ",
-    ]
+def test_hints_stand_where_the_model_learned_them(path: Path) -> None:
+    model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
+    prompts = model.pose([SUM])
+    texts = {place: tokenizer.decode(model.hint(prompts, cfg)["0"].token_ids) for place, cfg in HINTS.items()}
+    hint, question, end = f"Hint: {SUM.solution}", SUM.question, "<|im_end|>\n<|im_start|>assistant\n"
+    assert texts == {
+        "before_question": f"<|im_start|>user\n{hint}\n{question}{end}",
+        "after_question": f"<|im_start|>user\n{question}\n{hint}{end}",
+        "system": f"<|im_start|>system\n{hint}<|im_end|>\n<|im_start|>user\n{question}{end}",
+        "user_turn": f"<|im_start|>user\n{question}\n{hint}\n{question}{end}",
+    }
 
 
-def test_scores_are_those_of_each_row_alone(path: Path, judge: Callable[[str], Answer]) -> None:
+def test_scores_are_those_of_the_chats(path: Path, judge: Callable[[str], Answer]) -> None:
+    """Two problems give each other their hints."""
     model, tokenizer = LocalModel(path), AutoTokenizer.from_pretrained(path)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    other = pose_sum((1, 2))
     answers = [judge("#### 20"), judge("5+7=12\n12+3=15\n#### 15")]
-    chats = [plain_chat(SUM.question), hinted_chat(SUM.question, SUM.solution, "system")]
-    base, full = model.score(answers, [plain_chat(SUM.question)] * 2)
-    scores, _ = model.score(answers, chats, full)
-    for answer, chat, got in zip(answers, chats, scores, strict=True):
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        with torch.no_grad():
-            logits = reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)[range(len(answer.token_ids)), list(answer.token_ids)]
-        assert torch.allclose(got.logprobs, expected, atol=1e-5)
-    # The first answer is scored as it was: nothing diverges. The second has a hint.
-    assert torch.allclose(scores[0].kl, torch.zeros(()), atol=1e-6)
-    assert (scores[1].kl > 0).all()
-    assert torch.equal(base[0].logprobs, scores[0].logprobs)
+    scores = model.score(answers, model.pose([SUM, other]), HINTS["system"], seed=0)
+    hinted = [{"role": "system", "content": f"Hint: {SUM.solution}"}]
+    shuffled = [{"role": "system", "content": f"Hint: {other.solution}"}]
+    question = [{"role": "user", "content": SUM.question}]
+    for row, answer in enumerate(answers):
+        for name, head in (("old_logprobs", []), ("hint_logprobs", hinted), ("shuffled_hint_logprobs", shuffled)):
+            prompt = tokenizer.apply_chat_template([*head, *question], add_generation_prompt=True, return_dict=False)
+            with torch.no_grad():
+                logits = reference(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(answer.token_ids)), list(answer.token_ids)]
+            got = getattr(scores, name)[row, : len(answer.token_ids)]
+            assert torch.allclose(got, expected, atol=1e-5)
 
 
 def test_samples_are_whole_answers_of_their_problems(path: Path) -> None:
     problems = [SUM, pose_sum((1, 2))]
     model = LocalModel(path)
-    chats = [plain_chat(problem.question) for problem in problems]
-    answers = model.sample(SUMS, problems, chats, num_samples=40, max_tokens=64, seed=1)
+    prompts = [prompt.token_ids for prompt in model.pose(problems)]
+    answers = model.sample(SUMS, problems, prompts, num_samples=40, max_tokens=64, seed=1)
     assert answers
     eos = AutoTokenizer.from_pretrained(path).eos_token_id
     for answer in answers:
         assert answer.token_ids.index(eos) == len(answer.token_ids) - 1
-        assert answer.problem == problems[answer.group]
         assert len(answer.answer_span) == len(answer.token_ids)
-    again = model.sample(SUMS, problems, chats, num_samples=40, max_tokens=64, seed=1)
-    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
-    assert np.isfinite([len(a.token_ids) for a in answers]).all()
+    again = model.sample(SUMS, problems, prompts, num_samples=40, max_tokens=64, seed=1)
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algos.cpo import CpoInputs
 from megarl.config.load import load_config
 from megarl.data.tasks.mistakes import ReadAnswer
-from megarl.data.tasks.sums import pose_sum
 from megarl.errors import ConfigError
-from tools.study.hinted import Answer, Scores
+from tools.study.hinted import Answer
 from tools.study.signal import ModelResult, Signal, SignalStudy, cells_of, load_signal_study, signals_of
 from tools.study.signal_output import write_results
 from tools.study.warm_starts import WarmStart
@@ -24,7 +24,6 @@ PLAIN = Signal(place="system", estimator="pmi", shuffled=False, excluded=False)
 def answer(group: int, mistake: slice | None, span: list[int]) -> Answer:
     return Answer(
         group=group,
-        problem=pose_sum((5, 7)),
         token_ids=tuple(range(len(span))),
         correct=mistake is None,
         read=ReadAnswer(lines=(), mistake=None, worked=False),
@@ -33,14 +32,30 @@ def answer(group: int, mistake: slice | None, span: list[int]) -> Answer:
     )
 
 
-def scores(logprobs: list[float]) -> Scores:
-    return Scores(logprobs=torch.tensor(logprobs), kl=torch.full((len(logprobs),), 0.5))
+def scores(old: float, hint: float, shuffled: float, *, num_rows: int = 1) -> CpoInputs:
+    """Two tokens per row: one with these probabilities and a divergence of 0.5, and one that nothing changes."""
+
+    def rows(p: float) -> torch.Tensor:
+        return torch.tensor([[p, 0.1]]).log().repeat(num_rows, 1)
+
+    return CpoInputs(
+        advantages=torch.zeros(num_rows, 2),
+        loss_mask=torch.ones(num_rows, 2, dtype=torch.bool),
+        correct=torch.zeros(num_rows, dtype=torch.bool),
+        difficulty=torch.zeros(num_rows, dtype=torch.long),
+        vocab_size=8,
+        old_logprobs=rows(old),
+        hint_logprobs=rows(hint),
+        shuffled_hint_logprobs=rows(shuffled),
+        hint_kl=torch.tensor([[0.5, 0.0]]).repeat(num_rows, 1),
+    )
 
 
 def test_signals_by_hand() -> None:
     """−MI of one token: hint log-prob ln ½, without the hint ln ¼, with another one ln ⅛."""
-    half, quarter, eighth = (scores([float(np.log(p))]) for p in (0.5, 0.25, 0.125))
-    found = {(s.estimator, s.shuffled): v[0].item() for s, v in signals_of("system", [quarter], [half], [eighth])}
+    signals = list(signals_of("system", scores(0.25, 0.5, 0.125)))
+    found = {(signal.estimator, signal.shuffled): values[0, 0].item() for signal, values in signals}
+    assert all(values[0, 1] == 0 for _, values in signals)
     ln2 = float(np.log(2))
     expected = {
         ("p_weighted", False): -0.5 * ln2,
@@ -48,6 +63,7 @@ def test_signals_by_hand() -> None:
         ("pmi", False): -ln2,
         ("pmi", True): -2 * ln2,
         ("kl_is", False): -2 * ln2,
+        # d = 2 ln 2 is below the bound, ln 5.
         ("kl_is", True): -4 * 2 * ln2,
         ("full_kl", False): -0.5,
     }
@@ -61,7 +77,7 @@ def test_what_is_compared() -> None:
         answer(1, slice(2, 3), [0, 0, 0, 1]),
         answer(2, None, [0, 1]),
     ]
-    values = [torch.tensor(v) for v in ([0.0, 9.0, 50.0], [3.0, 1.0, 2.0, 70.0], [8.0, 9.0])]
+    values = torch.tensor([[0.0, 9.0, 50.0, -1.0], [3.0, 1.0, 2.0, 70.0], [8.0, 9.0, -1.0, -1.0]])
     areas = {(c.signal.excluded, c.positive, c.negative): c.area for c in cells_of(STUDY, rows, [(PLAIN, values)])}
     # Mistakes 9, 2 against 0, 3, 1: 9 exceeds all, 2 exceeds 0 and 1.
     same = areas[False, "step", "same rows"]
@@ -79,9 +95,12 @@ def test_what_is_compared() -> None:
 
 def test_tables_and_picture(tmp_path: Path) -> None:
     rows = [answer(0, slice(1, 2), [0, 1]), answer(1, slice(1, 2), [0, 1])]
-    half = [scores([-1.0, -2.0])] * 2
-    values = [(Signal(place="", estimator="surprise", shuffled=False, excluded=False), [-s.logprobs for s in half])]
-    cells = [*cells_of(STUDY, rows, values), *cells_of(STUDY, rows, signals_of("system", half, half, half))]
+    alike = scores(0.5, 0.5, 0.5, num_rows=2)
+    surprise = Signal(place="", estimator="surprise", shuffled=False, excluded=False)
+    cells = [
+        *cells_of(STUDY, rows, [(surprise, -alike.need("old_logprobs"))]),
+        *cells_of(STUDY, rows, signals_of("system", alike)),
+    ]
     result = ModelResult(
         task="sums",
         model=WarmStart(name="full", steps=800),
