@@ -10,6 +10,15 @@ def max_row_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
+def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
+    """Return the number of tokens that a row with a hint may have, in a model with so many positions.
+
+    A row is scored together with its hinted twin for algo.cpo.mi_estimator=full_kl, so the two share a micro-batch.
+    """
+    paired = config.algo.cpo.mi_estimator == "full_kl"
+    return min(config.actor.micro_batch_tokens // (2 if paired else 1), max_positions)
+
+
 def max_row_terms(config: Config) -> str:
     """Return the settings whose sum is the length of the longest row, as text for messages."""
     return (

@@ -4,7 +4,8 @@ What the run would say of its data is added where model and data are there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,17 +15,20 @@ from megarl.cluster.roles import by_layout, model_key, roles_of
 from megarl.cluster.sync_plan import bridge_plan
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check import check_model, check_train
-from megarl.config.check_batches import max_row_tokens
+from megarl.config.check_batches import max_hinted_row_tokens, max_row_tokens
 from megarl.config.load import packaged
 from megarl.config.schema import ActorConfig, Config
 from megarl.data.packing import plan_micro_batches
 from megarl.plan import memory as bytes_of
 from megarl.plan.devices import plan_devices, plan_shard
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, StepPlan
+from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, ScoringPlan, StepPlan
+from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import plan_statistics
 from megarl.sync.wire.wires import DEPTH
 from megarl.train.inputs import missing_files, open_train_inputs, setting_warnings
+from megarl.train.score import SOURCES, Variant
+from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.shards import groups_of
@@ -38,6 +42,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
     """
     check_train(config)
     algorithm = algorithm_of(config)
+    needed = algorithm.requires()
     roles = roles_of(config, algorithm)
     specs: dict[Role, ModelSpec] = {}
     for role in roles:
@@ -54,11 +59,18 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
     for role in roles:
         num_micro_batches = _micro_batches_at_full_length(config, role.settings) if role.trainable else 0
         shards += [
-            plan_shard(role, specs[role.role], stage, num_micro_batches=num_micro_batches)
+            plan_shard(
+                role,
+                specs[role.role],
+                stage,
+                num_micro_batches=num_micro_batches,
+                scores_pairs=any(SOURCES[s].role is role.role and SOURCES[s].variant is Variant.PAIR for s in needed),
+            )
             for stage in range(role.layout.pp)
         ]
     devices = plan_devices(config, layouts, shards, engine)
     missing = missing_files(config, roles)
+    inputs = None if missing else open_train_inputs(config)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
         roles=tuple(_role(role, specs[role.role]) for role in roles),
@@ -72,15 +84,16 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
             for layout, hosted in layouts.items()
         ),
         nodes=_nodes(config, devices),
-        steps=_steps(config, has_critic=Role.CRITIC in specs),
+        steps=_steps(config, roles, specs, needed),
         shards=tuple(shards),
         devices=tuple(devices),
         engine=engine,
         sync_bytes=_model_parameters(actor, Head.LM) * DTYPE_BYTES[config.model.dtype],
         bridge=plan_statistics(bridge_plan(config, actor), depth=DEPTH),
         device_bytes=device_bytes,
-        warnings=tuple(setting_warnings(config) if missing else open_train_inputs(config).warnings),
+        warnings=tuple(setting_warnings(config) if inputs is None else inputs.warnings),
         missing=tuple(missing),
+        hints=dict(inputs.hint_survey.total) if inputs is not None and inputs.hint_survey is not None else {},
     )
 
 
@@ -122,16 +135,48 @@ def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
     )
 
 
-def _steps(config: Config, *, has_critic: bool) -> StepPlan:
+def _steps(
+    config: Config, roles: Sequence[RoleSpec], specs: Mapping[Role, ModelSpec], needed: Collection[Score]
+) -> StepPlan:
     counts = batch_counts(config)
+    asked = {role: {SOURCES[score].variant for score in needed if SOURCES[score].role is role} for role in specs}
     return StepPlan(
         rows_per_step=counts.rows_per_step,
         rows_per_optimizer_step=counts.rows_per_optimizer_step,
         optimizer_steps_per_step=counts.optimizer_steps_per_step,
-        optimizer_steps=num_actor_steps(config, has_critic=has_critic) * counts.optimizer_steps_per_step,
+        optimizer_steps=num_actor_steps(config, has_critic=Role.CRITIC in specs) * counts.optimizer_steps_per_step,
         max_row_tokens=max_row_tokens(config),
         micro_batch_tokens=config.actor.micro_batch_tokens,
         micro_batches_at_full_length=_micro_batches_at_full_length(config, config.actor),
+        scoring=tuple(_scoring(config, role, specs[role.role], asked[role.role]) for role in roles if asked[role.role]),
+    )
+
+
+def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ScoringPlan:
+    """Plan the pass in which a role scores all rows of a step, in the forms that are asked for."""
+    num_rows, plain = batch_counts(config).rows_per_step, max_row_tokens(config)
+    hinted = min(plain + config.algo.cpo.hint.max_tokens, max_hinted_row_tokens(config, spec.max_positions))
+    lengths = {"plain": plain}
+    if variants & {Variant.HINTED, Variant.SHUFFLED, Variant.PAIR}:
+        lengths["hinted"] = hinted
+    if Variant.SHUFFLED in variants:
+        lengths["shuffled"] = hinted
+    # A row and its twin are in one micro-batch.
+    packed = [sum(lengths.values())] if Variant.PAIR in variants else list(lengths.values())
+    batches = plan_micro_batches(packed * num_rows, role.layout.dp, role.settings.micro_batch_tokens)
+    flops = num_rows * sum(
+        forward_flops(spec.dims, num_tokens=length, num_scored_tokens=config.rollout.max_response_tokens)
+        for length in lengths.values()
+    )
+    peak = peak_of(config)
+    return ScoringPlan(
+        role=role.role.value,
+        rows=dict.fromkeys(lengths, num_rows),
+        max_row_tokens=lengths,
+        micro_batches=max(len(of_replica) for of_replica in batches),
+        tokens=num_rows * sum(lengths.values()),
+        flops=flops,
+        seconds_at_peak=None if peak is None else flops / (peak * 1e12 * role.layout.world_size),
     )
 
 

@@ -12,10 +12,13 @@ from megarl.weights.families import ModelSpec
 from megarl.weights.shards import num_local_experts, num_stage_layers, num_stage_parameters, place_of
 
 
-def plan_shard(role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches: int) -> ShardPlan:
+def plan_shard(
+    role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches: int, scores_pairs: bool = False
+) -> ShardPlan:
     """Plan a role's shard of one pipeline stage.
 
-    num_micro_batches: micro-batches of one optimizer step on one replica.
+    num_micro_batches: micro-batches of one optimizer step on one replica. scores_pairs: rows are scored together with
+    their hinted twins.
     """
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
@@ -52,11 +55,13 @@ def plan_shard(role: RoleSpec, spec: ModelSpec, stage: int, *, num_micro_batches
         resident={part.value: size for part, size in resident.items()},
         activations=activations,
         head=_head_bytes(role, spec, stage, num_tokens, backward=True) if role.trainable else 0,
-        scoring=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False),
+        scoring=one_layer + _head_bytes(role, spec, stage, num_tokens, backward=False, paired=scores_pairs),
     )
 
 
-def _head_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, backward: bool) -> int:
+def _head_bytes(
+    role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *, backward: bool, paired: bool = False
+) -> int:
     if stage != role.layout.pp - 1 or role.head is not Head.LM:
         return 0
     return bytes_of.head_bytes(
@@ -67,6 +72,7 @@ def _head_bytes(role: RoleSpec, spec: ModelSpec, stage: int, num_tokens: int, *,
         num_tokens=num_tokens,
         dtype_bytes=DTYPE_BYTES[role.model.dtype],
         backward=backward,
+        paired=paired,
     )
 
 

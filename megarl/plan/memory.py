@@ -103,12 +103,17 @@ def head_bytes(
     num_tokens: int,
     dtype_bytes: int,
     backward: bool,
+    paired: bool = False,
 ) -> int:
-    """Return the bytes that the output head of the last stage takes in a pass."""
+    """Return the bytes that the output head of the last stage takes in a pass.
+
+    paired: rows and twins share the pass, and a chunk's logits are there for both.
+    """
     rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
     kept = dtype_bytes * num_tokens * rows
     chunk = head.chunk_tokens or automatic_chunk(num_tokens, hidden=dims.hidden, num_logits=rows, itemsize=dtype_bytes)
-    logits = dtype_bytes * min(chunk, num_tokens) * rows
+    chunk = min(chunk, num_tokens // 2) * 2 if paired else min(chunk, num_tokens)
+    logits = dtype_bytes * chunk * rows
     # `token_local` only decides between two regimes that take the same memory, so either value does.
     regime = choose_regime(head.regime, logits_bytes=kept, memory_bytes=head.memory_mib << 20, token_local=False)
     scored = dtype_bytes * num_tokens * dims.hidden

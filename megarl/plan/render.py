@@ -35,7 +35,7 @@ def to_json(plan: RunPlan) -> str:
 
 def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
-    sections = (_model_lines, _layout_lines, _step_lines, _engine_lines, _memory_lines, _warning_lines)
+    sections = (_model_lines, _layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines, _warning_lines)
     return "\n".join([f"plan of {plan.run}; nothing was started", *itertools.chain(*(s(plan) for s in sections))])
 
 
@@ -108,6 +108,24 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         f"rows       up to {steps.max_row_tokens} tokens; micro-batches of {steps.micro_batch_tokens} tokens: at most "
         f"{steps.micro_batches_at_full_length} per replica and optimizer step"
     )
+
+
+def _scoring_lines(plan: RunPlan) -> Iterator[str]:
+    words = {"plain": "", "hinted": " with their hint", "shuffled": " with another prompt's hint"}
+    for scoring in plan.steps.scoring:
+        forms = [
+            f"{count} rows{words[form]} of up to {scoring.max_row_tokens[form]} tokens"
+            for form, count in scoring.rows.items()
+        ]
+        least = "" if scoring.seconds_at_peak is None else f", {scoring.seconds_at_peak:,.1f} s at the device's peak"
+        yield (
+            f"scoring    {scoring.role}: {', '.join(forms)}; at most {scoring.micro_batches} forward passes of a "
+            f"replica and step, {scoring.tokens:,} tokens, {scoring.flops / 1e12:,.1f} TFLOP{least}"
+        )
+    if plan.hints:
+        hints = plan.hints
+        cut = f", {hints['cut']} of them cut" if hints.get("cut") else ""
+        yield f"hints      {hints['placed']} of {hints['prompts']} prompts have one{cut}"
 
 
 def _engine_lines(plan: RunPlan) -> Iterator[str]:

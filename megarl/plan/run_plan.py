@@ -35,8 +35,26 @@ class LayoutPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringPlan:
+    """Holds what a role scores before the update of a step, if every row has full length.
+
+    rows, max_row_tokens: by form of the rows, `plain`, `hinted` (with the hint of their prompt) and `shuffled` (with
+    that of another). micro_batches: of one replica. seconds_at_peak: what the FLOPs take on all ranks at the device's
+    peak, so the pass takes longer; None if the peak is not known.
+    """
+
+    role: str
+    rows: dict[str, int]
+    max_row_tokens: dict[str, int]
+    micro_batches: int
+    tokens: int
+    flops: int
+    seconds_at_peak: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Holds the batch sizes of a step.
+    """Holds the batch sizes of a step, and what is scored in it.
 
     Micro-batches are those of one optimizer step on one replica if every row has full length.
     """
@@ -48,6 +66,7 @@ class StepPlan:
     max_row_tokens: int
     micro_batch_tokens: int
     micro_batches_at_full_length: int
+    scoring: tuple[ScoringPlan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +145,8 @@ class RunPlan:
     """Holds all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last.
 
     warnings: those that the run would print. missing: models and data that are not there, so that warnings and errors
-    about the data are not among them.
+    about the data are not among them. hints: how many prompts there are, how many of them have a hint (`placed`), how
+    many hints are cut, and how many are missing by reason; empty without hints or data.
     """
 
     run: str
@@ -142,3 +162,4 @@ class RunPlan:
     device_bytes: int | None
     warnings: tuple[str, ...]
     missing: tuple[str, ...]
+    hints: dict[str, int]

@@ -54,17 +54,21 @@ def update_flops(dims: Dims, rows: Sequence[Row]) -> int:
     )
 
 
+def peak_of(config: Config) -> float | None:
+    """Return a device's peak TFLOP/s: as configured, or the lowest known among this host's devices; else None."""
+    if config.logging.peak_tflops:
+        return config.logging.peak_tflops
+    peaks = [peak_tflops(device.name, config.model.dtype) for device in platform().devices()]
+    return min((peak for peak in peaks if peak is not None), default=None)
+
+
 class PerformanceMeter:
     """Computes the throughput metrics of a run's optimizer steps."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         self._dims, self._num_ranks = dims, config.actor.layout.world_size
         self._num_epochs = config.trainer.num_epochs
-        self._peak_tflops = config.logging.peak_tflops
-        if not self._peak_tflops:
-            # Use the lowest known peak among this host's devices.
-            peaks = [peak_tflops(device.name, config.model.dtype) for device in platform().devices()]
-            self._peak_tflops = min((peak for peak in peaks if peak is not None), default=None)
+        self._peak_tflops = peak_of(config)
 
     def metrics(self, rows: Sequence[Row], update_s: float) -> dict[str, float]:
         """Return `perf/tflops_per_rank` (TFLOP/s) of the updates on these rows, all epochs in `update_s` seconds.

@@ -10,7 +10,7 @@ from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, reward_role, roles_of
 from megarl.config.algo import DemonstrationConfig
 from megarl.config.check import check_model, check_sft, check_train, check_train_reward
-from megarl.config.check_batches import max_row_terms, max_row_tokens
+from megarl.config.check_batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.schema import Config, role_settings
 from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import HintSurvey, survey_hints
@@ -218,12 +218,8 @@ def _open_prompts(
 
 def open_hints(config: Config, tokenizer: "PreTrainedTokenizerBase", max_positions: int) -> HintWriter:
     """Open the writer of hints, which leaves room for the longest response in a micro-batch and the model's context."""
-    cfg = config.algo.cpo
-    longest = min(config.actor.micro_batch_tokens, max_positions)
-    if cfg.mi_estimator == "full_kl":
-        # A row and its hinted twin share a micro-batch.
-        longest = min(longest, config.actor.micro_batch_tokens // 2)
-    return HintWriter(tokenizer, cfg, max_prompt_tokens=longest - config.rollout.max_response_tokens)
+    room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
+    return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room)
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:

@@ -3,11 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cli import main
 from megarl.config import from_dict, load_config
+from megarl.config.algo import CpoConfig, HintConfig
 from megarl.config.check_batches import max_row_tokens
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
@@ -15,7 +17,9 @@ from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.errors import ConfigError, DataError
 from megarl.plan.build import plan_run
 from megarl.plan.render import ranges, to_json, to_text
+from megarl.record.performance import forward_flops
 from megarl.train.inputs import open_train_inputs
+from megarl.weights.families import read_model_spec
 from tests.helpers.small_model import write_config
 
 ROOT = Path(__file__).parents[3]
@@ -324,3 +328,70 @@ def test_a_dry_run_warns_as_the_run_does_and_reads_the_data_that_is_there(
     assert open_train_inputs(config).warnings == [warned[11:], dropped[11:]]
     with pytest.raises(DataError, match="hint"):
         plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [*overrides, "use.algo=cpo"]))
+    rows[0]["extra_info"] = {"gold_solution": "3+5 = 8"}
+    write_parquet(tmp_path / "data/train.parquet", rows)
+    text = to_text(plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [*overrides, "use.algo=cpo"])))
+    assert "\nhints      1 of 2 prompts have one\n" in text
+    assert "\nwarning    data.train: 1 of 2 prompts train without a hint: expected text in extra_info.gold_s" in text
+
+
+# --- scoring
+
+
+def scored(directory: Path, **changes: Any) -> Config:
+    """The small run with CPO: 32 rows of 12 tokens per step on two replicas, and hints of up to 6 tokens."""
+    config, cpo = small_config(directory), CpoConfig(method="mi", hint=HintConfig(max_tokens=6))
+    return replace(
+        config,
+        algo=replace(config.algo, cpo=replace(cpo, **changes)),
+        logging=replace(config.logging, peak_tflops=2.0),
+    )
+
+
+def test_hinted_rows_are_scored_too(tmp_path: Path) -> None:
+    actor, reference = plan_run(scored(tmp_path)).steps.scoring
+    assert (reference.role, reference.rows, reference.max_row_tokens) == ("reference", {"plain": 32}, {"plain": 12})
+    # Two plain rows fit into 24 tokens: 16 rows of a replica make 8.
+    assert (reference.micro_batches, reference.tokens) == (8, 32 * 12)
+    assert (actor.rows, actor.max_row_tokens) == ({"plain": 32, "hinted": 32}, {"plain": 12, "hinted": 18})
+    # A row of 18 fills a micro-batch, as no other fits beside it.
+    assert (actor.micro_batches, actor.tokens) == (8 + 16, 32 * (12 + 18))
+    dims = read_model_spec(str(write_config(tmp_path))).dims
+    plain, hinted = (forward_flops(dims, num_tokens=n, num_scored_tokens=8) for n in (12, 18))
+    assert reference.flops == 32 * plain
+    assert actor.flops == 32 * (plain + hinted)
+    assert actor.seconds_at_peak == pytest.approx(actor.flops / (2e12 * 8))
+
+
+def test_another_prompts_hint_is_a_third_row(tmp_path: Path) -> None:
+    actor, _ = plan_run(scored(tmp_path, shuffled_baseline=True)).steps.scoring
+    assert actor.rows == {"plain": 32, "hinted": 32, "shuffled": 32}
+    assert actor.tokens == 32 * (12 + 18 + 18)
+    assert actor.micro_batches == 8 + 32
+    text = to_text(plan_run(scored(tmp_path, shuffled_baseline=True)))
+    assert (
+        "scoring    actor: 32 rows of up to 12 tokens, 32 rows with their hint of up to 18 tokens, 32 rows with "
+        "another prompt's hint of up to 18 tokens; at most 40 forward passes of a replica and step, 1,536 tokens, "
+    ) in text
+
+
+def test_a_row_and_its_twin_share_half_a_micro_batch_each(tmp_path: Path) -> None:
+    paired, alone = (plan_run(scored(tmp_path, mi_estimator=name)) for name in ("full_kl", "pmi"))
+    actor, _ = paired.steps.scoring
+    # Half of 24 tokens is the plain row's length: there is no room for hints, which opening the data refuses.
+    assert actor.max_row_tokens == {"plain": 12, "hinted": 12}
+    assert actor.micro_batches == 16
+    # Twice the 6 rows of a chunk's logits, 8 columns of 2 bytes on a rank.
+    assert [p.scoring - a.scoring for p, a in zip(paired.shards, alone.shards, strict=True)] == [0, 6 * 8 * 2, 0, 0]
+
+
+def test_without_hints_nothing_changes(tmp_path: Path) -> None:
+    steps = plan_run(small_config(tmp_path)).steps
+    assert all(scoring.rows == {"plain": 32} for scoring in steps.scoring)
+
+
+@pytest.mark.parametrize("run", ["gsm8k-qwen3-8b.yaml", "math-qwen3-1.7b.yaml"])
+def test_published_runs_show_their_hinted_passes(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", str(ROOT / "configs/run" / run), "use.algo=cpo", "--dry-run"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("scoring    actor")]
+    assert " rows with their hint of up to " in line
