@@ -70,7 +70,11 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
         )
     shaped = cpo.shape_advantages(inputs, x.cfg.cpo)
     metrics |= cpo.cpo_metrics(advantages, shaped, inputs, x.cfg.cpo)
-    return Advantages(values=without_truncated(shaped, batch, x.cfg.off_policy), metrics=metrics)
+    return Advantages(
+        values=without_truncated(shaped, batch, x.cfg.off_policy),
+        scores={cpo.BASE_ADVANTAGES: advantages},
+        metrics=metrics,
+    )
 
 
 def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:

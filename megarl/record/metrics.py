@@ -280,9 +280,23 @@ class RolloutRecord:
     # Whether the response counts as right, and what else the scorer said, numbers or not, by name, as JSON.
     correct: bool = False
     details: str = "{}"
+    # With CPO, per response token: its text, d in nats, and its advantage before and after shaping; otherwise empty.
+    tokens: tuple[str, ...] = ()
+    hint_gain: tuple[float, ...] = ()
+    base_advantage: tuple[float, ...] = ()
+    advantage: tuple[float, ...] = ()
 
 
-_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64(), bool: pa.bool_()}
+_ARROW_TYPES = {
+    int: pa.int64(),
+    str: pa.string(),
+    float: pa.float64(),
+    bool: pa.bool_(),
+    tuple[str, ...]: pa.list_(pa.string()),
+    tuple[float, ...]: pa.list_(pa.float64()),
+}
+# Columns that files of earlier versions lack.
+_TOKEN_COLUMNS = ("tokens", "hint_gain", "base_advantage", "advantage")
 ROLLOUT_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in RolloutRecord.__annotations__.items()])
 
 
@@ -300,8 +314,13 @@ def read_rollouts(path: Path) -> list[RolloutRecord]:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a rollout file ({error}), expected parquet as megarl writes it") from error
+    for name in set(_TOKEN_COLUMNS).difference(table.column_names):
+        table = table.append_column(name, pa.array([[]] * len(table), ROLLOUT_SCHEMA.field(name).type))
+    table = table.select(ROLLOUT_SCHEMA.names) if set(table.column_names) == set(ROLLOUT_SCHEMA.names) else table
     if not table.schema.equals(ROLLOUT_SCHEMA):
         raise DataError(
             f"{path}: got columns {table.column_names}, expected {ROLLOUT_SCHEMA.names} as megarl writes them"
         )
-    return [RolloutRecord(**row) for row in table.to_pylist()]
+    columns = {name: table[name].to_pylist() for name in ROLLOUT_SCHEMA.names}
+    columns |= {name: [tuple(values) for values in columns[name]] for name in _TOKEN_COLUMNS}
+    return [RolloutRecord(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]

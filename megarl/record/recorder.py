@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megarl.algos.cpo import BASE_ADVANTAGES
 from megarl.config import dump
 from megarl.config.schema import Config
 from megarl.data.sampler import train_files
@@ -30,7 +31,7 @@ from megarl.record.metrics import (
     truncate_metrics,
     write_rollouts,
 )
-from megarl.types import FinishReason, Reward, RolloutBatch, SegmentSource
+from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,13 +122,17 @@ class RunRecorder:
         step: int,
         rollout: RolloutBatch,
         rewards: Sequence[Reward],
+        rows: Sequence[Row],
         tokenizer: "PreTrainedTokenizerBase",
     ) -> None:
-        """Write some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last."""
+        """Write some rollouts as text: on the first step, then every `logging.rollout_every_steps`, and on the last.
+
+        rows: those of the step that were trained on; what CPO did to their tokens is written with the text.
+        """
         every, total = self._config.logging.rollout_every_steps, self._config.trainer.total_steps
         if every == 0 or (step % every and step not in (1, total)):
             return
-        records = []
+        records, scores = [], {(row.uid, row.sample_index): row.scores for row in rows}
         for sample, reward in list(zip(rollout.samples, rewards, strict=True))[: self._config.logging.num_rollouts]:
             prompt = rollout.prompts[sample.uid]
             records.append(
@@ -145,9 +150,25 @@ class RunRecorder:
                     num_response_tokens=len(sample.response_token_ids),
                     correct=reward.correct,
                     details=json.dumps({**reward.details, **reward.notes}),
+                    **_token_columns(sample, scores.get((sample.uid, sample.sample_index), {}), tokenizer),
                 )
             )
         write_rollouts(self.paths.rollouts(step), records)
+
+
+def _token_columns(
+    sample: Sample, scores: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any]:
+    """Return the columns of a `RolloutRecord` that say what a hint did to each response token; none without a hint."""
+    if Score.HINT_LOGPROBS not in scores:
+        return {}
+    baseline = scores.get(Score.SHUFFLED_HINT_LOGPROBS, scores[Score.OLD_LOGPROBS])
+    return {
+        "tokens": tuple(str(tokenizer.decode([token])) for token in sample.response_token_ids.tolist()),
+        "hint_gain": tuple((scores[Score.HINT_LOGPROBS] - baseline).tolist()),
+        "base_advantage": tuple(scores.get(BASE_ADVANTAGES, scores["advantages"]).tolist()),
+        "advantage": tuple(scores["advantages"].tolist()),
+    }
 
 
 def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:

@@ -10,6 +10,8 @@ from megarl.record.metrics import RolloutRecord
 # A response counts as right from this reward on: splits 0/1, -1/1 and 0/0.1 (format only)/1 rewards alike.
 RIGHT_REWARD = 0.5
 NUM_EXAMPLES = 3
+# A token whose log-prob a hint changes by so many nats has the full colour.
+FULL_GAIN = 2.0
 
 # Tokens such as <|im_start|>, and tags such as <think> or </answer>.
 _SPECIAL_TOKEN = re.compile(r"(<\|[^|<>\n]{1,60}\|>|</?[A-Za-z_][A-Za-z0-9_]{0,30}>)")
@@ -33,6 +35,21 @@ def _pick(rows: Sequence[RolloutRecord], num: int) -> list[RolloutRecord]:
         seen[row.uid] = seen.get(row.uid, 0) + 1
         ranked.append((seen[row.uid], row))
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])[:num]]
+
+
+def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str] = ()) -> Markup:
+    """Return tokens as HTML, coloured by the gain in log-prob that a hint brings to each of them.
+
+    Tokens that it makes likelier have the good colour, which is full from `FULL_GAIN` nats on. The gain, and a note on
+    each token if notes are given, are its tooltip.
+    """
+    span = Markup('<span style="background: color-mix(in srgb, var(--{}) {}%, transparent)" title="{}">{}</span>')
+    pieces = []
+    for index, (token, gain) in enumerate(zip(tokens, gains, strict=True)):
+        title = f"{gain:+.3f} nats" + (f", {notes[index]}" if notes else "")
+        share = round(60 * min(abs(gain) / FULL_GAIN, 1))
+        pieces.append(span.format("good" if gain > 0 else "bad", share, title, token.translate(_CONTROL_PICTURES)))
+    return Markup("").join(pieces)
 
 
 def visible_text(text: str) -> Markup:

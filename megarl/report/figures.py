@@ -54,11 +54,12 @@ def write_png(runs: Sequence[Run], path: Path) -> None:
 
 def _draw(panel: Panel, ax: Axes, runs: Sequence[Run]) -> None:
     ax.set_title(panel.title)
-    ax.set_xlabel("step")
+    ax.set_xlabel(panel.over)
     ax.set_ylabel(panel.unit)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if panel.over == "step":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.margins(x=0.02)
     panel.draw(ax, runs)
     left, right = ax.get_xlim()
-    if right - left < 1.0:  # a single step: ticks at whole numbers need room
+    if panel.over == "step" and right - left < 1.0:  # a single step: ticks at whole numbers need room
         ax.set_xlim(left - 0.5, right + 0.5)

@@ -8,7 +8,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megarl.record.metrics import RolloutRecord, summarize
-from megarl.report.examples import is_right, pick_examples, visible_text
+from megarl.report.examples import FULL_GAIN, gain_text, is_right, pick_examples, visible_text
 from megarl.report.figures import available_panels, panel_svg
 from megarl.report.run import Run
 from megarl.report.style import PALETTE
@@ -111,6 +111,8 @@ def render_page(runs: Sequence[Run]) -> str:
         scores=score_rows(run),
         figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
         examples=[example_group(rows) for rows in (run.first_rollouts, run.last_rollouts) if rows],
+        full_gain=FULL_GAIN,
+        has_gains=any(row.tokens for row in (*run.first_rollouts, *run.last_rollouts)),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
         settings=settings,
         versions=run.versions,
@@ -160,12 +162,21 @@ def example_group(rows: Sequence[RolloutRecord]) -> ExampleGroup:
             row=row,
             is_right=is_right(row),
             prompt=visible_text(row.prompt),
-            response=visible_text(row.response),
+            response=_response(row),
         )
         for row in pick_examples(rows)
     )
     num_right = sum(is_right(row) for row in rows)
     return ExampleGroup(step=rows[0].step, num_rows=len(rows), num_right=num_right, examples=examples)
+
+
+def _response(row: RolloutRecord) -> Markup:
+    """Return a response as the page shows it: coloured by the gain of its tokens if the run recorded a hint's."""
+    if not row.tokens:
+        return visible_text(row.response)
+    pairs = zip(row.base_advantage, row.advantage, strict=True)
+    notes = [f"advantage {before:+.3f} → {after:+.3f}" for before, after in pairs]
+    return gain_text(row.tokens, row.hint_gain, notes)
 
 
 def metric_rows(run: Run) -> list[MetricRow]:

@@ -27,7 +27,7 @@ MISMATCH_NAMES = {"abs_max": "max |Δ|", "abs_mean": "mean |Δ|", "k3": "k3"}
 class Panel:
     """Describes a panel of the report: one plot with its texts.
 
-    needs: a metric name or prefix without which there is nothing to draw.
+    needs: a metric name or prefix without which there is nothing to draw. over: what the x axis shows.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Panel:
     caption: str
     needs: str
     draw: Callable[[Axes, Sequence[Run]], None]
+    over: str = "step"
 
 
 def smooth(values: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -144,6 +145,33 @@ def draw_line(metric: str) -> Callable[[Axes, Sequence[Run]], None]:
     return draw
 
 
+def draw_right_and_wrong(prefix: str) -> Callable[[Axes, Sequence[Run]], None]:
+    """Return a function that draws a metric of the first run over right rows and over wrong rows."""
+
+    def draw(ax: Axes, runs: Sequence[Run]) -> None:
+        labels = []
+        for rows, color in (("right", color_of(2)), ("wrong", color_of(1))):
+            if series := runs[0].get(f"{prefix}_{rows}"):
+                _plot_smoothed(ax, series, color)
+                labels.append(EndLabel(series.values[-1], rows, color))
+        ax.axhline(0, color=MUTED, linewidth=0.8)
+        label_ends(ax, labels)
+
+    return draw
+
+
+def draw_advantage_changes(ax: Axes, runs: Sequence[Run]) -> None:
+    """Draw how many recorded tokens of the first and the last recorded step had which change of their advantage."""
+    for index, rows in enumerate(rows for rows in (runs[0].first_rollouts, runs[0].last_rollouts) if rows):
+        pairs = (zip(row.base_advantage, row.advantage, strict=True) for row in rows)
+        changes = [after - before for pair in pairs for before, after in pair]
+        if changes:
+            ax.hist(changes, bins=40, density=True, alpha=0.55, color=color_of(index), label=f"step {rows[0].step}")
+    ax.set_yscale("log", nonpositive="clip")
+    if ax.patches:
+        ax.legend(loc="best")
+
+
 def draw_pair_accuracy(ax: Axes, runs: Sequence[Run]) -> None:
     run, color = runs[0], color_of(0)
     _plot_smoothed(ax, run.get("reward_model/accuracy"), color)
@@ -224,6 +252,31 @@ PANELS = (
         caption="− log σ of the difference of a pair's scores, less its margin.",
         needs="reward_model/loss",
         draw=draw_line("reward_model/loss"),
+    ),
+    Panel(
+        name="cpo_signal",
+        title="CPO: what the hint tells",
+        unit="nats per token",
+        caption="Mean change of log-probs by the hint, d, over the tokens of right and of wrong responses.",
+        needs="cpo/delta_mean",
+        draw=draw_right_and_wrong("cpo/delta"),
+    ),
+    Panel(
+        name="cpo_change",
+        title="CPO: change of advantages",
+        unit="mean A′ − A",
+        caption="After less before shaping, over the tokens of right and of wrong responses.",
+        needs="cpo/adv_delta_mean",
+        draw=draw_right_and_wrong("cpo/adv_delta"),
+    ),
+    Panel(
+        name="cpo_histogram",
+        title="CPO: changes of single tokens",
+        unit="density, log scale",
+        caption="A′ − A of the tokens of the recorded responses, at the first and at the last recorded step.",
+        needs="cpo/adv_delta_mean",
+        draw=draw_advantage_changes,
+        over="A′ − A",
     ),
     Panel(
         name="length",

@@ -131,7 +131,8 @@ class Trainer:
                 truncated = [reason is FinishReason.LENGTH for reason in training.finish_reasons]
                 batch = scored_batch(rows, training.rewards, truncated=truncated, step=step, seed=seed)
                 advantages = inputs.algorithm.advantages(batch, self.state)
-            updated, before = self.updates.update(with_advantages(rows, advantages), self.state, step=step)
+            rows = with_advantages(rows, advantages)
+            updated, before = self.updates.update(rows, self.state, step=step)
             if before is not None:
                 old = [row.scores.get(Score.OLD_LOGPROBS, before[i]) for i, row in enumerate(rows)]
                 updated |= mismatch_of(rows, old).metrics()
@@ -151,7 +152,7 @@ class Trainer:
         if (update_s := times.get("timing_s/update_actor")) is not None:
             metrics |= self.meter.metrics(rows, update_s)
         log.log(step, metrics | resident_memory(self.cluster.pids))
-        self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, self.inputs.tokenizer)
+        self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
         progress.update(
             step,
             ProgressValues(

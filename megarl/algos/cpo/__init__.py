@@ -5,6 +5,7 @@
 
 from megarl.algos.cpo.difficulty import difficulty_metrics, group_difficulty
 from megarl.algos.cpo.inputs import (
+    BASE_ADVANTAGES,
     DIFFICULTY,
     EXCLUDED,
     LOSS_SCORES,
@@ -18,6 +19,7 @@ from megarl.algos.cpo.shaping import required_scores, shape_advantages, shapes_i
 from megarl.algos.cpo.validate import check_cpo
 
 __all__ = [
+    "BASE_ADVANTAGES",
     "DIFFICULTY",
     "EXCLUDED",
     "LOSS_SCORES",

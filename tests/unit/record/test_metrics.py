@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -201,8 +202,23 @@ def test_rollouts_round_trip_with_the_documented_columns(tmp_path: Path) -> None
         ("num_response_tokens", "int64"),
         ("correct", "bool"),
         ("details", "string"),
+        ("tokens", "list<element: string>"),
+        ("hint_gain", "list<element: double>"),
+        ("base_advantage", "list<element: double>"),
+        ("advantage", "list<element: double>"),
     ]
     assert [file.name for file in path.parent.iterdir()] == ["step_000012.parquet"]
+
+
+def test_rollouts_of_tokens_and_those_of_earlier_versions(tmp_path: Path) -> None:
+    shaped = replace(
+        ROLLOUT, tokens=("7", "<|im_end|>"), hint_gain=(0.5, -1.0), base_advantage=(1.0, 1.0), advantage=(1.2, 0.8)
+    )
+    path = RunPaths(tmp_path).rollouts(1)
+    write_rollouts(path, [shaped, ROLLOUT])
+    assert read_rollouts(path) == [shaped, ROLLOUT]
+    pq.write_table(pq.read_table(path).drop_columns(["tokens", "hint_gain", "base_advantage", "advantage"]), path)
+    assert read_rollouts(path) == [ROLLOUT, ROLLOUT]
 
 
 def test_recorded_rollouts_come_in_the_order_of_their_steps(tmp_path: Path) -> None:

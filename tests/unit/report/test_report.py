@@ -5,6 +5,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -244,6 +245,30 @@ def test_examples_show_right_and_wrong_of_first_and_last_step_escaped(tmp_path: 
     assert "script" not in page.tags
     assert '<span class="token">&lt;script&gt;</span>alert(&#39;x&#39;)' in html
     assert '&amp; done␇<span class="token">&lt;|im_end|&gt;</span>' in html
+
+
+def test_tokens_of_a_run_with_hints_are_coloured_and_its_panels_are_there(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "sums")
+    shaped = replace(
+        rollout(40, "q1", 1.0),
+        tokens=("1<", "2"),
+        hint_gain=(1.0, -4.0),
+        base_advantage=(0.5, 0.5),
+        advantage=(0.75, 0.25),
+    )
+    write_rollouts(RunPaths(root).rollouts(40), [shaped, rollout(40, "q2", 0.0)])
+    signal = {"cpo/delta_mean": 0.1, "cpo/delta_right": 0.2, "cpo/delta_wrong": -0.3, "cpo/adv_delta_mean": 0.0}
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
+        logger.log(41, signal | {"cpo/adv_delta_right": 0.1, "cpo/adv_delta_wrong": -0.1})
+    html = write_report(root).html.read_text(encoding="utf-8")
+    # Half of the two nats of the full colour is 30 of 60 %; beyond them it stays full.
+    assert (
+        '(in srgb, var(--good) 30%, transparent)" title="+1.000 nats, advantage +0.500 → +0.750">1&lt;</span>' in html
+    )
+    assert '(in srgb, var(--bad) 60%, transparent)" title="-4.000 nats, advantage +0.500 → +0.250">2</span>' in html
+    assert "colour is full from 2.0 nats on" in html
+    for title in ("CPO: what the hint tells", "CPO: change of advantages", "CPO: changes of single tokens"):
+        assert title in html
 
 
 def test_comparison_names_every_run_with_before_after_and_gain(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_what_a_function_says_besides_numbers_reaches_the_rollout_files(file: st
     rule = {name: tally.value for name, tally in judged.tallies.items() if name.startswith("reward/rule/")}
     assert rule == {"reward/rule/chars": 4.0}
     recorder = RunRecorder(Config(run=RunConfig(name="a", dir=str(tmp_path)), model=ModelConfig(path="m")))
-    recorder.sample_rollouts(1, RolloutBatch(prompts={"q": prompt}, samples=(sample,)), judged.rewards, tokenizer)
+    recorder.sample_rollouts(1, RolloutBatch(prompts={"q": prompt}, samples=(sample,)), judged.rewards, [], tokenizer)
     (record,) = read_rollouts(recorder.paths.rollouts(1))
     assert json.loads(record.details) == {"chars": 4.0, "pred": "rose", "steps": ["a", None], "why": None}
 
