@@ -14,6 +14,7 @@ from tools.study.tables import markdown_table
 
 # Columns of each model: shuffled baseline, answer left out.
 VARIANTS = {"plain": (False, False), "shuffled": (True, False), "no answer": (False, True), "both": (True, True)}
+SUMMARY_PLACE = "before_question"
 MAIN_POSITIVE, MAIN_NEGATIVE = "step", "same rows"
 CELL_INCHES = (0.62, 0.27)
 # Areas within this distance of 0.5 have a pale colour, on which dark text stands out.
@@ -59,6 +60,8 @@ def _markdown(results: Sequence[ModelResult]) -> Iterator[str]:
             for r in results
         ),
     )
+    yield f"\nHint before the question: {MAIN_POSITIVE} against {MAIN_NEGATIVE}, and plain against right rows\n"
+    yield from markdown_table(["task", "model", "estimator", *VARIANTS, "right rows"], _summary(results))
     for task, models in _by_task(results).items():
         for positive, negative in dict.fromkeys((cell.positive, cell.negative) for cell in models[0].cells):
             yield f"\n{task}: {positive} against {negative}\n"
@@ -72,6 +75,15 @@ def _markdown(results: Sequence[ModelResult]) -> Iterator[str]:
                     for place, estimator in rows_of(models)
                 ),
             )
+
+
+def _summary(results: Sequence[ModelResult]) -> Iterator[Sequence[str]]:
+    for result in results:
+        areas, others = (areas_of(result, MAIN_POSITIVE, negative) for negative in (MAIN_NEGATIVE, "right rows"))
+        for row in rows_of([result]):
+            if row[0] in (SUMMARY_PLACE, ""):
+                texts = [_text(_area(areas, row, variant)) for variant in VARIANTS]
+                yield [result.task, result.model.name, row[1], *texts, _text(_area(others, row, "plain"))]
 
 
 def _area(areas: Mapping[Signal, Area | None], row: tuple[str, str], variant: str) -> Area | None:

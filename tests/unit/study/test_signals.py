@@ -12,7 +12,19 @@ from megarl.config.load import load_config
 from megarl.data.tasks.mistakes import ReadAnswer
 from megarl.errors import ConfigError
 from tools.study.hinted import Answer
-from tools.study.signal import ModelResult, Signal, SignalStudy, cells_of, load_signal_study, signals_of
+from tools.study.signal import (
+    EARLIER,
+    FIRST,
+    LATER,
+    STEP,
+    ModelResult,
+    Signal,
+    SignalStudy,
+    cells_of,
+    load_signal_study,
+    signals_of,
+    token_kinds,
+)
 from tools.study.signal_output import write_results
 from tools.study.warm_starts import WarmStart
 
@@ -70,6 +82,12 @@ def test_signals_by_hand() -> None:
     assert found == pytest.approx(expected)
 
 
+def test_what_closes_a_wrong_answer_is_not_wrong() -> None:
+    """`<answer>4+9</answer>`: without the answer no mistake is left, least of all in the closing tag."""
+    row = answer(0, slice(2, 5), [0, 1, 1, 1, 0, 0])
+    assert token_kinds(row).tolist() == [EARLIER, EARLIER, FIRST, STEP, LATER, LATER]
+
+
 def test_what_is_compared() -> None:
     """Two wrong rows and a right one: what follows the mistake counts nowhere, and the answer may be left out."""
     rows = [
@@ -117,6 +135,7 @@ def test_tables_and_picture(tmp_path: Path) -> None:
     table = paths[1].read_text().splitlines()
     assert table[2] == "| sums | full | 800 | 0 | 2 | 2 | 1 | 0.25 | 0.50 |"
     # The mistake is the less likely token in both rows, and an answer; the hint says nothing.
+    assert "| sums | full | surprise | 1.00 ± 0.00 |  |  |  |  |" in table
     assert "| none | surprise | 1.00 ± 0.00 |  |  |  |" in table
     assert "| system | pmi | 0.50 ± 0.00 | 0.50 ± 0.00 |  |  |" in table
     assert json.loads(paths[0].read_text())[0]["num_odd"] == 1
