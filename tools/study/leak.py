@@ -30,8 +30,8 @@ class LeakStudy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """This is what one policy does with held-out problems; means over no answers are None.
+class Behavior:
+    """This is what a policy does with held-out problems; means over no answers are None.
 
     Attributes:
         score: share of right answers, of all that were sampled without a hint.
@@ -43,9 +43,6 @@ class Policy:
         hinted_unworked: share of unworked answers with the hint.
     """
 
-    name: str
-    seed: int
-    step: int
     score: float
     unworked: float | None
     copied: float | None
@@ -57,14 +54,29 @@ class Policy:
     hinted_unworked: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """This is the policy of a run after a step."""
+
+    name: str
+    seed: int
+    step: int
+    behavior: Behavior
+
+
 def measure(study: LeakStudy, run_dirs: Sequence[Path], models: Path) -> list[Policy]:
     """Measure every policy of the runs, with a line for each; converted checkpoints are kept under `models`."""
-    policies = []
+    policies: list[Policy] = []
+    behaviors: dict[Path, Behavior] = {}
     for run, run_dir in zip(load_runs(run_dirs), run_dirs, strict=True):
         for step, path in _models(run, run_dir, models):
-            policy = measure_policy(study, run, step, LocalModel(path))
-            print(f"{run.label} step {step}: score {policy.score:.3f}, copied {policy.copied}", flush=True)
-            policies.append(policy)
+            # Runs have the model in common that they began with.
+            if path not in behaviors:
+                behaviors[path] = measure_behavior(study, LocalModel(path))
+            found = behaviors[path]
+            print(f"{run.label} step {step}: score {found.score:.3f}, hinted {found.hinted_score:.3f}", flush=True)
+            name, seed = str(run.config["run"]["name"]).rpartition("-seed")[0], int(run.config["run"]["seed"])
+            policies.append(Policy(name=name, seed=seed, step=step, behavior=found))
     return policies
 
 
@@ -75,11 +87,11 @@ def _models(run: Run, run_dir: Path, out: Path) -> Iterator[tuple[int, Path]]:
     for checkpoint in sorted(run_dir.glob("checkpoints/step_*")):
         path = out / f"{run.label}-{checkpoint.name}"
         if not path.is_dir():
-            mcore_to_hf(checkpoint, Settings(out=path, num_workers=1), model=start)
+            mcore_to_hf(checkpoint / "actor", Settings(out=path, num_workers=1), model=start)
         yield int(checkpoint.name.removeprefix("step_")), path
 
 
-def measure_policy(study: LeakStudy, run: Run, step: int, model: LocalModel) -> Policy:
+def measure_behavior(study: LeakStudy, model: LocalModel) -> Behavior:
     """Sample answers without and with a hint, and score the former with it."""
     task, rng = TASKS.get(study.task), random.Random(f"leak/{study.task}/{study.seed}")
     problems = held_out_problems(task, rng, task.rl_mix, study.num_prompts)
@@ -100,10 +112,7 @@ def measure_policy(study: LeakStudy, run: Run, step: int, model: LocalModel) -> 
             for value in row[: len(answer.token_ids)][answer.answer_span == in_answer]
         )
 
-    return Policy(
-        name=str(run.config["run"]["name"]).rpartition("-seed")[0],
-        seed=int(run.config["run"]["seed"]),
-        step=step,
+    return Behavior(
         score=sum(answer.correct for answer in answers) / num_sampled,
         unworked=_mean(not answer.read.worked for answer in answers),
         copied=_mean(not answer.read.worked or answer.mistake is not None for answer in answers if answer.correct),

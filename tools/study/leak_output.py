@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from megarl.report.statistics import Spread, spread_of
 from megarl.report.style import INK, color_of, figure_style, save_png
-from tools.study.leak import Policy
+from tools.study.leak import Behavior, Policy
 from tools.study.tables import markdown_table
 
 # Measures, and what they say in a panel's title.
@@ -38,7 +38,7 @@ def _spreads(policies: Sequence[Policy], name: str, measure: str) -> dict[int, S
     """Return a measure's spread over seeds by step; steps at which it is undefined are left out."""
     found: dict[int, list[float]] = {}
     for policy in policies:
-        value = getattr(policy, measure)
+        value = getattr(policy.behavior, measure)
         if policy.name == name and value is not None:
             found.setdefault(policy.step, []).append(value)
     return {step: spread_of(values) for step, values in sorted(found.items())}
@@ -46,7 +46,7 @@ def _spreads(policies: Sequence[Policy], name: str, measure: str) -> dict[int, S
 
 def _markdown(policies: Sequence[Policy]) -> Iterator[str]:
     """Write a row for the model that all began with, and one for the last step of each algorithm."""
-    measures = [field.name for field in fields(Policy) if field.name not in ("name", "seed", "step")]
+    measures = [field.name for field in fields(Behavior)]
     names = list(dict.fromkeys(policy.name for policy in policies))
     first = [policy for policy in policies if policy.step == 0][:1]
 

@@ -7,17 +7,14 @@ import pytest
 
 from megarl.algos.cpo.methods import CPO_METHODS, formula_set
 from megarl.run.study import load_study, run_config
-from tools.study.leak import Policy
+from tools.study.leak import Behavior, Policy
 from tools.study.leak_output import write_results
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 def policy(name: str, seed: int, step: int, score: float, copied: float | None) -> Policy:
-    return Policy(
-        name=name,
-        seed=seed,
-        step=step,
+    behavior = Behavior(
         score=score,
         unworked=0.5,
         copied=copied,
@@ -28,6 +25,7 @@ def policy(name: str, seed: int, step: int, score: float, copied: float | None) 
         hinted_score=1.0,
         hinted_unworked=0.25,
     )
+    return Policy(name=name, seed=seed, step=step, behavior=behavior)
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
