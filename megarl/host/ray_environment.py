@@ -9,6 +9,8 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Ray would start its workers at niceness 15, but ranks and engines are what the machine is for.
+    "RAY_worker_niceness": "0",
 }
 # On several hosts, a host that is cut off is noticed within 6 s; by default this takes more than a minute.
 HEALTH_CHECKS = {

@@ -1,5 +1,6 @@
 """Calls to groups of remote processes: order, merging, and which failure is reported."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -25,6 +26,11 @@ LAYOUT = LayoutConfig(tp=2, dp=2)
 def test_answers_come_in_the_order_of_the_calls(processes: list[Process]) -> None:
     pending = calls(processes, ("answer", 0.4), ("answer", 0.0), ("answer", 0.2))
     assert wait_all(pending, timeout_s=30.0, doing="waiting") == [0, 1, 2]
+
+
+def test_processes_have_the_priority_of_any_other(processes: list[Process]) -> None:
+    """Ray's own choice would let any neighbour starve them."""
+    assert [os.getpriority(os.PRIO_PROCESS, process.location.pid) for process in processes] == [0] * len(processes)
 
 
 def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
