@@ -43,6 +43,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
             command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
     _add_eval(commands)
+    _add_inspect_hints(commands)
     add_convert(commands)
     add_slurm(commands, parse)
     _add_serve_reward(commands)
@@ -87,6 +88,17 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("--config", type=Path, help="a run file for engine and layout; default: the run's own")
     command.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
     command.set_defaults(run=_eval)
+
+
+def _add_inspect_hints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("inspect-hints", help="show CPO's hints in prompts, and what they tell a model")
+    command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
+    command.add_argument("overrides", nargs="*", help="settings such as algo.cpo.hint.place=system")
+    command.add_argument("--model", type=Path, help="a Hugging Face directory: measure what the hints tell this model")
+    command.add_argument("--out", type=Path, metavar="FILE", help="HTML page to write; with --model hints.html")
+    command.add_argument("--num-prompts", type=int, default=8, metavar="N", help="prompts that the model answers")
+    command.add_argument("--answers", choices=("sampled", "solutions"), default="sampled", help="what is scored")
+    command.set_defaults(run=_inspect_hints)
 
 
 def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -160,6 +172,24 @@ def _eval(arguments: argparse.Namespace) -> None:
             run_file=arguments.config,
             overrides=tuple(arguments.overrides),
             overwrite=arguments.overwrite,
+        )
+    )
+
+
+def _inspect_hints(arguments: argparse.Namespace) -> None:
+    from megarl.device.platform import apply_environment
+
+    apply_environment()
+    from megarl.evaluation.inspect_hints import InspectRequest, inspect_hints
+
+    inspect_hints(
+        InspectRequest(
+            run_file=arguments.config,
+            overrides=tuple(arguments.overrides),
+            model=arguments.model,
+            out=arguments.out,
+            num_prompts=arguments.num_prompts,
+            answers=arguments.answers,
         )
     )
 

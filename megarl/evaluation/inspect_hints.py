@@ -1,0 +1,281 @@
+"""Inspect the hints of a run before it starts: which prompts have one, how they look, and what they tell a model."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from megarl.algos.cpo import CpoInputs
+from megarl.algos.cpo.information import MI_ESTIMATORS
+from megarl.config import load_config
+from megarl.config.schema import Config
+from megarl.data.chat import encode_demonstration, load_tokenizer
+from megarl.data.hints import (
+    HintedPrompt,
+    HintPlacer,
+    HintSurvey,
+    Missing,
+    donors,
+    hint_text,
+    hinted_rows,
+    survey_hints,
+)
+from megarl.data.prompts import PromptDataset
+from megarl.data.sampler import train_files
+from megarl.device.platform import platform
+from megarl.errors import ConfigError
+from megarl.evaluation.hint_signal import mutual_information, score_hints
+from megarl.report.hint_page import HintedExample, HintReport, ScoredAnswer, Table, answer_tokens, to_html, to_text
+from megarl.rewards.build import open_rewards
+from megarl.rewards.routes import without_training
+from megarl.seeds import batch_seed
+from megarl.train.inputs import open_hints
+from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types.rows import row_from_sample
+from megarl.weights.families import read_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectRequest:
+    """Holds what the command line asks of an inspection.
+
+    model: a Hugging Face directory whose signal is measured; None: only look at the prompts. answers: what is scored,
+    the model's own samples or the hints themselves as answers.
+    """
+
+    run_file: Path
+    overrides: tuple[str, ...] = ()
+    model: Path | None = None
+    out: Path | None = None
+    num_prompts: int = 8
+    answers: Literal["sampled", "solutions"] = "sampled"
+
+
+def inspect_hints(request: InspectRequest) -> HintReport:
+    """Print how the hints of a run's training prompts fare, and with a model what they tell it.
+
+    With a model or `out` the same is written as an HTML page. Raises DataError if no prompt has a hint.
+    """
+    if request.num_prompts < 1:
+        raise ConfigError(f"--num-prompts: got {request.num_prompts}, expected >= 1")
+    config = load_config(request.run_file, request.overrides)
+    if request.model is not None:
+        config = replace(config, model=replace(config.model, path=str(request.model)))
+    if not config.data.train:
+        raise ConfigError("data.train: got no files, expected the training prompts whose hints are inspected")
+    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
+    prompts = PromptDataset(
+        train_files(config.data.train),
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_long_prompt=config.data.on_long_prompt,
+    )
+    positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
+    placer = open_hints(config, tokenizer, positions).placer
+    survey = survey_hints(placer, (prompts[i] for i in range(len(prompts))))
+    chosen = _with_hint(placer, (prompts[i] for i in range(len(prompts))), request.num_prompts)
+    report = HintReport(
+        title=f"Hints of {config.run.name}",
+        details=f"{', '.join(train_files(config.data.train))}; algo.cpo.hint: place {config.algo.cpo.hint.place}, "
+        f"template {config.algo.cpo.hint.template!r}",
+        tables=(_coverage(survey),),
+        examples=tuple(
+            HintedExample(title=f"{prompt.uid}, {len(found.token_ids)} tokens", before=before, hint=hint, after=after)
+            for prompt, found in chosen[:NUM_EXAMPLES]
+            for before, hint, after in [found.text]
+        ),
+        answers=(),
+    )
+    if request.model is not None and chosen:
+        report = _with_signal(report, request, config, tokenizer, placer, [prompt for prompt, _ in chosen])
+    print(to_text(report, with_colors=sys.stdout.isatty()))
+    for warning in survey.warnings(placer):
+        print(f"warning: {warning}")
+    if request.out is not None or request.model is not None:
+        out = request.out or Path("hints.html")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(to_html(report), encoding="utf-8")
+        print(f"wrote {out}")
+    survey.require_some(placer)
+    return report
+
+
+def _with_hint(placer: HintPlacer, prompts: Iterable[Prompt], count: int) -> list[tuple[Prompt, HintedPrompt]]:
+    """Return the first prompts that have a hint."""
+    chosen: list[tuple[Prompt, HintedPrompt]] = []
+    for prompt in prompts:
+        found = placer.place(prompt)
+        if found.missing is None:
+            chosen.append((prompt, found))
+            if len(chosen) == count:
+                break
+    return chosen
+
+
+def _coverage(survey: HintSurvey) -> Table:
+    columns = ("prompts", "placed", "cut", *Missing)
+    counts = {**survey.counts, **({"all": survey.total} if len(survey.counts) > 1 else {})}
+    return Table(
+        title="Coverage",
+        note="Number of prompts by data source: those whose hint is placed, those of them whose hint is cut, and those "
+        "without one, because the data has no text, the chat no place, or the row no room.",
+        rows=(
+            ("source", *(column.replace("_", " ") for column in columns)),
+            *((source, *(str(of_source[column]) for column in columns)) for source, of_source in counts.items()),
+        ),
+    )
+
+
+def _with_signal(
+    report: HintReport,
+    request: InspectRequest,
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    placer: HintPlacer,
+    prompts: Sequence[Prompt],
+) -> HintReport:
+    """Score answers to the prompts with and without hints, and add what that says to the report."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(request.model), dtype=getattr(torch, config.model.dtype))
+    model = model.to(platform().device()).eval()
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    if request.answers == "sampled":
+        samples = _sample(model, config, tokenizer, prompts)
+    else:
+        samples = [
+            _as_sample(prompt, encode_demonstration(tokenizer, prompt.messages, hint_text(prompt, placer.cfg) or ""), 0)
+            for prompt in prompts
+        ]
+    sources = {prompt.data_source for prompt in prompts}
+    with closing(open_rewards(without_training(config.rewards, sources), sources, tokenizer)) as rewards:
+        judging = rewards.begin()
+        for sample in samples:
+            judging.add(by_uid[sample.uid], sample)
+        correct = [reward.correct for reward in judging.finish(samples).rewards]
+    rows = [row_from_sample(sample) for sample in samples]
+    own = placer.place_all(by_uid)
+    shuffled = hinted_rows(rows, placer.place_all(by_uid, donors(own, seed=0))) if len(by_uid) > 1 else None
+    x = score_hints(
+        model,
+        rows,
+        hinted_rows(rows, own),
+        shuffled,
+        correct=correct,
+        temperature=config.rollout.temperature,
+        micro_batch_tokens=config.actor.micro_batch_tokens,
+    )
+    answers = []
+    for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
+        count, others = row.num_response_tokens, x.shuffled_hint_logprobs
+        answers.append(
+            ScoredAnswer(
+                title=row.label,
+                question=by_uid[sample.uid].messages[-1].content,
+                is_right=correct[i],
+                tokens=answer_tokens(
+                    _token_texts(tokenizer, sample.response_token_ids.tolist()),
+                    x.need("old_logprobs")[i, :count].tolist(),
+                    x.need("hint_logprobs")[i, :count].tolist(),
+                    None if others is None else others[i, :count].tolist(),
+                ),
+            )
+        )
+    scored = "sampled answers" if request.answers == "sampled" else "solutions as answers"
+    return replace(
+        report,
+        details=f"{report.details}; {request.model}, {len(rows)} {scored} to {len(by_uid)} prompts",
+        tables=(*report.tables, _signal(x)),
+        answers=tuple(answers),
+    )
+
+
+def _signal(x: CpoInputs) -> Table:
+    """Return the means over tokens of the gain and of every estimate, for right rows, wrong rows and all."""
+    old, hint, other = x.need("old_logprobs"), x.need("hint_logprobs"), x.shuffled_hint_logprobs
+    values = {"gain of the own hint": hint - old}
+    if other is not None:
+        values["gain of another's hint"] = other - old
+    for name in MI_ESTIMATORS:
+        values[name] = mutual_information(x, name)
+        if other is not None and not MI_ESTIMATORS.get(name).uses_hint_kl:
+            values[f"{name}, shuffled baseline"] = mutual_information(x, name, shuffled_baseline=True)
+    right = x.correct[:, None]
+    masks = {"right": x.loss_mask & right, "wrong": x.loss_mask & ~right, "all": x.loss_mask}
+    rows = [("nats per token", *masks)]
+    for name, of_token in values.items():
+        means = (f"{of_token[mask].mean().item():+.4f}" if mask.any() else "none" for mask in masks.values())
+        rows.append((name, *means))
+    rows.append(("tokens", *(f"{int(mask.sum())}" for mask in masks.values())))
+    rows.append(("rows", *map(str, (int(x.correct.sum()), int((~x.correct).sum()), len(x.correct)))))
+    return Table(
+        title="Signal",
+        note="Means over the tokens of right rows, of wrong rows and of all. The gain is the log-prob with the hint "
+        "less that without; the others are estimates of mutual information by algo.cpo.mi_estimator.",
+        rows=tuple(rows),
+    )
+
+
+def _sample(
+    model: Any, config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]
+) -> list[Sample]:
+    """Sample the configured number of answers to each prompt with the model itself."""
+    rollout, samples = config.rollout, []
+    torch.manual_seed(batch_seed(config.run.seed, 0))
+    for prompt in prompts:
+        ids = torch.tensor([prompt.token_ids], device=model.device)
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=max(rollout.top_k, 0),
+            num_return_sequences=rollout.num_samples,
+            max_new_tokens=rollout.max_response_tokens,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+        )[:, ids.shape[1] :]
+        for index, response in enumerate(found.tolist()):
+            ended = tokenizer.eos_token_id in response
+            kept = response[: response.index(tokenizer.eos_token_id) + 1] if ended else response
+            samples.append(_as_sample(prompt, kept, index, is_ended=ended))
+    return samples
+
+
+def _as_sample(prompt: Prompt, response: Sequence[int], index: int, *, is_ended: bool = True) -> Sample:
+    count = len(response)
+    written = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=np.asarray(response, dtype=np.int64),
+        loss_mask=np.ones(count, dtype=np.bool_),
+        weight_versions=np.zeros(count, dtype=np.int64),
+    )
+    return Sample(
+        uid=prompt.uid,
+        sample_index=index,
+        seed=0,
+        segments=(prompt_segment(prompt.token_ids), written),
+        finish_reason=FinishReason.STOP if is_ended else FinishReason.LENGTH,
+    )
+
+
+def _token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; one that ends within a character adds nothing, the last one all of it."""
+    texts, written = [], ""
+    for end in range(1, len(ids) + 1):
+        whole: str = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        is_whole = not whole.endswith("\ufffd") or end == len(ids)
+        texts.append(whole[len(written) :] if is_whole else "")
+        written = whole if is_whole else written
+    return texts

@@ -1,0 +1,201 @@
+"""Show what hints tell, as text and as HTML: hinted prompts, tables, and answers with every token's gain as colour."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from megarl.report.examples import visible_text
+from megarl.report.template import STYLE
+from megarl.text_table import align
+
+# A gain of so many nats has the full colour: the token is e² times as likely with the hint.
+FULL_COLOR_NATS = 2.0
+# Answers of each verdict that a terminal shows; the page shows all.
+NUM_SHOWN = 2
+# Green and red of 24-bit terminals, and of the page, whose backgrounds show text in light and dark.
+_BETTER, _WORSE = (0, 158, 115), (213, 94, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintedExample:
+    """Holds a hinted prompt as the model reads it: what stands before the hint, the hint, and what follows it."""
+
+    title: str
+    before: str
+    hint: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredToken:
+    """Holds a token of an answer, with its log-probs without a hint, with its own, and with another prompt's."""
+
+    text: str
+    old: float
+    hinted: float
+    shuffled: float | None
+
+    @property
+    def gain(self) -> float:
+        return self.hinted - self.old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredAnswer:
+    """Holds an answer, its question and the verifier's verdict."""
+
+    title: str
+    question: str
+    is_right: bool
+    tokens: tuple[ScoredToken, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Holds a table of texts; the first row names the columns."""
+
+    title: str
+    note: str
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintReport:
+    """Holds all that an inspection of hints found."""
+
+    title: str
+    details: str
+    tables: tuple[Table, ...]
+    examples: tuple[HintedExample, ...]
+    answers: tuple[ScoredAnswer, ...]
+
+
+def to_text(report: HintReport, *, with_colors: bool) -> str:
+    """Write a report for a terminal; without colours a hint stands in ⟦ ⟧, and gains follow their tokens."""
+    lines = [report.title, report.details]
+    for table in report.tables:
+        lines += ["", table.title, *align(table.rows)]
+    for example in report.examples:
+        hint = f"\x1b[7m{example.hint}\x1b[0m" if with_colors else f"⟦{example.hint}⟧"
+        lines += ["", example.title, f"{example.before}{hint}{example.after}"]
+    for verdict, answer in (
+        (verdict, answer)
+        for verdict, is_right in (("right", True), ("wrong", False))
+        for answer in [a for a in report.answers if a.is_right is is_right][:NUM_SHOWN]
+    ):
+        lines += ["", f"{answer.title}, {verdict}: {answer.question}"]
+        lines.append("".join(_terminal_token(token, with_colors=with_colors) for token in answer.tokens))
+    return "\n".join(lines)
+
+
+def _terminal_token(token: ScoredToken, *, with_colors: bool) -> str:
+    if not with_colors:
+        return f"{token.text}({token.gain:+.1f})" if abs(token.gain) >= 0.05 else token.text
+    strength = _strength(token.gain)
+    # Mixed with a dark background, so that white text can be read on it.
+    red, green, blue = (round(30 + strength * (part - 30)) for part in (_BETTER if token.gain > 0 else _WORSE))
+    shown = token.text.replace("\n", "↵\n")
+    return f"\x1b[38;2;255;255;255;48;2;{red};{green};{blue}m{shown}\x1b[0m"
+
+
+def _strength(gain: float) -> float:
+    """Return how strong a gain's colour is, in [0, 1]."""
+    return min(abs(gain) / FULL_COLOR_NATS, 1.0)
+
+
+def to_html(report: HintReport) -> str:
+    """Write a report as one self-contained HTML page."""
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(_PAGE)
+    return template.render(
+        report=report,
+        style=Markup(STYLE + _STYLE),
+        full=FULL_COLOR_NATS,
+        visible=visible_text,
+        tokens={id(answer): Markup("").join(map(_html_token, answer.tokens)) for answer in report.answers},
+        key=id,
+    )
+
+
+def _html_token(token: ScoredToken) -> Markup:
+    color = ", ".join(map(str, _BETTER if token.gain > 0 else _WORSE))
+    others = "" if token.shuffled is None else f", another prompt's hint {token.shuffled - token.old:+.3f}"
+    # A line feed keeps its effect, and gets a sign that can have a colour.
+    return Markup('<span class="gain" style="background: rgba({}, {:.2f})" title="{}">{}</span>').format(
+        Markup(color),
+        0.8 * _strength(token.gain),
+        f"gain {token.gain:+.3f} nats: log-prob {token.old:.3f} → {token.hinted:.3f}{others}",
+        token.text.replace("\n", "↵\n"),
+    )
+
+
+def answer_tokens(
+    texts: Sequence[str], old: Sequence[float], hinted: Sequence[float], shuffled: Sequence[float] | None
+) -> tuple[ScoredToken, ...]:
+    """Join the texts and log-probs of an answer's tokens."""
+    others = shuffled if shuffled is not None else [None] * len(texts)
+    return tuple(
+        ScoredToken(text=text, old=a, hinted=b, shuffled=c)
+        for text, a, b, c in zip(texts, old, hinted, others, strict=True)
+    )
+
+
+_STYLE = """
+.hint { background: rgba(0, 114, 178, 0.25); border-radius: 4px; }
+.gain { border-radius: 3px; }
+.examples.wide { grid-template-columns: 1fr; }
+.legend span { padding: 1px 8px; border-radius: 3px; }
+"""
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ report.title }}</title>
+<style>{{ style }}</style>
+</head>
+<body><main>
+<header><h1>{{ report.title }}</h1><p class="details">{{ report.details }}</p></header>
+{% for table in report.tables %}
+<h2>{{ table.title }}</h2>
+<div class="scroll"><table>
+{% for row in table.rows %}
+{% set tag = "th" if loop.first else "td" %}
+<tr>{% for cell in row %}
+<{{ tag }}{% if not loop.first %} class="number"{% endif %}>{{ cell }}</{{ tag }}>
+{% endfor %}</tr>
+{% endfor %}
+</table></div>
+<p class="note">{{ table.note }}</p>
+{% endfor %}
+{% if report.answers %}
+<h2>Answers, token by token</h2>
+<p class="note legend"><span style="background: rgba(0, 158, 115, 0.8)">likelier with the hint</span>
+<span style="background: rgba(213, 94, 0, 0.8)">less likely</span> Full colour from {{ full }} nats on; point at a token
+for its numbers.</p>
+<div class="examples wide">
+{% for answer in report.answers %}
+<article{% if answer.is_right %} class="right"{% endif %}>
+<p><span class="verdict">{{ "right" if answer.is_right else "wrong" }}</span>
+<span class="details">{{ answer.title }}</span></p>
+<pre>{{ visible(answer.question) }}</pre>
+<pre>{{ tokens[key(answer)] }}</pre>
+</article>
+{% endfor %}
+</div>
+{% endif %}
+<h2>Prompts with their hints</h2>
+<div class="examples wide">
+{% for example in report.examples %}
+{% set hint = visible(example.hint) %}
+<figure><p class="details">{{ example.title }}</p>
+<pre>{{ visible(example.before) }}<span class="hint">{{ hint }}</span>{{ visible(example.after) }}</pre>
+</figure>
+{% endfor %}
+</div>
+</main></body>
+</html>
+"""
