@@ -51,8 +51,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         if published is not None and not (Path(path) / "config.json").is_file():
             path = packaged(published)
         specs[role.role] = read_model_spec(path, model_key(config, role))
-    for name, spec in specs.items():
-        check_model(config, spec.hf_config, name)
+        check_model(config, specs[role.role].hf_config, role.role)
     actor, layouts = specs[Role.ACTOR], by_layout(roles)
     engine = _engine(config, actor, device_bytes)
     shards = []

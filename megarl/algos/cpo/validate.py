@@ -6,7 +6,7 @@ from megarl.algos.cpo.difficulty import DIFFICULTIES
 from megarl.algos.cpo.formulas import SETTINGS, WEIGHTS
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.algos.cpo.methods import coefficients, formula, formula_set
-from megarl.config.algo import CpoConfig
+from megarl.config.algo import CpoConfig, HintConfig
 from megarl.errors import ConfigError
 from megarl.registry import refuse_unused
 
@@ -62,7 +62,12 @@ def check_cpo(cfg: CpoConfig) -> None:
             "algo.cpo.difficulty: got 'variance' with algo.cpo.formula_set=fix: it calls a group without a correct "
             "sample easy; set algo.cpo.difficulty=variance_signed"
         )
-    hint, blanks = cfg.hint, {"{hint}", "{question}"}
+    _check_hint(cfg.hint)
+
+
+def _check_hint(hint: HintConfig) -> None:
+    """Raise ConfigError for a template that does not fit its place, or a field that a source contradicts."""
+    blanks = {"{hint}", "{question}"}
     expected = blanks if hint.place == "user_turn" else {"{hint}"}
     if {blank for blank in blanks if blank in hint.template} != expected or hint.template.count("{hint}") != 1:
         raise ConfigError(
