@@ -1,8 +1,12 @@
 """What is checked of the models of reference and critic before anything starts."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForSequenceClassification
 
@@ -11,7 +15,8 @@ from megarl.config import Config, from_dict
 from megarl.data.chat import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.train.export import export_model
-from megarl.train.inputs import check_role_models
+from megarl.train.inputs import TrainInputs, check_role_models, open_train_inputs
+from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
 from megarl.weights.families import read_model_spec
 from tests.helpers.checkpoints import add_value_head, make_checkpoint
@@ -91,3 +96,63 @@ def test_an_exported_critic_is_a_model_with_one_label_that_can_be_a_critic_again
     assert (type(loaded).__name__, loaded.config.num_labels) == ("Qwen3ForSequenceClassification", 1)
     assert loaded.score.weight.shape == (1, loaded.config.hidden_size)
     checked(models, Role.CRITIC, "export")
+
+
+# --- chat templates and hints
+
+GREETING = "{% if greeting is defined %}{{ greeting }}{% endif %}"
+
+
+def opened(models: Path, directory: Path, **sections: Any) -> TrainInputs:
+    """The inputs of a run on one question with a solution; both models have a template with an argument."""
+    for name in ("policy", "critic"):
+        shutil.copytree(models / name, directory / name)
+        template = directory / name / "chat_template.jinja"
+        template.write_text(template.read_text() + GREETING)
+    row = {
+        "prompt": [{"role": "user", "content": "3+5=?"}],
+        "data_source": "megarl/sums",
+        "reward_model": {"style": "rule", "ground_truth": "8"},
+        "extra_info": {"gold_solution": "3+5=8"},
+    }
+    (directory / "train.jsonl").write_text(json.dumps(row) + "\n")
+    data = {**LENGTHS["data"], "train": [str(directory / "train.jsonl")], "chat_template": {"greeting": "Hello"}}
+    tree = {
+        "model": {"path": str(directory / "policy"), "dtype": "float32"},
+        "data": data,
+        "actor": {"micro_batch_tokens": 200},
+        "rollout": LENGTHS["rollout"],
+        "trainer": {"prompts_per_step": 1},
+    }
+    return open_train_inputs(from_dict(Config, {**tree, **sections}))
+
+
+def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path, tmp_path: Path) -> None:
+    """Otherwise it would read other tokens than those that were sampled."""
+    reward_model = {"model_path": str(tmp_path / "critic")}
+    inputs = opened(models, tmp_path, rewards={"manager": "model"}, reward_model=reward_model)
+    prompt = inputs.train[0]
+    assert inputs.tokenizer.decode(prompt.token_ids).endswith("assistant\nHello")
+    assert inputs.conversations is not None
+    response = np.array([40, 2])
+    written = Segment(
+        source=SegmentSource.POLICY,
+        token_ids=response,
+        loss_mask=np.ones(2, dtype=np.bool_),
+        weight_versions=np.zeros(2, dtype=np.int64),
+    )
+    segments = (prompt_segment(prompt.token_ids), written)
+    sample = Sample(uid=prompt.uid, sample_index=0, seed=0, segments=segments, finish_reason=FinishReason.STOP)
+    read = inputs.tokenizer.decode(inputs.conversations.encode(prompt, sample))
+    assert read.endswith("Hello")
+
+
+@pytest.mark.parametrize(("estimator", "room"), [("pmi", 200 - 64), ("full_kl", 100 - 64)])
+def test_hints_leave_room_for_the_longest_response(models: Path, tmp_path: Path, estimator: str, room: int) -> None:
+    cpo = {"method": "mi", "mi_estimator": estimator}
+    inputs = opened(models, tmp_path, algo={"cpo": cpo})
+    assert inputs.hints is not None
+    assert inputs.hints.placer.max_prompt_tokens == room
+    assert inputs.hint_survey is not None
+    assert inputs.hint_survey.total == {"prompts": 1, "placed": 1}
+    assert inputs.warnings == []
