@@ -1,7 +1,7 @@
 """Inspect the hints of a run before it starts: which prompts have one, how they look, and what they tell a model."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,14 +175,27 @@ def _with_signal(
         temperature=config.rollout.temperature,
         micro_batch_tokens=config.actor.micro_batch_tokens,
     )
+    scored = "sampled answers" if request.answers == "sampled" else "solutions as answers"
+    return replace(
+        report,
+        details=f"{report.details}; {request.model}, {len(rows)} {scored} to {len(by_uid)} prompts",
+        tables=(*report.tables, _signal(x)),
+        answers=_scored_answers(x, samples, by_uid, tokenizer),
+    )
+
+
+def _scored_answers(
+    x: CpoInputs, samples: Sequence[Sample], prompts: Mapping[str, Prompt], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[ScoredAnswer, ...]:
+    """Join answers, their verdicts and the log-probs of their tokens."""
     answers = []
-    for i, (sample, row) in enumerate(zip(samples, rows, strict=True)):
-        count, others = row.num_response_tokens, x.shuffled_hint_logprobs
+    for i, sample in enumerate(samples):
+        count, others = len(sample.loss_mask), x.shuffled_hint_logprobs
         answers.append(
             ScoredAnswer(
-                title=row.label,
-                question=by_uid[sample.uid].messages[-1].content,
-                is_right=correct[i],
+                title=f"{sample.uid}/{sample.sample_index}",
+                question=prompts[sample.uid].messages[-1].content,
+                is_right=bool(x.correct[i]),
                 tokens=answer_tokens(
                     _token_texts(tokenizer, sample.response_token_ids.tolist()),
                     x.need("old_logprobs")[i, :count].tolist(),
@@ -191,13 +204,7 @@ def _with_signal(
                 ),
             )
         )
-    scored = "sampled answers" if request.answers == "sampled" else "solutions as answers"
-    return replace(
-        report,
-        details=f"{report.details}; {request.model}, {len(rows)} {scored} to {len(by_uid)} prompts",
-        tables=(*report.tables, _signal(x)),
-        answers=tuple(answers),
-    )
+    return tuple(answers)
 
 
 def _signal(x: CpoInputs) -> Table:
