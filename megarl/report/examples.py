@@ -41,14 +41,18 @@ def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str
     """Return tokens as HTML, coloured by the gain in log-prob that a hint brings to each of them.
 
     Tokens that it makes likelier have the good colour, which is full from `FULL_GAIN` nats on. The gain, and a note on
-    each token if notes are given, are its tooltip.
+    each token if notes are given, are its tooltip. A line feed keeps its effect, and gets a sign to colour.
     """
     span = Markup('<span style="background: color-mix(in srgb, var(--{}) {}%, transparent)" title="{}">{}</span>')
     pieces = []
     for index, (token, gain) in enumerate(zip(tokens, gains, strict=True)):
         title = f"{gain:+.3f} nats" + (f", {notes[index]}" if notes else "")
         share = round(60 * min(abs(gain) / FULL_GAIN, 1))
-        pieces.append(span.format("good" if gain > 0 else "bad", share, title, token.translate(_CONTROL_PICTURES)))
+        pieces.append(
+            span.format(
+                "good" if gain > 0 else "bad", share, title, token.translate(_CONTROL_PICTURES).replace("\n", "↵\n")
+            )
+        )
     return Markup("").join(pieces)
 
 

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from megarl.report.examples import visible_text
+from megarl.report.examples import FULL_GAIN, gain_text, visible_text
 from megarl.report.template import STYLE
 from megarl.text_table import align
 
-# A gain of so many nats has the full colour: the token is e² times as likely with the hint.
-FULL_COLOR_NATS = 2.0
 # Answers of each verdict that a terminal shows; the page shows all.
 NUM_SHOWN = 2
-# Green and red of 24-bit terminals, and of the page, whose backgrounds show text in light and dark.
+# Green and red of 24-bit terminals.
 _BETTER, _WORSE = (0, 158, 115), (213, 94, 0)
 
 
@@ -102,7 +100,7 @@ def _terminal_token(token: ScoredToken, *, with_colors: bool) -> str:
 
 def _strength(gain: float) -> float:
     """Return how strong a gain's colour is, in [0, 1]."""
-    return min(abs(gain) / FULL_COLOR_NATS, 1.0)
+    return min(abs(gain) / FULL_GAIN, 1.0)
 
 
 def to_html(report: HintReport) -> str:
@@ -111,23 +109,20 @@ def to_html(report: HintReport) -> str:
     return template.render(
         report=report,
         style=Markup(STYLE + _STYLE),
-        full=FULL_COLOR_NATS,
+        full=FULL_GAIN,
         visible=visible_text,
-        tokens={id(answer): Markup("").join(map(_html_token, answer.tokens)) for answer in report.answers},
+        tokens={id(answer): _html_tokens(answer) for answer in report.answers},
         key=id,
     )
 
 
-def _html_token(token: ScoredToken) -> Markup:
-    color = ", ".join(map(str, _BETTER if token.gain > 0 else _WORSE))
-    others = "" if token.shuffled is None else f", another prompt's hint {token.shuffled - token.old:+.3f}"
-    # A line feed keeps its effect, and gets a sign that can have a colour.
-    return Markup('<span class="gain" style="background: rgba({}, {:.2f})" title="{}">{}</span>').format(
-        Markup(color),
-        0.8 * _strength(token.gain),
-        f"gain {token.gain:+.3f} nats: log-prob {token.old:.3f} → {token.hinted:.3f}{others}",
-        token.text.replace("\n", "↵\n"),
-    )
+def _html_tokens(answer: ScoredAnswer) -> Markup:
+    """Return an answer as HTML, coloured by gain; a token's log-probs are its tooltip."""
+    notes = []
+    for token in answer.tokens:
+        others = "" if token.shuffled is None else f", another prompt's hint {token.shuffled - token.old:+.3f}"
+        notes.append(f"log-prob {token.old:.3f} → {token.hinted:.3f}{others}")
+    return gain_text([token.text for token in answer.tokens], [token.gain for token in answer.tokens], notes)
 
 
 def answer_tokens(
@@ -143,7 +138,6 @@ def answer_tokens(
 
 _STYLE = """
 .hint { background: rgba(0, 114, 178, 0.25); border-radius: 4px; }
-.gain { border-radius: 3px; }
 .examples.wide { grid-template-columns: 1fr; }
 .legend span { padding: 1px 8px; border-radius: 3px; }
 """
@@ -173,9 +167,10 @@ _PAGE = """\
 {% endfor %}
 {% if report.answers %}
 <h2>Answers, token by token</h2>
-<p class="note legend"><span style="background: rgba(0, 158, 115, 0.8)">likelier with the hint</span>
-<span style="background: rgba(213, 94, 0, 0.8)">less likely</span> Full colour from {{ full }} nats on; point at a token
-for its numbers.</p>
+<p class="note legend">
+<span style="background: color-mix(in srgb, var(--good) 60%, transparent)">likelier with the hint</span>
+<span style="background: color-mix(in srgb, var(--bad) 60%, transparent)">less likely</span>
+Full colour from {{ full }} nats on; point at a token for its numbers.</p>
 <div class="examples wide">
 {% for answer in report.answers %}
 <article{% if answer.is_right %} class="right"{% endif %}>

@@ -207,3 +207,19 @@ def test_package_follows_the_rule(rule: Callable[[Source], list[str]]) -> None:
 )
 def test_rule_on_a_snippet(rule: Callable[[Source], list[str]], path: str, code: str, found: list[str]) -> None:
     assert rule(Source(path=Path(path), tree=ast.parse(code))) == found
+
+
+def test_files_and_functions_stay_short() -> None:
+    """And few: what is used once and short stands in its caller."""
+    functions = [
+        (source.path, node)
+        for source in read_sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {
+        source.path: len((PACKAGE / source.path).read_text(encoding="utf-8").splitlines()) for source in read_sources()
+    }
+    assert [path for path, length in lengths.items() if length > 350] == []
+    assert [(path, node.name) for path, node in functions if (node.end_lineno or 0) - node.lineno + 1 > 60] == []
+    assert 1000 * len(functions) / sum(lengths.values()) <= 55

@@ -41,10 +41,9 @@ def test_page() -> None:
     assert '<td class="number">10</td>' in page
     assert '<span class="hint"><span class="token">&lt;b&gt;</span></span>1+1=?' in page
     assert (
-        '<span class="gain" style="background: rgba(0, 158, 115, 0.24)" title="gain +0.600 nats: log-prob -1.000 → '
-        '-0.400, another prompt&#39;s hint -0.500">1+1</span>'
+        'var(--good) 18%, transparent)" title="+0.600 nats, log-prob -1.000 → -0.400, another prompt&#39;s hint -0.500">1+1</span>'
     ) in page
-    assert "rgba(213, 94, 0, 0.80)" in page
+    assert "var(--bad) 60%, transparent)" in page
     assert "=&lt;2&gt;↵\n</span>" in page
     assert page.count("<article") == 5
     # Nothing is fetched.
