@@ -40,9 +40,8 @@ def test_page() -> None:
     assert "<th>source</th>" in page
     assert '<td class="number">10</td>' in page
     assert '<span class="hint"><span class="token">&lt;b&gt;</span></span>1+1=?' in page
-    assert (
-        'var(--good) 18%, transparent)" title="+0.600 nats, log-prob -1.000 → -0.400, another prompt&#39;s hint -0.500">1+1</span>'
-    ) in page
+    title = "+0.600 nats, log-prob -1.000 → -0.400, another prompt&#39;s hint -0.500"
+    assert f'var(--good) 18%, transparent)" title="{title}">1+1</span>' in page
     assert "var(--bad) 60%, transparent)" in page
     assert "=&lt;2&gt;↵\n</span>" in page
     assert page.count("<article") == 5
