@@ -77,6 +77,9 @@ def _draw(policies: Sequence[Policy], path: Path) -> None:
         axes = figure.subplots(num_rows, NUM_COLUMNS, sharex=True, squeeze=False)
         for ax, (measure, title) in zip(axes.flat, PANELS.items(), strict=False):
             ax.set_title(title)
+            if not title.endswith("nats"):
+                # Shares: on a scale of their own, noise would look like news.
+                ax.set_ylim(-0.02, 1.02)
             for i, name in enumerate(names):
                 spreads = _spreads(policies, name, measure)
                 ax.plot(
