@@ -151,7 +151,7 @@ def prefix_ratios(
 ) -> tuple[float, ...]:
     """Return the share of the demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
-    A draw depends on (run_seed, step, uid, sample index), but with `shared` not on the sample index.
+    Draws are seeded by run_seed, step, uid and sample index; with `shared`, the sample index is left out.
 
     >>> cfg = DemonstrationConfig(strategy="fixed", min_ratio=0.5, max_ratio=1.0, num_prefixed=2)
     >>> prefix_ratios(cfg, uid="a", step=1, num_samples=3, run_seed=0)

@@ -64,7 +64,7 @@ class RankActor(RunActor):
         return getattr(self.worker, method)(*args, **kwargs)
 
     def call_with_rows(self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any) -> Any:
-        """Call a method of the worker with the rows that these micro-batches consist of."""
+        """Call a method of the worker, and pass it the rows that the micro-batches name by index."""
         return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
 
 

@@ -72,7 +72,7 @@ class Cluster:
             raise
 
     def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
-        """Raise ConfigError unless a run with these roles and this configuration can use these processes."""
+        """Raise ConfigError if the cluster's processes do not suit a run with these roles and this configuration."""
         check_serves(self._config, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:

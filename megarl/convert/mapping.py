@@ -138,7 +138,7 @@ def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
     """Split a slice of a whole parameter, which has `row_size` elements per row, into blocks of rows.
 
     Raises:
-        ValueError: the slice contains parts of rows; such a partition cannot be converted row by row.
+        ValueError: the slice does not begin and end with whole rows, so it cannot be converted row by row.
     """
     view, inner = part.view, 1
     axes = list(zip(view.shape, view.stride(), strict=True))

@@ -1,1 +1,1 @@
-"""Read prompts and demonstrations, encode them as token ids, and sample and pack batches; make the tiny model."""
+"""Read prompts and demonstrations, encode them, sample and pack batches; also build a tiny model for experiments."""

@@ -12,7 +12,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """Hold the rewards of one part: `values` for the rows of a batch that it judged, and the group of each row."""
+    """Hold the raw rewards of one part of a hybrid reward: `values` of the rows that it judged, and their groups."""
 
     values: Sequence[float]
     groups: Sequence[Hashable]

@@ -156,10 +156,10 @@ def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Sco
 def _score_with_pairs(
     actor: RoleScorer, asked: Sequence[Row], pairs: Sequence[int], count: int, step: int
 ) -> dict[str, list[FloatArray]]:
-    """Compute log-probs and entropies of all rows, and for the first `count` KL(with the hint ‖ without it).
+    """Compute log-probs and entropies of all rows, and KL(with hint ‖ without) for the first `count` of them.
 
-    asked: the rows. pairs: the indices i whose row shares a pass with its hinted form, row count + i; for the others
-    the KL is 0. No pair is longer than a micro-batch: a row that leaves no room for itself twice gets no hint.
+    asked: the rows; row `count + i` is row i with its hint. pairs: each i whose two forms go through the same forward
+    pass; for the others the KL is 0. A row that does not fit into a micro-batch twice has no hint and is no pair.
     """
     twins = [count + i for i in pairs]
     together = {*pairs, *twins}

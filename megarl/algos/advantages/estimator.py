@@ -28,7 +28,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A flip selects rows (bool [B]) whose advantages, not returns, change sign before or after normalisation."""
+    """A flip selects rows (bool [B]) whose advantages are negated, before or after normalisation; returns stay."""
 
     rows: Tensor
     stage: Literal["before_whiten", "after_whiten"]

@@ -45,7 +45,7 @@ def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
 
 
 def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Return exp(d)·d: unbiased for KL(with hint ‖ without) on tokens of the old policy, where d is not clamped.
+    """Return exp(d)·d, on tokens of the old policy an unbiased estimate of KL(with hint ‖ without) unless d is clamped.
 
     >>> kl_is(tensor([1.0]), tensor([0.0]), None).round(decimals=3).tolist()
     [2.718]

@@ -170,7 +170,7 @@ class GradientsInChunk(torch.autograd.Function):
 
 
 def _require_same(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
-    """Raise a ValueError if the gradients of a loss are not those that the chunks were computed with."""
+    """Raise a ValueError if the gradients that arrive are not those for which the chunks' gradients were computed."""
     difference = (used if actual is None else used - actual).abs()
     if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():
         row = int(difference.argmax())

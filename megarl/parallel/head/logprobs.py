@@ -118,7 +118,7 @@ def vocab_parallel_top_logprobs(
     chunk_tokens: int | None = None,
     kernels: ChunkKernels | None = None,
 ) -> tuple[TokenLogprobs, TopLogprobs]:
-    """Compute, without a graph, what `vocab_parallel_logprobs` does and each row's `top_k` likeliest tokens."""
+    """Compute what `vocab_parallel_logprobs` computes, without autograd, and each row's `top_k` likeliest tokens."""
     x = head_inputs(
         hidden, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
     )

@@ -61,7 +61,7 @@ def _pipes(task: dict[str, Any], bounds: Bounds) -> tuple[list[Stream], list[int
 
 
 def _finish(child: int, family: Family, streams: Sequence[Stream], bounds: Bounds) -> dict[str, Any]:
-    """Watch the child, end it and all that it started, and say what came of it."""
+    """Wait for the child, kill it and everything that it started, and return the outcome."""
     ending = watch(
         child,
         streams,

@@ -154,8 +154,8 @@ class _Open:
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
     """Pack transfers into messages, one per pair and bucket.
 
-    Each goes in the first bucket, not before those that its source and its sink are at, that has room at both. Buckets
-    of a process are in the order of its transfers, so that processes that take them in order never wait in a circle.
+    Each transfer goes into the first bucket with room at both its source and its sink, and never before the latest
+    bucket that either has used. Every process thus handles its buckets in the order of its transfers: no deadlock.
     """
     # For every source and every sink, over the wire and locally: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}

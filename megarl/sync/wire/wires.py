@@ -75,7 +75,7 @@ class Arrival:
 
 
 class ReceivingEnd(Protocol):
-    """Receives a sink's messages."""
+    """Receives, in the process of a sink, the messages that are addressed to it."""
 
     def start(self, transfer: int) -> None:
         """Begin a transfer, as `SendingEnd.start` does."""
