@@ -99,11 +99,13 @@ def test_a_hanging_rank_is_ended(pool: RankPool) -> None:
 
 
 HANGING_SESSION = """
-import threading, time
+import signal, threading, time
 from tests.distributed.test_rank_pool import directory, hang_on_rank_1
 from tests.helpers.rank_pool import RankPool
 
 if __name__ == "__main__":
+    # A background job of a shell ignores it, and so would what that job starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with RankPool(2) as pool:
         [path, _] = pool.run(directory)
         print(*pool.pids, path, flush=True)
