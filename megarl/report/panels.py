@@ -265,7 +265,8 @@ PANELS = (
         name="cpo_change",
         title="CPO: change of advantages",
         unit="mean A′ − A",
-        caption="After less before shaping, over the tokens of right and of wrong responses.",
+        caption="After less before shaping, over the tokens of right and of wrong responses. Methods that only move "
+        "credit within a row, such as verifier_sign, keep this mean at 0.",
         needs="cpo/adv_delta_mean",
         draw=draw_right_and_wrong("cpo/adv_delta"),
     ),
