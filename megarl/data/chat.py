@@ -137,6 +137,21 @@ def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[i
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; one that ends within a character adds nothing, the last one all of it."""
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    texts: list[str] = []
+    # Tokens from `start` on are decoded with those before `known` as context, as spaces may depend on it.
+    start = known = 0
+    for end in range(1, len(ids) + 1):
+        context, whole = decode(ids[start:known]), decode(ids[start:end])
+        is_whole = not whole.endswith("\ufffd") or end == len(ids)
+        texts.append(whole[len(context) :] if is_whole else "")
+        if is_whole:
+            start, known = known, end
+    return texts
+
+
 def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     """Return the token ids that the template writes after the end token of an answer.
 

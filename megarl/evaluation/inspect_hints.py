@@ -14,7 +14,7 @@ from megarl.algos.cpo import CpoInputs
 from megarl.algos.cpo.information import MI_ESTIMATORS
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.data.chat import encode_demonstration, load_tokenizer
+from megarl.data.chat import encode_demonstration, load_tokenizer, token_texts
 from megarl.data.hints import (
     HintedPrompt,
     HintPlacer,
@@ -192,7 +192,7 @@ def _scored_answers(
                 question=prompts[sample.uid].messages[-1].content,
                 is_right=bool(x.correct[i]),
                 tokens=answer_tokens(
-                    _token_texts(tokenizer, sample.response_token_ids.tolist()),
+                    token_texts(tokenizer, sample.response_token_ids.tolist()),
                     x.need("old_logprobs")[i, :count].tolist(),
                     x.need("hint_logprobs")[i, :count].tolist(),
                     None if others is None else others[i, :count].tolist(),
@@ -282,14 +282,3 @@ def _as_sample(prompt: Prompt, response: Sequence[int], index: int, *, is_ended:
         segments=(prompt_segment(prompt.token_ids), written),
         finish_reason=FinishReason.STOP if is_ended else FinishReason.LENGTH,
     )
-
-
-def _token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; one that ends within a character adds nothing, the last one all of it."""
-    texts, written = [], ""
-    for end in range(1, len(ids) + 1):
-        whole: str = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        is_whole = not whole.endswith("\ufffd") or end == len(ids)
-        texts.append(whole[len(written) :] if is_whole else "")
-        written = whole if is_whole else written
-    return texts

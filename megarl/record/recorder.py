@@ -16,6 +16,7 @@ import psutil
 from megarl.algos.cpo import BASE_ADVANTAGES
 from megarl.config import dump
 from megarl.config.schema import Config
+from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
 from megarl.record.metrics import (
@@ -164,7 +165,7 @@ def _token_columns(
         return {}
     baseline = scores.get(Score.SHUFFLED_HINT_LOGPROBS, scores[Score.OLD_LOGPROBS])
     return {
-        "tokens": tuple(str(tokenizer.decode([token])) for token in sample.response_token_ids.tolist()),
+        "tokens": tuple(token_texts(tokenizer, sample.response_token_ids.tolist())),
         "hint_gain": tuple((scores[Score.HINT_LOGPROBS] - baseline).tolist()),
         "base_advantage": tuple(scores.get(BASE_ADVANTAGES, scores["advantages"]).tolist()),
         "advantage": tuple(scores["advantages"].tolist()),

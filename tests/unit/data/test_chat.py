@@ -20,6 +20,7 @@ from megarl.data.chat import (
     load_tokenizer,
     long_prompt_error,
     response_decoder,
+    token_texts,
 )
 from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
@@ -179,3 +180,13 @@ def test_arguments_that_the_template_never_reads(tmp_path: Path) -> None:
         rendered(tmp_path, TURNS, enable_thinking=False)
     with pytest.raises(ConfigError, match="is not valid Jinja: "):
         rendered(tmp_path, "{% if %}", x=1)
+
+
+def test_texts_of_tokens_join_to_the_whole() -> None:
+    """Of the bytes of a character only the last one adds text; what ends within one is shown by the last token."""
+    tokenizer = make_byte_tokenizer()
+    ids = tokenizer("a é€b", add_special_tokens=False)["input_ids"]
+    assert token_texts(tokenizer, ids) == ["a", " ", "", "é", "", "", "€", "b"]
+    assert token_texts(tokenizer, ids[:6])[:4] == ["a", " ", "", "é"]
+    assert "".join(token_texts(tokenizer, ids[:6])) == "a é\ufffd"
+    assert token_texts(tokenizer, []) == []
