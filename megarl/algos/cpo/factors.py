@@ -163,6 +163,15 @@ def row_entropy(entropy: Tensor, active: Tensor) -> Tensor:
     return row_means(entropy, active)[:, None]
 
 
+def credit_ratio(advantages: Tensor, delta: Tensor) -> Tensor:
+    """Return exp(sign(A)·clip(d, ±10)): above 1 where the hint speaks for a token's credit, or against one with blame.
+
+    >>> credit_ratio(tensor([[1.0, -1.0]]), tensor([[1.0, 1.0]])).round(decimals=2).tolist()
+    [[2.72, 0.37]]
+    """
+    return (advantages.sign() * capped_delta(delta)).exp()
+
+
 def verifier_weights(
     advantages: Tensor, delta: Tensor, active: Tensor, weight_clip: float, mix: float, mix_decay_steps: int, step: int
 ) -> Tensor:
@@ -182,7 +191,7 @@ def verifier_weights(
     """
     if mix_decay_steps:
         mix *= max(0.0, 1 - step / mix_decay_steps)
-    weights = (advantages.sign() * capped_delta(delta)).exp().clamp(1 - weight_clip, 1 + weight_clip)
+    weights = credit_ratio(advantages, delta).clamp(1 - weight_clip, 1 + weight_clip)
     total = masked_sum(weights, active, dim=-1)[:, None]
     num_tokens = active.sum(dim=-1, keepdim=True)
     # The total is 0 for a row without active tokens.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megarl.algos.cpo.difficulty import LEVELS
-from megarl.algos.cpo.factors import capped_delta
+from megarl.algos.cpo.factors import credit_ratio
 from megarl.algos.cpo.inputs import CpoInputs
 from megarl.algos.cpo.methods import formula, neg_scope
 from megarl.algos.cpo.terms import make_terms
@@ -62,7 +62,7 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
     beyond = terms.delta[x.active].abs() > math.log(cfg.ratio_clamp)
     metrics["cpo/ratio_clamped_frac"] = beyond.double().mean().item()
     if "weight_clip" in chosen.reads:
-        weights = (terms.advantages.sign() * capped_delta(terms.delta)).exp()[x.active]
+        weights = credit_ratio(terms.advantages, terms.delta)[x.active]
         metrics["cpo/weight_clipped_frac"] = ((weights - 1).abs() > cfg.weight_clip).double().mean().item()
     if cfg.shuffled_baseline:
         other = x.need("shuffled_hint_logprobs") - x.need("old_logprobs")
