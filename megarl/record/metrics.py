@@ -314,13 +314,13 @@ def read_rollouts(path: Path) -> list[RolloutRecord]:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not a rollout file ({error}), expected parquet as megarl writes it") from error
-    for name in set(_TOKEN_COLUMNS).difference(table.column_names):
-        table = table.append_column(name, pa.array([[]] * len(table), ROLLOUT_SCHEMA.field(name).type))
-    table = table.select(ROLLOUT_SCHEMA.names) if set(table.column_names) == set(ROLLOUT_SCHEMA.names) else table
+    for name in _TOKEN_COLUMNS:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.array([[]] * len(table), ROLLOUT_SCHEMA.field(name).type))
     if not table.schema.equals(ROLLOUT_SCHEMA):
         raise DataError(
             f"{path}: got columns {table.column_names}, expected {ROLLOUT_SCHEMA.names} as megarl writes them"
         )
-    columns = {name: table[name].to_pylist() for name in ROLLOUT_SCHEMA.names}
-    columns |= {name: [tuple(values) for values in columns[name]] for name in _TOKEN_COLUMNS}
-    return [RolloutRecord(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    return [
+        RolloutRecord(**{**row, **{name: tuple(row[name]) for name in _TOKEN_COLUMNS}}) for row in table.to_pylist()
+    ]

@@ -230,7 +230,7 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") ->
     path, key = config.reward_model.model_path, "reward_model.model_path"
     assert path is not None, "the configuration was not checked"
     own = load_tokenizer(path, key)
-    if own.chat_template == load_tokenizer(config.model.path).chat_template:
+    if config.data.chat_template and own.chat_template == load_tokenizer(config.model.path).chat_template:
         # The same template, so the arguments of data.chat_template are for it, too.
         own.chat_template = tokenizer.chat_template
     encoder, limit = ConversationEncoder(tokenizer, own), max_reward_tokens(config)
