@@ -51,7 +51,8 @@ def is_alive(pid: int) -> bool:
     """Whether the process exists and has not ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    # The second: the process ended between the opening and the reading of its file.
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
 

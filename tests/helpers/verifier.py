@@ -35,5 +35,6 @@ def wait_for_end(pid: int, seconds: float = 5.0) -> None:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    # The second: the process ended between the opening and the reading of its file.
+    except (FileNotFoundError, ProcessLookupError):
         return False
