@@ -25,11 +25,12 @@ install: python ## Make .venv and install all of it for CPU; does nothing if tha
 train: install ## Train a small model: make train ALGO=grpo TASK=sums SEED=0
 	"$(VENV)/bin/megarl" quickstart --algo $(ALGO) --task $(TASK) --seed $(SEED)
 
-# Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. The others
-# bring as many processes as there are cores.
+# Unit tests use one core each and wait often, most of all in the first folders: the files keep their order. Tests of
+# several ranks leave half a core idle, so two files of them run at once; whole runs bring processes for all cores.
 test: install ## Run the tests
 	"$(VENV)/bin/python" -m pytest tests/unit -m "not long and not gpu" -n 4 --dist loadfile --no-loadscope-reorder
-	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit -m "not long and not gpu and not slurm"
+	"$(VENV)/bin/python" -m pytest tests/distributed -m "not long and not gpu" -n 2 --dist loadfile
+	"$(VENV)/bin/python" -m pytest tests --ignore=tests/unit --ignore=tests/distributed -m "not long and not gpu and not slurm"
 
 test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, installs Debian's Slurm
 	"$(VENV)/bin/python" -m pytest tests/slurm -m "not long"
