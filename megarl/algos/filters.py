@@ -1,13 +1,27 @@
 """Select the groups that train: remove those without signal, too easy or too hard, before rows are scored."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megarl.config.algo import FilterConfig
 from megarl.errors import ConfigError, DataError
+from megarl.types import Reward
 
 # Scores pass through float32, which changes 0.1 by 1.5e-9.
 _SCORE_TOLERANCE = 1e-6
+
+
+def filter_scores(rewards: Sequence[Reward], cfg: FilterConfig) -> list[float]:
+    """Return the number of each sample that `algo.filter.by` names, for `kept_rows`.
+
+    >>> rewards = [Reward(score=-1.0, correct=False, own_score=0.25), Reward(score=1.0, correct=True)]
+    >>> filter_scores(rewards, FilterConfig()), filter_scores(rewards, FilterConfig(by="score"))
+    ([0.0, 1.0], [0.25, 1.0])
+    """
+    if cfg.by == "correct":
+        return [float(reward.correct) for reward in rewards]
+    own = cfg.by == "score"
+    return [reward.own_score if own and reward.own_score is not None else reward.score for reward in rewards]
 
 
 def kept_rows(
@@ -16,9 +30,9 @@ def kept_rows(
     """Return for each row whether it stays; a group (rows of equal uid) stays as a whole or not at all.
 
     A group stays if low < mean score < high for `mean_score` = [low, high], both strict (dynamic sampling,
-    arXiv:2503.14476), and if its scores are not all equal to one of `uniform_scores` (within 1e-6). Scores are the
-    scorer's, before shaping. Rows that are `demonstrated` begin with a demonstration. Without `count_demonstrations`
-    only the other rows decide, unless the group has no others.
+    arXiv:2503.14476), and if its scores are not all equal to one of `uniform_scores` (within 1e-6). `filter_scores`
+    makes the scores. Rows that are `demonstrated` begin with a demonstration. Without `count_demonstrations` only the
+    other rows decide, unless the group has no others.
 
     Raises:
         DataError: a score is not finite, or `mean_score` meets a group of one row.
@@ -54,11 +68,12 @@ def group_metrics(
     *,
     demonstrated: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-    """Describe what a step sampled, before anything is removed: numbers of groups, and shares of correct rows.
+    """Describe what a step sampled: numbers of groups, and shares of correct rows before anything is removed.
 
     filter/num_groups, filter/num_groups_removed: groups sampled, and those removed. batch/solve_none, batch/solve_all:
     groups in which no row, or every row, is correct. batch/solved: share of correct rows. batch/on_solved,
-    batch/off_solved: the same over rows without and with a demonstration, where there are such rows.
+    batch/off_solved: the same over rows without and with a demonstration, where there are such rows. batch/failed:
+    share of wrong rows among those that stay.
 
     >>> group_metrics([True, False], "aa", [True, True])["batch/solved"]
     0.5
@@ -73,7 +88,7 @@ def group_metrics(
     marks = [False] * len(uids) if demonstrated is None else demonstrated
     parts = {
         "batch/solved": correct,
-        "batch/failed": [not c for c in correct],
+        "batch/failed": [not c for c, stays in zip(correct, keep, strict=True) if stays],
         "batch/on_solved": [c for c, mark in zip(correct, marks, strict=True) if not mark],
         "batch/off_solved": [c for c, mark in zip(correct, marks, strict=True) if mark],
     }
@@ -83,6 +98,8 @@ def group_metrics(
 
 def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
     """Raise ConfigError for a filter that keeps nothing, groups too small to judge, or refills without a filter.
+
+    `check_filter_ranges` checks the bounds against the numbers that can occur.
 
     >>> check_filter(FilterConfig(mean_score=(1.0, 0.0)), num_samples=8)
     Traceback (most recent call last):
@@ -107,6 +124,26 @@ def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
             f"algo.filter.max_refills: got {cfg.max_refills} without a filter that removes groups; set "
             "algo.filter.mean_score or algo.filter.uniform_scores, or algo.filter.max_refills=0"
         )
+
+
+def check_filter_ranges(cfg: FilterConfig, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ConfigError for bounds and values of a filter that a data source's numbers, from low to high, never reach.
+
+    ranges: by data source, for those whose range is known.
+
+    >>> check_filter_ranges(FilterConfig(mean_score=(-1.0, 1.0)), {"gsm8k": (0.0, 1.0)})
+    Traceback (most recent call last):
+        ...
+    megarl.errors.ConfigError: algo.filter.mean_score: got [-1.0, 1.0], but with algo.filter.by=correct the numbers ...
+    """
+    given = {"mean_score": cfg.mean_score or (), "uniform_scores": cfg.uniform_scores}
+    for source, (low, high) in ranges.items():
+        for name, values in given.items():
+            if any(not low - _SCORE_TOLERANCE <= value <= high + _SCORE_TOLERANCE for value in values):
+                raise ConfigError(
+                    f"algo.filter.{name}: got {list(values)}, but with algo.filter.by={cfg.by} the numbers of data "
+                    f"source {source!r} lie in [{low:g}, {high:g}]; take values from there, or another algo.filter.by"
+                )
 
 
 def _group_rows(uids: Sequence[str]) -> dict[str, list[int]]:

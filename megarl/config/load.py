@@ -56,6 +56,9 @@ def saved_config(saved: Mapping[str, Any]) -> Config:
     kept = {section: dict(value) if isinstance(value, Mapping) else value for section, value in saved.items()}
     for section, key in _REMOVED:
         kept.get(section, {}).pop(key, None)
+    if "filter" in (algo := kept.get("algo", {})):
+        # Filters judged rewards before algo.filter.by could choose.
+        kept["algo"] = {**algo, "filter": {"by": "reward", **algo["filter"]}}
     return from_dict(Config, kept)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.rewards.hybrid import Summand, mix
 from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, mean_of
-from megarl.types import DROPPED, Prompt, Reward, Sample
+from megarl.types import DROPPED, Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +111,10 @@ class BatchJudging:
             if len(heard) > 1:
                 said = {f"{name}/score": opinion.score for name, opinion in heard.items() if not opinion.dropped}
                 details = {**details, **said}
-            rewards.append(Reward(score=total[row], correct=decisive.correct, details=details, notes=decisive.notes))
+            own = decisive.own_score
+            if own is None and len(heard) > 1:
+                own = decisive.score
+            rewards.append(replace(decisive, score=total[row], details=details, own_score=own))
         tallies: dict[str, Tally] = {name: tally for each in judged.values() for name, tally in each.tallies.items()}
         if len(opinions) > 1:
             for name, by_row in opinions.items():

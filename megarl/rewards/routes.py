@@ -1,6 +1,6 @@
 """Decide from the config section `rewards` which judges are asked about a data source."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megarl.config.rewards import HybridConfig, RewardsConfig
@@ -45,3 +45,20 @@ def check_sources(rewards: RewardsConfig, data_sources: Collection[str]) -> None
     for source in sorted({*rewards.sources, *data_sources}):
         if RULE in route_of(rewards, source) or rules.knows(source):
             rules.spec(source)
+
+
+def filter_ranges(rewards: RewardsConfig, by: str, data_sources: Collection[str]) -> Mapping[str, tuple[float, float]]:
+    """Return by data source the least and the greatest number that `algo.filter.by` can give its samples.
+
+    Sources whose numbers come from a user's function, a service or a model are left out, because nothing bounds them.
+    """
+    if by == "correct":
+        return dict.fromkeys(sorted(data_sources), (0.0, 1.0))
+    rules, ranges = Rules(rewards), dict[str, tuple[float, float]]()
+    for source in sorted(data_sources):
+        spec = rules.spec(source) if rules.knows(source) else None
+        if spec is not None and by == "score":
+            ranges[source] = (0.0, 1.0)
+        elif spec is not None and rewards.manager == RULE:
+            ranges[source] = (min(spec.wrong, spec.wrong if spec.malformed is None else spec.malformed), spec.correct)
+    return ranges

@@ -64,7 +64,7 @@ class Rules:
         if result.reward is not None:
             return result.reward
         spec = self.spec(data_source)
-        return DROPPED if spec is None else Reward(score=spec.wrong, correct=False)
+        return DROPPED if spec is None else Reward(score=spec.wrong, correct=False, own_score=0.0)
 
 
 class RuleJudge:

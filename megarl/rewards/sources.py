@@ -111,9 +111,10 @@ def score(
     well_formed = spec.format is not None and FORMATS.get(spec.format)(response)
     details = {**reward.details, **({} if spec.format is None else {"format": float(well_formed)})}
     if failed and not well_formed and spec.malformed is not None:
-        return Reward(score=spec.malformed, correct=False, details=details)
+        return Reward(score=spec.malformed, correct=False, details=details, own_score=reward.score)
     share = (1.0 - spec.format_weight) * reward.score + spec.format_weight * well_formed
-    return Reward(score=spec.wrong + (spec.correct - spec.wrong) * share, correct=reward.correct, details=details)
+    total = spec.wrong + (spec.correct - spec.wrong) * share
+    return Reward(score=total, correct=reward.correct, details=details, own_score=reward.score)
 
 
 def judge_by_source(

@@ -33,6 +33,7 @@ class ServiceReply:
             score=self.rewards[row],
             correct=correct,
             details={name: values[row] for name, values in self.logs.items()},
+            own_score=None if self.scores is None else self.scores[row],
         )
 
 

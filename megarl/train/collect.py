@@ -6,16 +6,18 @@ in the next step, where they are sampled again by the policy of that step.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.algos.filters import group_metrics, kept_rows
+from megarl.algos.filters import filter_scores, group_metrics, kept_rows
 from megarl.cluster import residency
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
+from megarl.errors import RunError
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Tally, tally_metrics
 from megarl.rewards.manager import RewardManager
@@ -105,6 +107,8 @@ class GroupCollector:
     records: Path
     enter: Callable[[residency.Phase], None]
     timers: Timers
+    # What was sampled in each of the latest steps that have no groups left, in words.
+    skipped: list[str] = field(default_factory=list, init=False)
 
     def collect(self, step: int) -> Collected:
         """Collect a step's groups in the order of their prompts; fewer, or none, if the filter removed too many."""
@@ -122,6 +126,7 @@ class GroupCollector:
             judged.append(tallies)
             sampled += more
             kept += self._filtered(more)[0]
+        self._require_groups(sampled, kept)
         self.queue.give_back([group.index for group in kept[num_prompts:]])
         kept = kept[:num_prompts]
         return Collected(
@@ -183,13 +188,32 @@ class GroupCollector:
             )
         return groups, judged.tallies
 
+    def _require_groups(self, sampled: Sequence[_Group], kept: Sequence[_Group]) -> None:
+        """Raise RunError if the latest `algo.filter.max_skipped_steps` steps, this one included, kept no group."""
+        if kept:
+            self.skipped.clear()
+            return
+        cfg = self.config.algo.filter
+        means = [statistics.fmean(filter_scores(group.rewards, cfg)) for group in sampled if group.is_judged]
+        spread = f", whose means of {cfg.by!r} are {min(means):g} to {max(means):g}" if means else ""
+        unjudged = len(sampled) - len(means)
+        self.skipped.append(f"{len(means)} judged groups{spread}, {unjudged} that could not be judged")
+        if len(self.skipped) >= cfg.max_skipped_steps:
+            bounds = f"mean_score={cfg.mean_score and list(cfg.mean_score)}, uniform_scores={list(cfg.uniform_scores)}"
+            raise RunError(
+                f"{len(self.skipped)} steps in a row had no group to train on. algo.filter (by={cfg.by}, {bounds}) saw "
+                f"in the last of them {self.skipped[-1]}. Take prompts that are neither too easy nor too hard, more "
+                "samples (rollout.num_samples), other bounds, or raise algo.filter.max_skipped_steps"
+            )
+
     def _filtered(self, groups: Sequence[_Group]) -> tuple[list[_Group], dict[str, float]]:
         """Return the judged groups that pass the filter, and the metrics of all judged groups."""
         judged = [group for group in groups if group.is_judged]
         rows = [(s, r) for group in judged for s, r in zip(group.samples, group.rewards, strict=True)]
         uids = [sample.uid for sample, _ in rows]
         demonstrated = [sample.has_demonstration for sample, _ in rows]
-        keep = kept_rows([r.score for _, r in rows], uids, self.config.algo.filter, demonstrated=demonstrated)
+        cfg = self.config.algo.filter
+        keep = kept_rows(filter_scores([r for _, r in rows], cfg), uids, cfg, demonstrated=demonstrated)
         kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
         metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
         return [group for group in judged if group.prompt.uid in kept], metrics

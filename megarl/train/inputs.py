@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.algos.build import algorithm_of
+from megarl.algos.filters import check_filter_ranges
 from megarl.algos.validate_rewards import reward_warnings
 from megarl.cluster.roles import model_key, reward_role, roles_of
 from megarl.config.algo import DemonstrationConfig
@@ -19,6 +20,7 @@ from megarl.data.prompts import PromptDataset, SftDataset
 from megarl.data.sampler import Sampler, prompt_sampler, require_batch, train_files
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
+from megarl.rewards.routes import filter_ranges
 from megarl.rollout.replay import require_records
 from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rows import stated_difficulty
@@ -187,6 +189,8 @@ def open_train_inputs(config: Config) -> TrainInputs:
     for data in (train, val):
         if data is not None:
             check_ground_truths(config.rewards, data)
+    filters = config.algo.filter
+    check_filter_ranges(filters, filter_ranges(config.rewards, filters.by, train.data_sources))
     return TrainInputs(
         config=config,
         spec=spec,

@@ -179,6 +179,7 @@ class RolloutBatch:
 class Reward:
     """A reward is a scorer's verdict on one sample: `score` trains, `correct` decides accuracy and difficulty.
 
+    own_score: the scorer's number before a data source or a service turned it into the reward; None: `score` itself.
     details: the scorer's other numbers, by the names that they have in metrics.
     notes: its other findings, such as the answer it read, as JSON values; only the rollout files contain them.
     dropped: no scorer could judge the sample, so it must not train; its score is NaN, which all readers refuse.
@@ -189,6 +190,7 @@ class Reward:
     details: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     dropped: bool = False
+    own_score: float | None = None
 
 
 DROPPED = Reward(score=math.nan, correct=False, dropped=True)

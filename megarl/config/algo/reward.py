@@ -36,13 +36,17 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig:
-    """Choose by the scorer's scores which groups are trained on; discarded groups can be replaced."""
+    """Choose by a number of each sample which groups are trained on; discarded groups can be replaced."""
 
-    # Exclusive bounds of a group's mean score, as in [0.0, 1.0]; null: no bounds.
+    # The number of a sample that decides. correct: 1 for a right answer, 0 for a wrong one; score: the scorer's own
+    # score, from 0 to 1, or the `scores` of a custom function or service; reward: the reward made of it, say -1 or 1.
+    by: Literal["correct", "score", "reward"] = "correct"
+    # Exclusive bounds of a group's mean, as in [0.0, 1.0]; null: no bounds.
     mean_score: tuple[float, float] | None = None
-    # Discard groups whose scores all equal one of these values, as in [0.0, 1.0].
+    # Discard groups whose numbers all equal one of these values, as in [0.0, 1.0].
     uniform_scores: tuple[float, ...] = setting((), Range(expected="any numbers"))
     count_demonstrations: bool = True  # Count rows that start with a demonstration when a group is judged.
     # Replace discarded groups by sampling further prompts, with at most this many additional batches per step; 0:
     # do not replace them.
     max_refills: int = setting(0, AT_LEAST_0)
+    max_skipped_steps: int = setting(10, AT_LEAST_1)  # End the run when so many steps in a row have no group left.

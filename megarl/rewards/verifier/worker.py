@@ -97,9 +97,16 @@ def _reply_of(result: Any, function: str) -> WorkerReply:
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
     # JSON cannot represent NumPy's numbers.
     details = {str(name): float(value) for name, value in result.details.items()}
-    reward = Reward(score=float(result.score), correct=bool(result.correct), details=details, notes=dict(result.notes))
-    if not math.isfinite(reward.score):
-        raise NonFiniteError(f"scorer {function!r} returned a score of {reward.score}; scores are finite numbers")
+    reward = Reward(
+        score=float(result.score),
+        correct=bool(result.correct),
+        details=details,
+        notes=dict(result.notes),
+        own_score=None if result.own_score is None else float(result.own_score),
+    )
+    for score in (reward.score, reward.own_score or 0.0):
+        if not math.isfinite(score):
+            raise NonFiniteError(f"scorer {function!r} returned a score of {score}; scores are finite numbers")
     return WorkerReply(outcome="parse_failed" if details.get(PARSE_FAILED) else "scored", reward=reward)
 
 

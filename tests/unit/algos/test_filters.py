@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algos.filters import check_filter, group_metrics, kept_rows
+from megarl.algos.filters import check_filter, check_filter_ranges, filter_scores, group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
 from megarl.errors import ConfigError, DataError
+from megarl.types import Reward
 
 STRICT = FilterConfig(mean_score=(0.0, 1.0))
 
@@ -88,13 +89,15 @@ def test_metrics_by_hand() -> None:
         "batch/solve_none": 1,
         "batch/solve_all": 1,
         "batch/solved": 3 / 6,
-        "batch/failed": 3 / 6,
+        # Only "c" stays.
+        "batch/failed": 1 / 2,
         "batch/on_solved": 3 / 6,
     }
     marks = [True, False, False, False, False, True]
     with_demonstrations = group_metrics(correct, uids, [True] * 6, demonstrated=marks)
     assert with_demonstrations == metrics | {
         "filter/num_groups_removed": 0,
+        "batch/failed": 3 / 6,
         "batch/on_solved": 1 / 4,
         "batch/off_solved": 2 / 2,
     }
@@ -150,6 +153,25 @@ def test_a_group_of_one_cannot_be_judged_by_its_mean() -> None:
 def test_conflicts(cfg: FilterConfig, num_samples: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_filter(cfg, num_samples=num_samples)
+
+
+def test_the_number_that_decides() -> None:
+    rewards = [Reward(score=-1.0, correct=False, own_score=0.0), Reward(score=0.5, correct=True)]
+    got = [filter_scores(rewards, FilterConfig(by=by)) for by in ("correct", "score", "reward")]  # type: ignore[arg-type]
+    assert got == [[0.0, 1.0], [0.0, 0.5], [-1.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (FilterConfig(mean_score=(-1.0, 1.0)), r"mean_score: got \[-1\.0, 1\.0\].*'b' lie in \[0, 1\]"),
+        (FilterConfig(uniform_scores=(0.0, -1.0)), r"uniform_scores: got \[0\.0, -1\.0\].*by=correct"),
+    ],
+)
+def test_numbers_that_no_sample_has_are_refused(cfg: FilterConfig, message: str) -> None:
+    check_filter_ranges(cfg, {"a": (-1.0, 1.0)})
+    with pytest.raises(ConfigError, match=message):
+        check_filter_ranges(cfg, {"a": (-1.0, 1.0), "b": (0.0, 1.0)})
 
 
 def test_accepted() -> None:

@@ -404,6 +404,12 @@ def test_with_overrides() -> None:
         with_overrides(config, ["run.nmae=b"])
 
 
+def test_filters_of_earlier_runs_go_on_judging_rewards() -> None:
+    assert saved_config({"algo": {"filter": {"mean_score": [-1.0, 1.0]}}}).algo.filter.by == "reward"
+    assert saved_config({"algo": {"filter": {"by": "score"}}}).algo.filter.by == "score"
+    assert saved_config({"algo": {}}).algo.filter.by == "correct"
+
+
 def test_what_a_run_saved_loads_without_settings_that_are_gone() -> None:
     saved = {"sync": {"transport": "bridge", "delta": True}, "run": {"name": "old"}}
     config = saved_config(saved)

@@ -95,10 +95,10 @@ def test_a_source_is_judged_and_paid_as_configured(judge: RuleJudge) -> None:
 def test_a_file_judges_every_other_source(judge: RuleJudge) -> None:
     """OpenRLHF's kind: it gets prompt + response, and its scores say what is correct."""
     reward, outcome = ask(judge, "poems", "rose", "rose")
-    assert reward == Reward(score=5.0, correct=True, details={"chars": 4.0, "index": 7.0})
+    assert reward == Reward(score=5.0, correct=True, details={"chars": 4.0, "index": 7.0}, own_score=1.0)
     assert outcome == "correct"
     assert ask(judge, "poems", "lily", "rose")[0] == Reward(
-        score=-5.0, correct=False, details={"chars": 4.0, "index": 7.0}
+        score=-5.0, correct=False, details={"chars": 4.0, "index": 7.0}, own_score=0.0
     )
 
 
@@ -144,9 +144,9 @@ def test_outcomes_are_counted_apart(judge: RuleJudge) -> None:
 def test_an_answer_that_took_too_long_is_wrong() -> None:
     rules = Rules(RewardsConfig(sources={"math500": SourceConfig(wrong=-0.5)}))
     late = JobResult(reward=None, outcome="timed_out", seconds=2.0)
-    assert rules.reward("math500", late) == Reward(score=-0.5, correct=False)
+    assert rules.reward("math500", late) == Reward(score=-0.5, correct=False, own_score=0.0)
     # The range of the source's own scorer.
-    assert Rules(RewardsConfig()).reward("math500", late) == Reward(score=-1.0, correct=False)
+    assert Rules(RewardsConfig()).reward("math500", late) == Reward(score=-1.0, correct=False, own_score=0.0)
 
 
 def test_which_sources_there_is_a_rule_for(file: str) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from megarl.config.rewards import CustomConfig, RewardsConfig
 from megarl.errors import ConfigError, DataError
 from megarl.rewards import PARSE_FAILED, SCORERS, SOURCES, SourceSpec, score, source_spec
+from megarl.rewards.routes import filter_ranges
 from megarl.rewards.scorers import FORMATS
 
 
@@ -267,3 +269,21 @@ def test_a_megabyte_is_judged_at_once(unit: str) -> None:
     ):
         score(name, response, "B", {})
     assert time.process_time() - start < 5
+
+
+def test_a_reward_keeps_the_score_that_it_was_made_of() -> None:
+    """math_dapo turns 1 and 0 into rewards of 1 and −1; a format's share of the reward is not part of the score."""
+    wrong, right = (score("math_dapo", f"Answer: {answer}", "7", {}) for answer in (8, 7))
+    assert [(reward.score, reward.own_score) for reward in (wrong, right)] == [(-1.0, 0.0), (1.0, 1.0)]
+
+
+def test_what_numbers_a_filter_can_see() -> None:
+    sources = ["math_dapo", "openai/gsm8k", "luffy/1"]
+    assert filter_ranges(RewardsConfig(), "correct", sources) == dict.fromkeys(sources, (0.0, 1.0))
+    assert filter_ranges(RewardsConfig(), "score", sources) == dict.fromkeys(sources, (0.0, 1.0))
+    # A luffy/1 answer that cannot be read has −1, a wrong one −0.5.
+    expected = {"math_dapo": (-1.0, 1.0), "openai/gsm8k": (0.0, 1.0), "luffy/1": (-1.0, 1.0)}
+    assert filter_ranges(RewardsConfig(), "reward", sources) == expected
+    # Nobody knows what a user's function returns.
+    custom = RewardsConfig(custom=CustomConfig(path="rewards.py"))
+    assert filter_ranges(custom, "reward", sources) == filter_ranges(custom, "score", sources) == {}

@@ -66,6 +66,7 @@ def test_answers() -> None:
 def test_scores_say_what_is_correct() -> None:
     reply = decode_reply({"rewards": [-0.2, 0.9], "scores": [1.0, 0.0], "extra_logs": None}, 2)
     assert [reply.reward(row).correct for row in range(2)] == [True, False]
+    assert [reply.reward(row).own_score for row in range(2)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megarl.cluster.residency import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
 from megarl.config.schema import Config, TrainerConfig
 from megarl.data.sampler import MixtureSampler, PromptSampler
+from megarl.errors import RunError
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally
 from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
@@ -231,6 +232,24 @@ def test_a_filter_without_refills_leaves_fewer_groups() -> None:
     assert world.asked == [(1, [0, 1]), (2, [2, 3])]
 
 
+def test_a_run_whose_steps_have_no_groups_ends_and_says_what_was_sampled() -> None:
+    world = World([WRONG, RIGHT, WRONG, WRONG, MIXED, WRONG, RIGHT, RIGHT, RIGHT, RIGHT])
+    collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_skipped_steps=3), 2)
+    # Two steps without groups, one with a group, then three without.
+    assert [len(prompts_of(collector.collect(step))) for step in (1, 2, 3, 4, 5)] == [0, 0, 1, 0, 0]
+    with pytest.raises(RunError, match=r"3 steps in a row .* 2 judged groups, whose means of 'correct' are 0 to 1, 0 "):
+        collector.collect(6)
+
+
+def test_groups_are_judged_by_right_and_wrong_unless_told_otherwise() -> None:
+    """Rewards of −1 and 1 with three of four wrong have a mean of −0.5, which bounds of 0 and 1 would remove."""
+    world = World([(-1.0, -1.0, 1.0, -1.0), (-1.0, -1.0, -1.0, -1.0)])
+    for by, kept in (("correct", [0]), ("score", []), ("reward", [])):
+        cfg = FilterConfig(by=by, mean_score=(0.0, 1.0))  # type: ignore[arg-type]
+        rollout = world.collector(cfg, 2).collect(1).rollout
+        assert [int(prompt.token_ids[0]) for prompt in rollout.prompts.values()] == kept
+
+
 def test_metrics_are_of_all_that_was_sampled() -> None:
     world = World([WRONG, MIXED, RIGHT, MIXED, WRONG])
     got = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 3, queue=queue_of(5, 3)).collect(1)
@@ -243,7 +262,8 @@ def test_metrics_are_of_all_that_was_sampled() -> None:
         "batch/solve_none": 2.0,
         "batch/solve_all": 1.0,
         "batch/solved": 0.4,
-        "batch/failed": 0.6,
+        # Of the two groups that stay, one of two rows each.
+        "batch/failed": 0.5,
         "batch/on_solved": 0.4,
         # Ten samples were judged, in two batches that took two seconds each.
         "reward/jobs": 10.0,
