@@ -1,8 +1,10 @@
-"""Make Parquet data: of a built-in task, preference pairs of one, or from the files of GSM8K or MATH.
+"""Make Parquet data: of a built-in task, preference pairs of one, or from published files.
 
 python tools/prepare_data.py --task sums --out DIR --levels 2,3
 python tools/prepare_data.py --preferences sums --out DIR
 python tools/prepare_data.py --gsm8k train.jsonl test.jsonl --out DIR
+python tools/prepare_data.py --countdown train.parquet --out DIR
+python tools/prepare_data.py --distinct dapo-math-17k.parquet --out DIR
 python tools/prepare_data.py --math MATH/train --math-test MATH-500/test.jsonl --out DIR
 """
 
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.gsm8k import convert_gsm8k
 from megarl.data.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
+from megarl.data.public_files import convert_countdown, write_distinct
 from megarl.data.tasks import TASKS, LevelMix
 from megarl.data.tasks.generate import GenerateConfig, PreferenceConfig, generate, generate_preferences
 from megarl.rewards import score
@@ -43,6 +46,16 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     source.add_argument("--task", choices=tuple(TASKS), help="writes sft, train and val .parquet")
     source.add_argument("--preferences", choices=tuple(TASKS), help="writes preferences and preferences-val .parquet")
     source.add_argument("--gsm8k", nargs="+", metavar="FILE", help="writes <name>.parquet for each <name>.jsonl")
+    source.add_argument(
+        "--countdown", nargs="+", type=Path, metavar="FILE", help="of TinyZero: writes <name>.parquet for each file"
+    )
+    source.add_argument(
+        "--distinct",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="of verl's or LUFFY's columns, such as DAPO-Math-17k: writes distinct.parquet with each prompt once",
+    )
     source.add_argument(
         "--math",
         nargs="+",
@@ -80,6 +93,15 @@ def _write(options: argparse.Namespace) -> list[Path]:
         files.append(out / "train.parquet")
         convert_math(options.math, files[-1], data_source=TRAIN_SOURCE, read_answer=answer, left_out=set(problems))
         return files
+    if options.countdown:
+        converted = [Path(options.out) / f"{path.stem}.parquet" for path in options.countdown]
+        for path, target in zip(options.countdown, converted, strict=True):
+            convert_countdown(path, target)
+        return converted
+    if options.distinct:
+        target = Path(options.out) / "distinct.parquet"
+        print(f"left out {write_distinct(options.distinct, target)} rows whose prompt had come before")
+        return [target]
     if options.gsm8k:
         return [convert_gsm8k(path, options.out) for path in options.gsm8k]
     splits = ("train", "val") if options.preferences else ("sft", "train", "val")

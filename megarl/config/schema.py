@@ -93,6 +93,13 @@ class DataConfig:
     # Arguments of the model's chat template by name, such as {enable_thinking: false}, for every chat that it renders:
     # training, validation, evaluation, demonstrations and hints.
     chat_template: Mapping[str, Any] = field(default_factory=dict)
+    # Columns of the prompt files. The prompt is a list of {role, content}, or a text, which becomes a user turn.
+    prompt_key: str = "prompt"
+    # Column with the ground truth, as `label`; null: reward_model.ground_truth, as verl writes it.
+    label_key: str | None = None
+    source_key: str = "data_source"  # Column with the data source, which decides how responses are judged.
+    default_source: str | None = None  # Data source of rows that name none; null: such rows are an error.
+    system_prompt: str | None = None  # Text of a system turn put before prompts that have none; null: none.
     shuffle: bool = True  # Shuffle the prompts anew in each epoch, with an order derived from run.seed.
 
 

@@ -14,16 +14,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import DemonstrationConfig
+from megarl.config.schema import DataConfig
 from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import (
     DEMONSTRATION_COLUMNS,
-    PROMPT_COLUMNS,
     TARGET_COLUMNS,
     parse_demonstration,
     parse_prompt,
     parse_target,
     parse_target_probs,
+    prompt_columns,
 )
 from megarl.errors import DataError
 from megarl.types import Message, Prompt, Row
@@ -40,7 +41,8 @@ class PromptDataset:
 
     A prompt over `max_prompt_tokens` raises DataError; with `on_long_prompt="drop"` it is left out and counted in
     `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
-    `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities.
+    `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities. `form` names
+    the columns.
     """
 
     def __init__(
@@ -51,16 +53,19 @@ class PromptDataset:
         max_prompt_tokens: int,
         on_long_prompt: OnLongPrompt = "error",
         demonstrations: DemonstrationConfig | None = None,
+        form: DataConfig | None = None,
     ) -> None:
-        columns = PROMPT_COLUMNS if demonstrations is None else (*PROMPT_COLUMNS, *TARGET_COLUMNS)
-        self._files = RowFiles(paths, columns=columns, required=("prompt", "reward_model"))
+        self._form = form or DataConfig()
+        columns = prompt_columns(self._form) + (() if demonstrations is None else TARGET_COLUMNS)
+        required = (self._form.prompt_key, self._form.label_key or "reward_model")
+        self._files = RowFiles(paths, columns=columns, required=required)
         self._tokens: list[array[int]] = []
         # One entry per prompt, if demonstrations are requested; a prompt without a target has an empty one.
         self._demonstrations: list[array[int]] = []
         self.num_target_probs = 0
         self._kept = array("q")
         sources: set[str] = set()
-        rows = ((i, row, parse_prompt(row, self._files.where(i))) for i, row in enumerate(self._files))
+        rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
         for chunk in _chunks(rows):
             sources.update(record.data_source for *_, record in chunk)
             prompts = encode_chats(tokenizer, [record.messages for *_, record in chunk])
@@ -96,7 +101,7 @@ class PromptDataset:
     def __getitem__(self, index: int) -> Prompt:
         place = self._kept[index]
         row, where = self._files[place], self._files.where(place)
-        record = parse_prompt(row, where)
+        record = parse_prompt(row, where, self._form)
         demonstration = self._demonstrations[index] if self._demonstrations else ()
         probs = parse_target_probs(row, where) if self._demonstrations else ()
         return Prompt(

@@ -1,14 +1,16 @@
-"""Parse rows of prompt files, in the Parquet/JSON-lines schema that verl and LUFFY use.
+"""Parse rows of prompt files, in the Parquet/JSON-lines schemas that verl, LUFFY and OpenRLHF use.
 
-`prompt` and `target`: lists of {role, content}; `target_probs`: optional list of the probabilities that the author of
-the target gave its tokens, -1 where unknown; `data_source`: string, at the top level or in `extra_info`;
-`ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: any object.
+`prompt` and `target`: lists of {role, content}, the prompt also a text; `target_probs`: optional list of the
+probabilities that the author of the target gave its tokens, -1 where unknown; `data_source`: string, at the top level
+or in `extra_info`; `ability`: optional string; `reward_model`: {style, ground_truth}; `extra_info`: any object. The
+section `data` of a configuration can name other columns.
 
 Preference rows have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
 answer; `prompt` (or `messages`): a text or such a list, which may be left out if chosen or rejected starts with it;
 and `margin`, an optional number.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.config.schema import DataConfig
 from megarl.errors import DataError
 from megarl.types import Message
 
-PROMPT_COLUMNS = ("prompt", "data_source", "ability", "reward_model", "extra_info")
 TARGET_COLUMNS = ("target", "target_probs")
 DEMONSTRATION_COLUMNS = ("prompt", "target")
 PREFERENCE_SIDES = ("chosen", "rejected")
@@ -80,25 +82,58 @@ class PreferenceRecord:
     margin: float
 
 
-def parse_prompt(row: Mapping[str, Any], where: str) -> PromptRecord:
-    """Parse a prompt row; DataError names `where` and what is wrong."""
+def prompt_columns(form: DataConfig) -> tuple[str, ...]:
+    """Return the columns that `parse_prompt` reads from files of this form."""
+    label = "reward_model" if form.label_key is None else form.label_key
+    return (form.prompt_key, form.source_key, "ability", label, "extra_info")
+
+
+def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PromptRecord:
+    """Parse a prompt row, whose columns `form` names; DataError names `where` and what is wrong.
+
+    A ground truth that is no text, such as Countdown's {target, numbers}, becomes JSON. A data source is looked for in
+    its column and in `extra_info`. Every `reward_model.style` except "model" stands for a rule.
+    """
+    form = form or DataConfig()
     extra_info = _mapping(row, "extra_info", where, required=False)
-    reward_model = _mapping(row, "reward_model", where, required=True)
-    style = _string({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
-    if style not in ("rule", "model"):
-        raise DataError(f"{where}: reward_model.style is {style!r}, expected 'rule' or 'model'")
-    if style == "model":
-        reward_model = {"ground_truth": "", **reward_model}
-    source = row if row.get("data_source") is not None else extra_info
-    ability = row.get("ability")
+    if form.label_key is None:
+        reward_model = _mapping(row, "reward_model", where, required=True)
+        style = _string({"style": "rule", **reward_model}, "style", f"{where}: reward_model")
+        label, place = reward_model.get("ground_truth"), "reward_model: ground_truth"
+        if style == "model" and label is None:
+            label = ""
+    else:
+        style, label, place = "rule", row.get(form.label_key), form.label_key
+    if label is None:
+        raise DataError(f"{where}: {place} is missing, expected a ground truth; see data.label_key")
+    if not isinstance(label, str):
+        try:
+            label = json.dumps(_without_nulls(label), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where}: {place} is {label!r}, expected text or what JSON can hold") from error
+    source = row.get(form.source_key) or extra_info.get(form.source_key) or form.default_source
+    if source is None:
+        raise DataError(
+            f"{where}: {form.source_key} is missing; name the column in data.source_key, or set data.default_source"
+        )
+    messages, ability = _messages(row, form.prompt_key, where, text_role="user"), row.get("ability")
+    if form.system_prompt is not None and messages[0].role != "system":
+        messages = (Message(role="system", content=form.system_prompt), *messages)
     return PromptRecord(
-        messages=_messages(row, "prompt", where),
-        data_source=_string(source, "data_source", where),
+        messages=messages,
+        data_source=_string({form.source_key: source}, form.source_key, where),
         ability=None if ability is None else str(ability),
-        reward_style=style,
-        ground_truth=_string(reward_model, "ground_truth", f"{where}: reward_model"),
+        reward_style="model" if style == "model" else "rule",
+        ground_truth=label,
         extra_info=extra_info,
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove the nulls that Parquet puts into structs for fields that other rows have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
@@ -108,8 +143,9 @@ def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationReco
 
 def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
     """Parse a preference row; DataError names `where` and what is wrong."""
-    sides = {side: _conversation(row, side, where) for side in PREFERENCE_SIDES}
-    prompt = next((_conversation(row, name, where) for name in ("prompt", "messages") if row.get(name)), ())
+    sides = {side: _messages(row, side, where, text_role="assistant") for side in PREFERENCE_SIDES}
+    questions = (name for name in ("prompt", "messages") if row.get(name))
+    prompt = next((_messages(row, name, where, text_role="user") for name in questions), ())
     openings = {side: turns[:-1] for side, turns in sides.items()}
     opening = prompt or openings["chosen"]
     for side, turns in sides.items():
@@ -130,14 +166,6 @@ def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:
     return PreferenceRecord(
         chosen=(*opening, sides["chosen"][-1]), rejected=(*opening, sides["rejected"][-1]), margin=float(margin)
     )
-
-
-def _conversation(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
-    """Parse a list of turns, or a text as one turn: an answer in chosen and rejected, a question elsewhere."""
-    value = row.get(name)
-    if isinstance(value, str):
-        return (Message(role="assistant" if name in PREFERENCE_SIDES else "user", content=value),)
-    return _messages(row, name, where)
 
 
 def parse_target(row: Mapping[str, Any], where: str) -> str:
@@ -166,8 +194,11 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
 
 
-def _messages(row: Mapping[str, Any], name: str, where: str) -> tuple[Message, ...]:
+def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
+    """Read a list of turns, or with `text_role` also a text, which becomes one turn of that role."""
     value = row.get(name)
+    if text_role and isinstance(value, str):
+        return (Message(role=text_role, content=value),)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = "an empty list" if isinstance(value, list) else type(value).__name__
         raise DataError(f"{where}: {name} is {got}, expected a list of {{role, content}}")

@@ -98,6 +98,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_long_prompt=config.data.on_long_prompt,
+        form=config.data,
     )
     check_ground_truths(config.rewards, data)
     labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)

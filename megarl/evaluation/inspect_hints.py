@@ -79,6 +79,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
         tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_long_prompt=config.data.on_long_prompt,
+        form=config.data,
     )
     positions = int(read_hf_config(Path(config.model.path)).get("max_position_embeddings", sys.maxsize))
     placer = open_hints(config, tokenizer, positions).placer

@@ -1,10 +1,14 @@
-"""Register scorers by name; here are those that read only marks: formats, and answers that end in `#### number`."""
+"""Register scorers by name; here are those that read only marks: formats, `#### number`, and a short `<answer>`."""
 
+import contextlib
+import json
 import re
+import string
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from megarl.errors import DataError
 from megarl.registry import Registry
 from megarl.types import Reward
 
@@ -30,6 +34,7 @@ _THINK = ("<think>", "</think>")
 _ANSWER = ("<answer>", "</answer>")
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "#### "
+_LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
 
 
@@ -93,6 +98,31 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any])
     found = _NUMBER.findall(response[-SEARCH_CHARS:])
     correct = bool(found) and normalise_number(found[-1]) == normalise_number(ground_truth)
     return reward_of(correct, parse_failed=not found)
+
+
+@SCORERS.register("short_answer")
+def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
+    """Score 1 if the last `<answer>…</answer>` equals one of the accepted answers, as Search-R1 compares them, else 0.
+
+    Case, punctuation, articles (a, an, the) and repeated spaces do not count. `ground_truth` is one answer, or JSON: a
+    list of answers, or {"target": such a list}.
+    """
+    accepted: Any = ground_truth
+    if ground_truth[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError):
+            accepted = json.loads(ground_truth)
+    accepted = accepted.get("target") if isinstance(accepted, dict) else accepted
+    accepted = accepted if isinstance(accepted, list) else [accepted]
+    if not accepted or not all(isinstance(answer, str | int | float) for answer in accepted):
+        raise DataError(f"ground truth is {ground_truth!r:.120}, expected an answer, or JSON with a list of answers")
+
+    def normalised(text: str) -> str:
+        plain = "".join(c for c in text.lower() if c not in string.punctuation)
+        return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
+
+    answers = _LAST_ANSWER.findall(response)
+    correct = bool(answers) and normalised(answers[-1]) in {normalised(str(answer)) for answer in accepted}
+    return reward_of(correct, parse_failed=not answers)
 
 
 @SCORERS.register("megarl/sums")

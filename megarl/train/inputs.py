@@ -216,6 +216,7 @@ def _open_prompts(
         tokenizer,
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_long_prompt=config.data.on_long_prompt,
+        form=config.data,
         demonstrations=demonstrations,
     )
 

@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import DataConfig
 from megarl.data.files import RowFiles
 from megarl.data.records import (
     DEMONSTRATION_COLUMNS,
-    PROMPT_COLUMNS,
     Message,
     parse_demonstration,
     parse_prompt,
+    prompt_columns,
     write_parquet,
 )
 from megarl.errors import DataError
+from tests.helpers.public_rows import PUBLIC_FORMS
 
 ROW: dict[str, Any] = {
     "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1=?"}],
@@ -51,7 +53,6 @@ def test_a_judging_model_needs_no_ground_truth() -> None:
     ("change", "message"),
     [
         ({"prompt": []}, "here: prompt is an empty list, expected a list of {role, content}"),
-        ({"prompt": "1+1"}, "here: prompt is str, expected a list"),
         ({"prompt": None}, "here: prompt is NoneType, expected a list"),
         ({"prompt": ["hi"]}, r"here: prompt\[0\] is str, expected {role, content}"),
         ({"prompt": [{"role": "user"}]}, r"here: prompt\[0\]: content is missing, expected a string"),
@@ -59,17 +60,45 @@ def test_a_judging_model_needs_no_ground_truth() -> None:
         ({"data_source": None, "extra_info": None}, "here: data_source is missing"),
         ({"reward_model": None}, "here: reward_model is NoneType, expected an object"),
         ({"reward_model": {"style": "rule"}}, "here: reward_model: ground_truth is missing"),
-        ({"reward_model": {"ground_truth": 2}}, "here: reward_model: ground_truth is 2, expected a string"),
-        (
-            {"reward_model": {"style": "vote", "ground_truth": ""}},
-            "style is 'vote', expected 'rule' or 'model'",
-        ),
+        ({"reward_model": {"ground_truth": float("nan")}}, "reward_model: ground_truth is nan, expected text or what"),
+        ({"reward_model": {"style": 3, "ground_truth": ""}}, "here: reward_model: style is 3, expected a string"),
         ({"extra_info": 7}, "here: extra_info is int, expected an object"),
     ],
 )
 def test_bad_prompts_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         parse_prompt({**ROW, **change}, "here")
+
+
+@pytest.mark.parametrize("name", PUBLIC_FORMS)
+def test_public_data_is_read_as_it_is(name: str) -> None:
+    row, form, expected = PUBLIC_FORMS[name]
+    record = parse_prompt(row, "here", form)
+    assert record.reward_style == "rule"
+    assert [m.role for m in record.messages] == ["user"]
+    assert (record.messages[-1].content, record.data_source, record.ground_truth) == expected
+
+
+def test_ground_truths_that_are_no_text_become_json() -> None:
+    truths = [72, ["a", "b"], {"target": 98, "numbers": [44], "unit": None}]
+    got = [parse_prompt({**ROW, "reward_model": {"ground_truth": truth}}, "here").ground_truth for truth in truths]
+    # A null is what Parquet gives a struct without that field.
+    assert got == ["72", '["a", "b"]', '{"target": 98, "numbers": [44]}']
+
+
+def test_a_system_prompt_is_put_before_prompts_that_have_none() -> None:
+    form = DataConfig(system_prompt="think first")
+    assert parse_prompt(ROW, "here", form).messages[0] == Message(role="system", content="be brief")
+    added = parse_prompt({**ROW, "prompt": "1+1"}, "here", form).messages
+    assert added == (Message(role="system", content="think first"), Message(role="user", content="1+1"))
+
+
+def test_a_row_without_label_or_source_names_the_settings() -> None:
+    form = DataConfig(prompt_key="input", label_key="label")
+    with pytest.raises(DataError, match=r"here: data_source is missing; name the column in data\.source_key"):
+        parse_prompt({"input": "1+1", "label": "2"}, "here", form)
+    with pytest.raises(DataError, match=r"here: label is missing, expected a ground truth; see data\.label_key"):
+        parse_prompt({"input": "1+1"}, "here", form)
 
 
 def test_parse_demonstration() -> None:
@@ -95,7 +124,7 @@ def test_parquet_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     plain = {key: value for key, value in ROW.items() if key != "target"}
     write_parquet(path, [ROW, plain])
-    files = RowFiles([path], columns=PROMPT_COLUMNS)
+    files = RowFiles([path], columns=prompt_columns(DataConfig()))
     # Fields that a row left out are gone again, although Parquet stores them as nulls.
     assert [parse_prompt(row, "here") for row in files] == [parse_prompt(ROW, "here")] * 2
     demonstrations = RowFiles([path], columns=DEMONSTRATION_COLUMNS)

@@ -287,3 +287,27 @@ def test_what_numbers_a_filter_can_see() -> None:
     # Nobody knows what a user's function returns.
     custom = RewardsConfig(custom=CustomConfig(path="rewards.py"))
     assert filter_ranges(custom, "reward", sources) == filter_ranges(custom, "score", sources) == {}
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "correct"),
+    [
+        ("<answer>The Beatles!</answer>", '{"target": ["Beatles", "the fab four"]}', True),
+        ("<answer>A  fab four</answer>", '["Beatles", "the Fab Four"]', True),
+        ("<answer>Beatles</answer> no: <answer>Stones</answer>", '["Beatles"]', False),
+        ("<answer>2718</answer>", '{"target": ["2,718"]}', True),
+        ("<answer>42</answer>", "42", True),
+        ("<answer>Theodore</answer>", "odore", False),
+        ("Beatles", "Beatles", False),
+    ],
+)
+def test_short_answers(response: str, ground_truth: str, correct: bool) -> None:
+    reward = score("nq", response, ground_truth, {})
+    assert (reward.score, reward.correct) == (float(correct), correct)
+    assert reward.details[PARSE_FAILED] == float("<answer>" not in response)
+
+
+def test_countdown_of_tinyzero() -> None:
+    truth = '{"numbers": [44, 19, 35], "target": 98}'
+    assert score("countdown", "<answer>44 + 19 + 35</answer>", truth, {}).correct
+    assert not score("countdown", "<answer>44 + 19</answer>", truth, {}).correct

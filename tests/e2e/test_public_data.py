@@ -1,0 +1,52 @@
+"""Prompt files as they are published open and train, without a conversion."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.cluster import Cluster
+from megarl.config import load_config
+from megarl.config.schema import DataConfig
+from megarl.record.metrics import read_metrics
+from megarl.record.recorder import RunRecorder
+from megarl.train.inputs import open_train_inputs
+from megarl.train.wiring import build_trainer
+from tests.e2e.support import RUN_FILE, SMALL, tied_head
+from tests.helpers.public_rows import PUBLIC_FORMS
+
+SHORT = ("TinyZero Countdown", "OpenRLHF")
+
+
+@tied_head
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in PUBLIC_FORMS])
+def test_two_steps(cluster: Cluster, model: Path, tmp_path: Path, name: str) -> None:
+    row, form, _ = PUBLIC_FORMS[name]
+    pq.write_table(pa.Table.from_pylist([row] * 8), tmp_path / "train.parquet")
+    default = asdict(DataConfig())
+    settings = [f"data.{key}={json.dumps(value)}" for key, value in asdict(form).items() if value != default[key]]
+    overrides = [
+        *SMALL,
+        *settings,
+        f"model.path={model}",
+        f"run.dir={tmp_path}",
+        "run.name=run",
+        f"data.train=[{tmp_path / 'train.parquet'}]",
+        "data.val=[]",
+        "trainer.total_steps=2",
+        "trainer.prompts_per_step=4",
+        "rollout.num_samples=4",
+        "validation.before_train=false",
+        "logging.rollout_every_steps=0",
+    ]
+    config = load_config(RUN_FILE, overrides)
+    recorder = RunRecorder(config, overwrite=True)
+    build_trainer(open_train_inputs(config), cluster, recorder).fit()
+    steps = [record.metrics for record in read_metrics(recorder.paths.metrics)]
+    assert len(steps) == 2
+    # Every response was judged by the source's scorer; what a random model writes has no answer, or a wrong one.
+    for metrics in steps:
+        assert metrics["reward/parse_failed_frac"] + metrics["reward/wrong_frac"] == 1.0
