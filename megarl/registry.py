@@ -18,7 +18,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, key: str) -> Con
 
 
 class Registry(Generic[T]):
-    """Maps names to functions or other values. It refuses duplicates, and an unknown name lists the known ones."""
+    """A table of functions or other values by name. It refuses duplicates; for an unknown name it lists the known
+    ones.
+    """
 
     def __init__(self, kind: str, *, key: str) -> None:
         """Make an empty registry.

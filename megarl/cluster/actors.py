@@ -23,7 +23,7 @@ END_TIMEOUT_S = 10.0
 
 
 class RunActor:
-    """Answers the questions that every process of a run can be asked: where it runs, and whether it still works."""
+    """The base of all actors of a run, which can be asked where the process runs and whether it still works."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {}
 
@@ -48,7 +48,7 @@ class RunActor:
 
 
 class RankActor(RunActor):
-    """Runs one trainer rank in a Ray actor; it is synchronous, so that Megatron stays on the actor's main thread."""
+    """A Ray actor with one trainer rank. It is synchronous, so that Megatron stays on the actor's main thread."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ _GENERATION = "generation"
 
 
 class EngineActor(RunActor):
-    """Runs one engine in a Ray actor, which answers other calls, weight syncs included, while it generates."""
+    """A Ray actor with one inference engine. It answers other calls, weight syncs included, while it generates."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1}
 

@@ -23,7 +23,7 @@ _SCALE_BYTES = 4
 
 
 class BridgeSync:
-    """Sends weights from the actor's ranks (sources) to the workers of all engines (sinks), by a plan made once.
+    """A weight sync from the actor model's ranks to the workers of all engines, by a plan that is made once.
 
     specs: the tensors in the types in which they travel. needs: what each worker of an engine needs. shares: for each
     engine, the ranks whose devices its workers use. delta_full_every: send differences, and every so many syncs all.

@@ -37,7 +37,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Cluster:
-    """Runs Ray, ranks for the layout of each of `roles` (if `with_trainer`), and engines (if `with_engine`).
+    """The processes of a run: Ray, trainer ranks for the layouts of `roles` (if `with_trainer`), engines (if
+    `with_engine`).
 
     roles: the models that the ranks will host, the actor first; by default the actor and what shares its layout.
     """

@@ -27,7 +27,7 @@ def engine_pids(name: str, pids: Sequence[int]) -> dict[str, int]:
 
 
 class EngineSeats:
-    """Starts the engine of each seat, and starts another one there if it dies.
+    """The places of the run's engines. An engine is started in each, and another one if it dies.
 
     devices_of: returns the devices that a seat shares with trainer ranks, once these ranks have started.
     """

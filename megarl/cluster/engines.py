@@ -13,7 +13,9 @@ from megarl.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """Holds a batch that engines work on: the positions of each engine's requests (`hands`), and the pending calls."""
+    """A batch of requests that engines work on: which request each engine has (`hands`), and the pending remote
+    calls.
+    """
 
     requests: tuple[GenerationRequest, ...]
     hands: tuple[tuple[int, ...], ...]
@@ -48,7 +50,7 @@ def deal_again(submission: Submission, finished: Collection[int], *, exactly: bo
 
 
 class EngineGroup:
-    """Calls a group of engines, each of which holds a full copy of the policy.
+    """A group of engines, called together; each holds a full copy of the policy.
 
     Every request has its own seed, so the samples do not depend on the number of engines.
     """

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Describes equal nodes with equal bundles; `bundle` lists the Ray resources of each bundle."""
+    """Nodes of equal hardware that are divided alike into Ray bundles; `bundle` lists the resources of one bundle."""
 
     num_nodes: int
     bundles_per_node: int
@@ -35,7 +35,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Assigns a process to a bundle (numbered over all nodes of its group) and to a share of the bundle's resources.
+    """The place of one process: a bundle, numbered over all nodes of its group, and a share of the bundle's resources.
 
     shares: the trainer ranks whose devices the process uses too.
     """
@@ -49,7 +49,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """Lists node groups by name, and a seat for every process of a run.
+    """A plan that assigns every process of a run to a node group and a place (`Seat`) there.
 
     ranks: seats of the actor's layout; other_ranks: seats of each further layout.
     """
@@ -131,7 +131,7 @@ def plan_placement(
 
 
 class Reservation:
-    """Reserves the placement groups of a plan in a running Ray cluster."""
+    """The Ray placement groups of a plan, once they are reserved in a running cluster."""
 
     def __init__(self, plan: PlacementPlan, *, hosts: Sequence[str], timeout_s: float) -> None:
         """Reserve the groups. `hosts`: names of Ray's hosts in the order in which nodes are assigned to them."""

@@ -38,7 +38,7 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """Records that a process cannot continue because it, or one of its worker processes, died."""
+    """A note that a process cannot continue, because it or one of its worker processes died."""
 
     process: Process
     what: str
@@ -49,7 +49,7 @@ class _Death:
 
 
 class _Watch:
-    """Polls the processes that a wait does not wait for, without blocking on their answers."""
+    """A poll of the run's other processes during a wait, which never blocks on their answers."""
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
@@ -134,7 +134,7 @@ def wait_streams(
 
 
 class _Wait:
-    """Waits for remote calls, each a reference or a stream of references, until none is pending.
+    """A wait for remote calls, each a reference or a stream of references, until none is pending.
 
     needs_all: whether it fails when a process dies that was called and can be replaced.
     """

@@ -21,7 +21,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """Names a part of the memory of a role or of the engines, such as `actor.params`."""
+    """The name of a part of a role's or an engine's memory, such as `actor.params`."""
 
     owner: str
     part: str
@@ -118,7 +118,7 @@ def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> str:
 
 
 class MemoryLedger:
-    """Knows what is resident and carries out the moves of each phase; does nothing unless `enabled`."""
+    """A record of which models are in device memory. It carries out the moves of each phase, if `enabled`."""
 
     def __init__(self, workers: "RoleWorkers", engines: "EngineGroup", *, enabled: bool) -> None:
         self._workers, self._engines, self._enabled = workers, engines, enabled

@@ -12,8 +12,9 @@ from megarl.record.progress import write_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Says where a process runs. `host` is Ray's id of the host; `stacks` is the directory there that takes stacks;
-    `device_ids` are the ids of the devices that Ray gave the process."""
+    """The place of a process. `host` is Ray's id of the host; `stacks` is the directory there that takes its stacks;
+    `device_ids` are the ids of the devices that Ray gave the process.
+    """
 
     host: str
     address: str
@@ -28,7 +29,7 @@ NOWHERE = Location(host="", address="", device_ids=())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Describes a remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
+    """A remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
 
     roster: all processes of the run. A wait for one of them notices the death of any.
     """
@@ -40,7 +41,7 @@ class Process:
 
 
 class Roster:
-    """Lists the processes of a run by name. Some can be replaced when they die; the death of any other ends the run.
+    """The processes of a run by name. Some can be replaced when they die; the death of any other ends the run.
 
     living: processes that are not known to be dead. lost: dead processes that are to be replaced. num_restarts: the
     number of replacements so far, including those still to come for `lost`.

@@ -32,7 +32,9 @@ _COLLECTIVES = "distributed_c10d.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Holds the Linux state of a process (`running`, `stopped`, `gone`, …) and its stacks, the main thread's last."""
+    """What a process is doing: its Linux state (`running`, `stopped`, `gone`, …) and its stacks, the main thread's
+    last.
+    """
 
     state: str
     stacks: str

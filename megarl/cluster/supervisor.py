@@ -11,7 +11,7 @@ from megarl.rollout.vllm_source import OnCompletion
 
 
 class EngineSupervisor:
-    """Keeps the engines of one run alive and in sync with the policy.
+    """The stage that keeps the engines of one run alive and in sync with the policy.
 
     Engines are restarted at two points at which none of them is working: before a sync, and when all living ones have
     finished their part of a batch. The devices are then emptied as for the first start, and a new bridge sends the

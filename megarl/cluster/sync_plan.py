@@ -47,7 +47,9 @@ def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Lists the tensors that travel, what every rank holds of them, and what each worker of an engine needs."""
+    """The two ends of a weight sync: the tensors, what every trainer rank holds of them, and what each engine worker
+    needs.
+    """
 
     specs: Mapping[str, TensorSpec]
     held: Sequence[Holding]

@@ -30,7 +30,7 @@ ROWS_PER_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Refers to the rows of a batch in Ray's object store, in shards, so that a rank fetches only those it needs."""
+    """The rows of a batch in Ray's object store, in shards, so that a rank fetches only the shards it needs."""
 
     refs: tuple[Any, ...]
     rows_per_shard: int
@@ -52,14 +52,14 @@ def put_rows(rows: Sequence[Row]) -> RowShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Holds the ranks of one layout in Megatron's order; each hosts its shard of every role that has this layout."""
+    """The ranks of one layout in Megatron's order. Each hosts its shard of every role (model) that has this layout."""
 
     layout: LayoutConfig
     processes: list[Process]
 
 
 class RoleWorkers:
-    """Calls the trainer's ranks: the group that hosts a role, or all groups at the same time.
+    """The trainer's ranks, called by role (the group that hosts the model) or all groups at the same time.
 
     groups: one per layout, the actor's first.
     """

@@ -9,7 +9,7 @@ from megarl.config.aliases_roles import OPENRLHF_REWARDS, OPENRLHF_ROLES, VERL_R
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Map an option of another framework to the keys that it corresponds to here.
+    """An option of another framework, and the keys that correspond to it here.
 
     `key` holds keys separated by spaces, or is empty if nothing is to be set; `note` says what differs, or why.
     """

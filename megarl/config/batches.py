@@ -7,7 +7,9 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """Hold the counts of one training step, in rows (one per sample); batch sizes in the config count prompts."""
+    """The row counts of one training step. A row is one sample, whereas batch sizes in the configuration count
+    prompts.
+    """
 
     rows_per_step: int
     rows_per_optimizer_step: int

@@ -40,7 +40,7 @@ _JSON_TYPES: Mapping[Any, str] = {bool: "boolean", int: "integer", float: "numbe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Describe one key of the reference: its name, the values it takes, its default and its meaning."""
+    """One key of the reference: its name, the values it takes, its default and its meaning."""
 
     key: str
     expects: str

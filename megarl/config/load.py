@@ -203,7 +203,7 @@ def _parse_yaml(text: bytes, where: str) -> Any:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Load YAML but refuse duplicate keys, of which PyYAML would silently keep the last."""
+    """A YAML loader that refuses duplicate keys, of which PyYAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

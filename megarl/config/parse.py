@@ -64,7 +64,7 @@ def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) 
 
 
 class _WrongTypeError(Exception):
-    """Report that a value does not fit a type hint; `_convert` turns it into a ConfigError with a message."""
+    """The error of a value that does not fit a type hint; `_convert` turns it into a ConfigError with a message."""
 
 
 def _convert(hint: Any, value: object, path: str) -> object:

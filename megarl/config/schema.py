@@ -188,7 +188,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Hold the whole configuration of a run."""
+    """The whole configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -30,7 +30,7 @@ _OUTPUT: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Describe a command: its help text, its arguments as `add_argument` takes them, and the function it runs."""
+    """A command: its help text, its arguments as `add_argument` takes them, and the function it runs."""
 
     text: str
     arguments: Mapping[str, Mapping[str, Any]]

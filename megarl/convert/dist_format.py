@@ -61,7 +61,9 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Locate a chunk: its rectangle of the global tensor, and the range of a file in which torch.save wrote it."""
+    """A chunk of a stored tensor: its rectangle of the global tensor, and the range of a file in which torch.save
+    wrote it.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -72,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Describe a global tensor of a checkpoint: its shape and data type, and its chunks."""
+    """A global tensor of a checkpoint: its shape and data type, and its chunks."""
 
     spec: TensorSpec
     chunks: tuple[Chunk, ...]
@@ -80,14 +82,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Locate a chunk's elements in its file, where they are row-major without gaps."""
+    """The range of a file in which a chunk's elements lie, row-major without gaps."""
 
     file: str
     offset: int
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickle metadata, and refuse every name that metadata does not need."""
+    """An unpickler for checkpoint metadata that refuses every name which metadata does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
@@ -156,7 +158,7 @@ def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
 
 
 class _Counter(io.RawIOBase):
-    """Count the bytes that are written to this stream, and discard them."""
+    """A stream that counts the bytes written to it and discards them."""
 
     num_bytes = 0
 

@@ -40,7 +40,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPiece:
-    """Name a piece to convert; `checksum` is the one of its bytes if an earlier run has written them, else None."""
+    """A piece of output still to convert; `checksum` is set if an earlier run has already written its bytes, else
+    None.
+    """
 
     index: int
     checksum: int | None
@@ -48,7 +50,7 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPiece:
-    """Report a piece that is in its place; num_bytes_read counts the source bytes that were read for it."""
+    """A piece of output that is written; num_bytes_read counts the source bytes that were read for it."""
 
     index: int
     checksum: int
@@ -58,7 +60,7 @@ class FinishedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOutcome:
-    """Report the outcome of a conversion; num_kept counts the pieces that an earlier run had written."""
+    """The outcome of a conversion; num_kept counts the pieces that an earlier run had written."""
 
     num_pieces: int
     num_kept: int
@@ -67,7 +69,7 @@ class ConversionOutcome:
 
 
 class Journal:
-    """Record the finished pieces of a conversion in OUT.partial/.convert, so that a killed conversion can continue.
+    """A record in OUT.partial/.convert of the pieces that are written, so that a killed conversion can continue.
 
     `name_file` identifies the conversion and is written once all files are preallocated; `done_file` gets a line per
     finished piece with the checksum of its bytes. A continued conversion verifies the checksums, and converts pieces

@@ -19,7 +19,7 @@ _LOCK_WAIT_S = 10.0
 
 
 class FileReader:
-    """Read ranges of a directory's files, and count the bytes that were requested."""
+    """A reader of byte ranges of a directory's files, which counts the bytes that are requested."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -52,7 +52,7 @@ class FileReader:
 
 
 class Window(io.RawIOBase):
-    """Present a range of a file as a seekable stream, for libraries that read streams."""
+    """A range of a file, presented as a seekable stream for libraries that read streams."""
 
     def __init__(self, reader: FileReader, file: str, offset: int, length: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Window(io.RawIOBase):
 
 
 class WindowWriter(io.RawIOBase):
-    """Write a range of an existing file sequentially from its start.
+    """A stream that writes a range of an existing file sequentially from the start of that range.
 
     `checksum` is the CRC-32 of the bytes written so far; `num_left` counts the bytes of the range still to be written.
     """

@@ -24,7 +24,9 @@ _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """State that rows [row, row + num_rows) of a parameter are rows of a Hugging Face tensor, from `tensor_row` on."""
+    """Rows [row, row + num_rows) of a Megatron parameter, which are rows of a Hugging Face tensor from `tensor_row`
+    on.
+    """
 
     row: int
     tensor: str
@@ -34,7 +36,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Describe a whole Megatron parameter: entry `place` of the tensor `key`, which stacks entries over axes `stack`.
+    """A whole Megatron parameter: entry `place` of the tensor `key`, which stacks entries over axes `stack`.
 
     shape: of the entry, vocabulary padding included; rows that no block names are padding. other_key: the name that
     the other implementation of the layer (Transformer Engine's or Megatron's own) gives the same tensor.

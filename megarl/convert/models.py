@@ -23,7 +23,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """Hold an open checkpoint that fits its config.json.
+    """An open checkpoint that fits its config.json.
 
     spec.path: the directory with configuration and tokenizer. weight_map: tensor → file of the Hugging Face model
     that the checkpoint is, or was made from; None if that had only one file.

@@ -17,7 +17,7 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Name rows of a Hugging Face tensor that become rows of a piece."""
+    """Rows of a Hugging Face tensor that become rows of a piece of output."""
 
     tensor: str
     tensor_row: int
@@ -27,7 +27,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Describe rows of an output tensor: their range in a file, and the source of each; rows without a source are 0.
+    """Some rows of an output tensor: their range in a file, and the source of each. Rows without a source are 0.
 
     chunk_shape: the shape under which torch.save stores the rows; None: the range holds the bare elements.
     """
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """Describe a file to preallocate, and the bytes at fixed offsets in it that belong to no piece."""
+    """A file to preallocate, and the bytes at fixed offsets in it that belong to no piece."""
 
     name: str
     num_bytes: int
@@ -64,7 +64,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """List the files and pieces of a conversion.
+    """The files and pieces of a conversion.
 
     hf_files: for a Hugging Face model, file → its tensors. tensors, objects: for a torch_dist checkpoint.
     """
@@ -198,7 +198,7 @@ def row_ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int
 
 
 class _Packer:
-    """Place ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
+    """A packer that places ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {"__0_0.distcp": 0}

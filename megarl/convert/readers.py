@@ -19,7 +19,7 @@ _KNOWN_RECORDS = 1024
 
 
 class SafetensorsReader:
-    """Read tensors of a Hugging Face directory.
+    """A reader of the tensors of a Hugging Face directory.
 
     `found` holds all tensors in it, `specs` those that are needed, and `files` counts the bytes that were read.
     """
@@ -43,7 +43,7 @@ class SafetensorsReader:
 
 
 class DistReader:
-    """Read Hugging Face tensors from a torch_dist checkpoint, whatever parallel layout wrote it.
+    """A reader of Hugging Face tensors from a torch_dist checkpoint, whatever parallel layout wrote it.
 
     `specs` holds the tensors, and `files` counts the bytes that were read.
     """

@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRows:
-    """Name rows of a tensor that are compared at one time."""
+    """A block of a tensor's rows, compared in one go."""
 
     tensor: str
     row: int
@@ -30,7 +30,7 @@ class ComparedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Report differences, NaNs and infinities among some compared rows; `first` is the first difference's index."""
+    """The differences, NaNs and infinities found in some rows; `first` is the index of the first difference."""
 
     tensor: str
     row: int
@@ -43,7 +43,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Report the ways in which two checkpoints differ, one per line; `problems` is empty if they are equal."""
+    """The ways in which two checkpoints differ, one per line; `problems` is empty if the checkpoints are equal."""
 
     num_tensors: int
     num_bytes: int

@@ -21,7 +21,7 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Carry the message of an error in a worker that the user can fix."""
+    """An error in a worker that the user can fix, with its message."""
 
     message: str
 
@@ -56,7 +56,7 @@ class _Worker(Generic[Item, Result]):
 
 
 class WorkerPool(Generic[Item, Result]):
-    """Run a function in worker processes; with one worker, it runs in this process."""
+    """A pool of worker processes that run a function; a pool of one worker runs it in this process."""
 
     def __init__(self, function: Callable[[Item], Result], num_workers: int) -> None:
         self._function = function

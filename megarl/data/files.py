@@ -20,7 +20,7 @@ READ_ROWS = 1024  # rows that iteration turns into dictionaries at a time
 
 
 class ParquetFile:
-    """Read some columns of a Parquet file, and not the others; `present` names all columns that the file has."""
+    """A Parquet file of which only some columns are read; `present` names all columns that the file has."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         try:
@@ -50,7 +50,7 @@ class ParquetFile:
 
 
 class JsonlFile:
-    """Read some keys of a file with one JSON object per line; empty lines do not count as rows.
+    """A file with one JSON object per line, of which only some keys are read; empty lines do not count as rows.
 
     `present` names the keys of the first row.
     """
@@ -94,7 +94,7 @@ READERS: Mapping[str, type[ParquetFile] | type[JsonlFile]] = {".parquet": Parque
 
 
 class RowFiles:
-    """Present the rows of several files as one sequence.
+    """The rows of several files, presented as one sequence.
 
     Raises:
         DataError: a file is missing, is damaged or lacks a column of `required`, or there are no rows at all.

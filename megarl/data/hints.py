@@ -38,7 +38,7 @@ class Missing(StrEnum):
 
 
 class UserTagNotFound(DataError):  # noqa: N818 - the name under which the rule is known
-    """Raised where a hint has no place in a prompt, although it must have one."""
+    """The error of a hint that must have a place in a prompt but has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,9 @@ def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> 
 
 
 class HintPlacer:
-    """Writes hints into prompts, cut to `cfg.max_tokens` and so that the hinted prompt has `max_prompt_tokens`."""
+    """A writer of hints into prompts. It cuts a hint to `cfg.max_tokens`, and to the room left in
+    `max_prompt_tokens`.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: HintConfig, *, max_prompt_tokens: int) -> None:
         self.cfg, self.max_prompt_tokens, self._tokenizer = cfg, max_prompt_tokens, tokenizer
@@ -211,7 +213,7 @@ def donors(hinted: Mapping[str, HintedPrompt], *, seed: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedRows:
-    """Hold the rows to score, in the order of those they were made from, and by row the hinted prompt of each."""
+    """The rows to score with a hint, in the order of the rows they were made from, and each one's hinted prompt."""
 
     rows: tuple[Row, ...]
     prompts: tuple[HintedPrompt, ...]
@@ -253,7 +255,7 @@ def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> Hin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintSurvey:
-    """Hold how the hints of all prompts fared.
+    """Counts of how the hints of all prompts fared: placed, cut, or left out and why.
 
     counts: by data source the number of prompts, of those whose hint is placed, of those cut, and of those missing by
     reason. fields: those of extra_info that have text in some prompt.

@@ -12,7 +12,7 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(slots=True)
 class _Bin:
-    """Hold the rows of one bin, and the sum of their lengths."""
+    """The rows of one bin, with the sum of their lengths."""
 
     total: int = 0
     indices: list[int] = field(default_factory=list)

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class PromptDataset:
-    """Hold prompts by index; a prompt's uid consists of its data source and its row number before any are dropped.
+    """Prompts by index. A prompt's uid consists of its data source and its row number before any rows are dropped.
 
     A prompt over `max_prompt_tokens` raises DataError; with `on_long_prompt="drop"` it is left out and counted in
     `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
@@ -117,7 +117,7 @@ class PromptDataset:
 
 
 class SftDataset:
-    """Hold demonstrations by index, as rows with loss on the response; a row over either limit raises DataError."""
+    """Demonstrations by index, as rows with loss on the response; a row over either limit raises DataError."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """Hold a question and what its scorer needs; `ground_truth` may be empty if a model judges (style "model")."""
+    """A question and what its scorer needs; `ground_truth` may be empty if a model judges (style "model")."""
 
     messages: tuple[Message, ...]
     data_source: str
@@ -67,7 +67,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationRecord:
-    """Hold a question with the answer to imitate."""
+    """A question with the answer to imitate."""
 
     messages: tuple[Message, ...]
     target: str
@@ -75,7 +75,7 @@ class DemonstrationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Hold two complete chats with the same prompt, and the margin by which their scores should differ."""
+    """Two complete chats with the same prompt, and the margin by which their scores should differ."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]

@@ -27,7 +27,7 @@ def require_batch(dataset_size: int, batch_size: int) -> None:
 
 
 class PromptSampler:
-    """Draw endless batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
+    """An endless source of batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
 
     Batches run across the end of an epoch. No batch holds a row twice, because samples are grouped by their
     prompt's uid: the new epoch draws the rows that an unfinished batch already holds only after that batch.
@@ -97,7 +97,7 @@ class PromptSampler:
 
 
 class MixtureSampler:
-    """Draw endless batches of row indices from concatenated data sets, whose weights give their shares of each batch.
+    """An endless source of batches of row indices from concatenated data sets, whose weights give their shares.
 
     Raises:
         ConfigError: a data set has fewer rows than its share of a batch, so that rows would repeat within one.

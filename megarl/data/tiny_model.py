@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelConfig:
-    """Hold the sizes of the tiny model; the defaults give 625 thousand parameters."""
+    """The sizes of the tiny model; the defaults give 625 thousand parameters."""
 
     hidden_size: int = 128
     num_layers: int = 3

@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Describes an accelerator of this host."""
+    """An accelerator of this host."""
 
     name: str
     memory_gib: float
@@ -52,7 +52,7 @@ def peak_tflops(name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """Holds the versions of CUDA and NCCL that torch was built with; None for a CPU build."""
+    """The versions of CUDA and NCCL that torch was built with; None for a CPU build."""
 
     cuda_version: str | None
     nccl_version: str | None

@@ -37,7 +37,7 @@ COMMON_ENVIRONMENT = {
 
 
 class Platform:
-    """Wraps a kind of device. Methods that a kind does not override suit a CPU, where nothing has to be waited for.
+    """A kind of device. Methods that a kind does not override suit a CPU, where nothing has to be waited for.
 
     Attributes:
         name: of the kind.
@@ -107,7 +107,7 @@ class Platform:
 
 
 class CpuPlatform(Platform):
-    """Computes on the host's cores, with Gloo between processes."""
+    """The platform that computes on the host's cores, with Gloo between processes."""
 
     name = torch_device = "cpu"
     backend = "gloo"
@@ -126,7 +126,7 @@ class CpuPlatform(Platform):
 
 
 class CudaPlatform(Platform):
-    """Computes on an NVIDIA GPU, with NCCL between processes."""
+    """The platform that computes on NVIDIA GPUs, with NCCL between processes."""
 
     name = "cuda"
     # Ray narrows CUDA_VISIBLE_DEVICES to the device of this process.

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """Says how serious a finding is: with `warn` a run can start, but see the advice; with `missing` none can."""
+    """The seriousness of a finding: with `warn` a run can start, but see the advice; with `missing` none can."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,7 +14,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Holds the result of checking one subject: what was found, and what to do about it (empty if nothing)."""
+    """The result of checking one subject: what was found, and what to do about it (empty if nothing)."""
 
     subject: str
     found: str

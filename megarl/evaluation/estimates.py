@@ -11,7 +11,7 @@ from megarl.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Holds one judged answer: a row of samples.parquet. A prompt has one `greedy` answer and several sampled ones.
+    """One judged answer: a row of samples.parquet. A prompt has one `greedy` answer and several sampled ones.
 
     data: the data file, named by the shortest ending of its path that tells it from the others.
     """
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceResult:
-    """Holds the results on one data source of one file.
+    """The results on one data source of one file.
 
     avg: share of correct answers among `num_samples` per prompt, mean over prompts (avg@n). avg_std_error: its standard
     error over prompts, sd / √num_prompts; None for a single prompt. pass_at: k → pass@k, mean over prompts. greedy:

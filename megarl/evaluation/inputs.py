@@ -39,7 +39,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """Holds what the command line asks an evaluation to do.
+    """What the command line asks an evaluation to do.
 
     model: a Hugging Face directory, a run, or RUN/checkpoints/step_N.
     """
@@ -59,7 +59,7 @@ class EvalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalInputs:
-    """Holds the checked inputs of an evaluation: all that it needs besides a cluster.
+    """The checked inputs of an evaluation: all that it needs besides a cluster.
 
     checkpoint: None if the engines read the model themselves. labels: the name of each prompt's data file.
     """

@@ -47,7 +47,7 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectRequest:
-    """Holds what the command line asks of an inspection.
+    """What the command line asks of an inspection.
 
     model: a Hugging Face directory whose signal is measured; None: only look at the prompts. answers: what is scored,
     the model's own samples or the hints themselves as answers.

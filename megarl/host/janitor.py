@@ -35,7 +35,7 @@ WATCH_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunScope:
-    """Find a run's processes, and the files it creates outside its run directory; all of them carry the run's id."""
+    """All that carries a run's id on this host: its processes, and the files it creates outside its run directory."""
 
     run_id: str
 
@@ -87,7 +87,7 @@ def mapped_files(pid: int) -> set[Path]:
 
 
 class HostedRun:
-    """Stand in for `Janitor` in a driver whose hosts already have janitors, which outlive the driver."""
+    """A substitute for `Janitor` in a driver whose hosts already have janitors, which outlive the driver."""
 
     def __init__(self, run_id: str) -> None:
         self.scope = RunScope(run_id=run_id)
@@ -105,7 +105,7 @@ def open_caretaker() -> "Janitor | HostedRun":
 
 
 class Janitor:
-    """Hold the owner's end of the janitor's pipe; the janitor cleans up when the owner closes it or dies."""
+    """A process that cleans up after a run; it does so when the run's owner closes this pipe or dies."""
 
     def __init__(self, run_id: str | None = None) -> None:
         self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])

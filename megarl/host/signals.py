@@ -18,7 +18,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(slots=True)
 class StopRequest:
-    """Hold the signal that requested a stop, or None."""
+    """The signal that requested a stop, or None."""
 
     signum: signal.Signals | None = None
 

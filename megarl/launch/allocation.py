@@ -19,7 +19,7 @@ PORTS_PER_JOB = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """Describes a group of equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
+    """Equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
 
     hosts: tuple[str, ...]
     cpus_per_host: int
@@ -27,7 +27,7 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Lists a job's groups of hosts; this host is the first of the first group.
+    """The groups of hosts of a job; this host is the first of the first group.
 
     `num_requeues` counts how often the job has been put back into the queue.
     """
@@ -70,7 +70,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPorts:
-    """Holds the ports of Ray that have to be chosen explicitly, since jobs that share a host need different ones."""
+    """The ports of Ray that have to be chosen explicitly, since jobs that share a host need different ones."""
 
     gcs: int
     client: int

@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCommand:
-    """Holds a command line of megarl, the directory that it writes to, and the settings of its Ray cluster."""
+    """A command line of megarl, the directory that it writes to, and the settings of its Ray cluster."""
 
     argv: tuple[str, ...]
     directory: Path

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 class _StoppedError(Exception):
-    """Ends the wait for Ray when SIGTERM arrives."""
+    """The error that ends the wait for Ray when SIGTERM arrives."""
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ REQUEUE_S = 120.0
 
 @dataclass(slots=True)
 class _Driver:
-    """Holds the driver's process, if it runs, and the signals that were passed on to it."""
+    """The driver's process, if it runs, and the signals that were passed on to it."""
 
     process: subprocess.Popen[bytes] | None = None
     signals: list[signal.Signals] = field(default_factory=list)

@@ -11,7 +11,7 @@ from megarl.host.exit_codes import EXIT_STOPPED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Records one start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
+    """One start of the run: when (seconds since 1970), the driver's exit code, and why it ended."""
 
     started: float
     ended: float
@@ -20,7 +20,7 @@ class Attempt:
 
 
 class AttemptLog:
-    """Keeps the attempts of a job in LOGS/attempts.jsonl."""
+    """The file LOGS/attempts.jsonl, which lists the attempts of a job."""
 
     def __init__(self, logs: Path) -> None:
         self._path = logs / "attempts.jsonl"

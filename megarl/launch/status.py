@@ -33,7 +33,7 @@ _SHOWN_METRICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Holds the state of a run as its driver last wrote it.
+    """The state of a run as its driver last wrote it.
 
     state: running, finished, stopped (by a signal), failed. phase, phase_since: what the driver waits for, and since
     when. Times are in seconds since 1970.
@@ -52,7 +52,7 @@ class Status:
 
 
 class Heartbeat:
-    """Writes RUN/status.json every `BEAT_S` while a command runs, and at its end."""
+    """A thread that writes RUN/status.json every `BEAT_S` while a command runs, and at its end."""
 
     def __init__(self, path: Path, command: str, phase: Callable[[], tuple[str, float] | None]) -> None:
         """Prepare the status of a command that has just started.

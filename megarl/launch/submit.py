@@ -36,7 +36,7 @@ class NodesRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """Says what to run on which nodes, as the options of `megarl slurm submit` do.
+    """The options of `megarl slurm submit`: what to run, on which nodes.
 
     engine_nodes: nodes of another kind for the engines: a heterogeneous job; None: all nodes are equal.
     """

@@ -17,7 +17,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Says how Megatron runs on a kind of device.
+    """The settings and replacements with which Megatron runs on a kind of device.
 
     needs_shim: whether `cpu_shim` must stand in for CUDA. uses_transformer_engine: whether layers are Transformer
     Engine's, not Megatron's local ones with our norm and attention. options: of Megatron's TransformerConfig.

@@ -34,7 +34,7 @@ _METADATA = {
 
 
 class RankCheckpoints:
-    """Saves and loads the roles that a rank trains. All ranks of a layout call the same methods in the same order.
+    """The checkpoints of the roles that a rank trains. All ranks of a layout call its methods in the same order.
 
     A forked process writes a snapshot while training goes on; one checkpoint at a time.
     """

@@ -17,7 +17,7 @@ _installed = False
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Sends tensors that Megatron asks for on CUDA to the CPU."""
+    """A torch mode that creates on the CPU the tensors that Megatron asks for on CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -39,7 +39,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Immediate:
-    """Stands in for a stream or an event of a device on which every operation has finished when its call returns."""
+    """A stand-in for a stream or event of a device on which every operation is finished when its call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -56,7 +56,7 @@ class _Immediate:
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """Implements AdamW with the contract of fused CUDA ones: `step` in the group, exp_avg and exp_avg_sq as state."""
+    """AdamW with the interface of fused CUDA optimizers: `step` in the group, exp_avg and exp_avg_sq as state."""
 
     def __init__(
         self,

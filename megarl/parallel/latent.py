@@ -13,7 +13,7 @@ from megarl.weights.rope import YarnRope
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """Computes y = x·Wᵀ with all of W on every tensor-parallel rank, of which each has its own tokens.
+    """A linear layer y = x·Wᵀ with all of W on every tensor-parallel rank, each of which has tokens of its own.
 
     Megatron's local layers would split the rows of W, and lose part of the gradient of what all heads share.
     """

@@ -12,7 +12,7 @@ from megarl.device.platform import platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Holds the process groups and coordinates of this rank under a `LayoutConfig`."""
+    """The process groups and coordinates of this rank under a `LayoutConfig`."""
 
     config: LayoutConfig
     rank: int

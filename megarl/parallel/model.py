@@ -42,13 +42,13 @@ from megarl.weights.tables import VALUE_HEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """Holds the values that a scalar head computes for the kept labels: [N] float32."""
+    """The values that a scalar head computes for the kept labels: [N] float32."""
 
     values: torch.Tensor
 
 
 class PackedModel(GPTModel):
-    """Runs a `GPTModel` over packs of rows; it has no output of its own, which subclasses add as heads.
+    """A `GPTModel` that runs over packs of rows; subclasses add the head that makes its output.
 
     Positions outside the loss mask are dropped before the head, so prompt tokens never meet it.
     """
@@ -114,7 +114,7 @@ class PackedModel(GPTModel):
 
 
 class PolicyModel(PackedModel):
-    """Computes log-probs and entropies of a pack's kept labels."""
+    """A model whose head computes log-probs and entropies of a pack's kept labels (tokens under the loss mask)."""
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -138,7 +138,7 @@ class PolicyModel(PackedModel):
 
 
 class ScalarHead(torch.nn.Module):
-    """Computes v = w·h in float32. One output cannot be split over ranks: every tensor-parallel rank holds all of w."""
+    """The head v = w·h in float32. One output cannot be split over ranks: every tensor-parallel rank holds all of w."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class ScalarHead(torch.nn.Module):
 
 
 class ValueModel(PackedModel):
-    """Computes one value per kept label: that of the state before the token was chosen."""
+    """A model whose head computes one value per kept label: the value of the state before that token was chosen."""
 
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)

@@ -24,7 +24,7 @@ from megarl.parallel.packing import zigzag_indices
 
 
 class RMSNorm(torch.nn.Module):
-    """Computes y = w · x / sqrt(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019); statistics are float32.
+    """The norm y = w · x / sqrt(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019), in float32.
 
     Where Megatron's configuration centres weights at zero, 1 + w takes the place of w, in float32 (Gemma). Under
     sequence parallelism each rank sees part of the tokens, so the weight is marked for Megatron to all-reduce its
@@ -47,7 +47,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Computes causal attention within each sequence of a pack, on torch's scaled_dot_product_attention.
+    """Causal attention within each sequence of a pack, on torch's scaled_dot_product_attention.
 
     query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; `packed_seq_params.cu_seqlens_q` bounds the
     sequences. Neighbours of equal length share one kernel call, so packs ordered by length need few calls and

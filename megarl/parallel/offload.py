@@ -18,14 +18,14 @@ from megarl.types.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
-    """Holds a storage of the device, and its bytes on the host."""
+    """A storage on the device, and its bytes on the host."""
 
     storage: torch.UntypedStorage
     content: torch.Tensor
 
 
 class Offloader:
-    """Moves the parts of a role, and remembers which of them are on the host."""
+    """A mover of a role's parameters, gradients and optimizer state between device and host."""
 
     def __init__(self, role: LoadedRole) -> None:
         self._role = role

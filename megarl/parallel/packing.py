@@ -19,7 +19,7 @@ from megarl.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackAlignment:
-    """Says what a layout asks of a pack.
+    """The multiples to which a layout pads the rows and the total length of a pack.
 
     tp: above 1 only under sequence parallelism. cp, cp_rank: the context-parallel size and this rank's place in it.
     """
@@ -43,14 +43,14 @@ class PackAlignment:
 
 @dataclass
 class PackSeqParams(PackedSeqParams):
-    """Extends the parameters that Megatron passes to every layer with the pack that they describe."""
+    """The parameters that Megatron passes to every layer, extended by the pack that they describe."""
 
     pack: "Pack | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Holds a micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
+    """A micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
 
     cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
     rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]

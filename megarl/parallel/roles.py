@@ -24,7 +24,7 @@ from megarl.weights.families import ModelSpec, read_model_spec
 
 @dataclass(slots=True, kw_only=True)
 class LoadedRole:
-    """Holds a role on this rank. `ddp` and `optimizer` are empty and None for a frozen one."""
+    """A role's model on this rank. A frozen one has no `ddp` modules and no `optimizer`."""
 
     spec: RoleSpec
     model_spec: ModelSpec

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWorker:
-    """Runs one rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
+    """One rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

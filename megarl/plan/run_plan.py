@@ -7,7 +7,7 @@ from megarl.sync.plan.build import PlanStatistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """Describes a model of the run; `num_parameters` is that of the whole model, without vocabulary padding.
+    """A model of the run; `num_parameters` is that of the whole model, without vocabulary padding.
 
     num_expert_parameters: those of them that belong to experts.
     """
@@ -23,7 +23,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
-    """Describes the processes of one layout and the roles that share them; rank i uses device i.
+    """The processes of one layout and the roles that share them; rank i uses device i.
 
     groups: ranks of each process group, by axis.
     """
@@ -36,7 +36,7 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPlan:
-    """Holds what a role scores before the update of a step, if every row has full length.
+    """What a role scores before the update of a step, if every row has full length.
 
     rows, max_row_tokens: by form of the rows, `plain`, `hinted` (with the hint of their prompt) and `shuffled` (with
     that of another). micro_batches: of one replica. seconds_at_peak: what the FLOPs take on all ranks at the device's
@@ -54,7 +54,7 @@ class ScoringPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Holds the batch sizes of a step, and what is scored in it.
+    """The batch sizes of a step, and what is scored in it.
 
     Micro-batches are those of one optimizer step on one replica if every row has full length.
     """
@@ -71,7 +71,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """Describes what a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
+    """What a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
 
     `resident` holds by part what lies on a rank between passes if nothing is offloaded; `activations` and `head` are
     those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds. Of every layer with
@@ -93,7 +93,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """Counts the bytes on one device during a phase: what the ranks keep, what a pass adds, what an engine holds."""
+    """The bytes on one device during a phase: what the ranks keep, what a pass adds, what an engine holds."""
 
     trainer: int
     activations: int
@@ -106,7 +106,7 @@ class PhasePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Describes devices that hold the same shards, over all layouts; `phases` are those of a step on each of them.
+    """Devices that hold the same shards, over all layouts; `phases` are the phases of a step on each of them.
 
     Devices have the numbers of the actor's ranks. `resident`: bytes of all shards on one.
     """
@@ -118,7 +118,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """Describes the vLLM engines, with bytes per device; `kv_cache` is None if vLLM is to measure what it can take."""
+    """The vLLM engines, with bytes per device; `kv_cache` is None if vLLM is to measure what it can take."""
 
     num_engines: int
     tp: int
@@ -130,7 +130,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """Lists what runs on a node.
+    """The processes and devices of one node.
 
     offloaded: bytes of host memory that its trainer ranks need while engines generate.
     """
@@ -142,7 +142,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Holds all that `train --dry-run` reports. The actor's layout comes first; nodes of engines alone come last.
+    """All that `train --dry-run` reports. The actor's layout comes first; nodes with engines only come last.
 
     warnings: those that the run would print. missing: models and data that are not there, so that warnings and errors
     about the data are not among them. hints: how many prompts there are, how many of them have a hint (`placed`), how

@@ -21,7 +21,7 @@ from megarl.errors import ConfigError, DataError
 
 
 class RunPaths:
-    """Names the files and directories of one run, all below its root directory RUN."""
+    """The files and directories of one run, all below its root directory RUN."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,7 +59,7 @@ class RunPaths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    """Holds metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
+    """Metrics logged at one step, all finite; `time_s` is Unix time. Several records may share a step."""
 
     step: int
     time_s: float
@@ -75,7 +75,7 @@ class MetricsRecord:
 
 
 class MetricsSink(Protocol):
-    """Receives metrics records."""
+    """A destination of metrics records, such as a file."""
 
     def write(self, record: MetricsRecord) -> None: ...
 
@@ -83,7 +83,7 @@ class MetricsSink(Protocol):
 
 
 class JsonlSink:
-    """Appends one JSON object per record and syncs it to disk, so that a killed run loses nothing."""
+    """A file with one JSON object per record, synced to disk each time, so that a killed run loses nothing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars as TensorBoard event files; `purge_step` hides what an earlier run wrote from that step on."""
+    """TensorBoard event files; `purge_step` hides what an earlier run wrote from that step on."""
 
     def __init__(self, log_dir: Path, *, purge_step: int | None = None) -> None:
         # Imported here: reading metrics and writing a report must not need torch.
@@ -129,7 +129,7 @@ def require_wandb() -> ModuleType:
 
 
 class WandbSink:
-    """Sends records to a Weights & Biases run, reached by wandb's own settings (WANDB_API_KEY, WANDB_MODE).
+    """A Weights & Biases run, reached by wandb's own settings (WANDB_API_KEY, WANDB_MODE).
 
     The run's id is stored in the run directory, so that a resumed run continues the same one. wandb keeps the first
     record of a step: when a resumed run repeats steps, their second records are ignored.
@@ -155,7 +155,9 @@ class WandbSink:
 
 
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):
-    """Sends each record to every sink and closes the sinks on exit. Non-finite values raise `DataError`."""
+    """A logger that sends each record to every sink and closes the sinks on exit. Non-finite values raise
+    `DataError`.
+    """
 
     def __init__(self, sinks: Sequence[MetricsSink], *, clock: Callable[[], float] = time.time) -> None:
         self._sinks = tuple(sinks)
@@ -222,7 +224,7 @@ def _drop_torn_line(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Holds the mean, the maximum and the minimum of a batch's values."""
+    """The mean, the maximum and the minimum of a batch's values."""
 
     mean: float
     max: float
@@ -241,7 +243,7 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 class Timers:
-    """Measures seconds per phase of the current step: `with timers("gen"): ...`. Times of a repeated phase add up."""
+    """Seconds per phase of the current step: `with timers("gen"): ...`. Times of a repeated phase add up."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -264,7 +266,7 @@ class Timers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """Holds one sampled response as text, with its reward: a row of RUN/rollouts/step_*.parquet."""
+    """One sampled response as text, with its reward: a row of RUN/rollouts/step_*.parquet."""
 
     step: int
     uid: str

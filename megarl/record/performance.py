@@ -63,7 +63,7 @@ def peak_of(config: Config) -> float | None:
 
 
 class PerformanceMeter:
-    """Computes the throughput metrics of a run's optimizer steps."""
+    """A meter of the throughput of a run's optimizer steps."""
 
     def __init__(self, config: Config, dims: Dims) -> None:
         self._dims, self._num_ranks = dims, config.actor.layout.world_size
@@ -82,7 +82,7 @@ class PerformanceMeter:
 
 
 class ProfiledWorkers(Protocol):
-    """Declares the calls that `StepProfiler` makes on a group of ranks."""
+    """The interface of a group of ranks that `StepProfiler` can profile."""
 
     def start_profile(self) -> None: ...
 
@@ -90,7 +90,7 @@ class ProfiledWorkers(Protocol):
 
 
 class StepProfiler:
-    """Profiles the steps from the first to the last of `steps`, or nothing if `steps` is None."""
+    """A profiler of the steps from the first to the last of `steps`; None: of no step."""
 
     def __init__(self, workers: ProfiledWorkers, steps: tuple[int, int] | None, directory: Path) -> None:
         self._workers, self._steps, self._directory = workers, steps, directory

@@ -18,7 +18,7 @@ PLAIN_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressValues:
-    """Holds the values that the progress line shows for a step; those that are None are left out."""
+    """The values that the progress line shows for a step; those that are None are left out."""
 
     reward: float | None = None
     loss: float | None = None
@@ -52,7 +52,7 @@ def format_values(values: ProgressValues) -> str:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows the progress of `total` steps, the first `initial` of which an earlier run has done.
+    """A progress display of `total` steps, the first `initial` of which an earlier run has done.
 
     Time left is the number of remaining steps times the mean duration of the last `ETA_WINDOW_STEPS`.
     """

@@ -60,7 +60,8 @@ def installed_versions() -> dict[str, str]:
 
 
 class RunRecorder:
-    """Owns RUN = run.dir/run.name: refuses to overwrite a run, saves the resolved configuration, opens the sinks.
+    """The owner of RUN = run.dir/run.name: it refuses to overwrite a run, saves the configuration, opens the metrics
+    files.
 
     With `resumed_step`, what the run wrote after that step is removed, because those steps are repeated.
     """

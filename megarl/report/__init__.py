@@ -14,7 +14,7 @@ __all__ = ["ReportPaths", "write_report"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportPaths:
-    """Names the files of a written report."""
+    """The files of a written report."""
 
     html: Path
     png: Path

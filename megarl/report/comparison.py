@@ -31,7 +31,7 @@ GROUPINGS: Mapping[str, Callable[[Run], str]] = {"algo": _algorithm_of, "name": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Holds the result of one run, with scores that are means over validation answers.
+    """The result of one run, with scores that are means over validation answers.
 
     before: None if step 0 was not validated. reward: mean training reward of the last `REWARD_EDGE_STEPS` steps.
     mismatch_nats, step_s: means over all steps.
@@ -49,7 +49,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """Holds the result of a group: the runs of one algorithm, one per seed.
+    """The result of a group: the runs of one algorithm, one per seed.
 
     binomial_std_error: root mean square over the runs of √(p(1 − p)/n), the noise that n validation answers alone give
     one run's final score. difference: of the mean final score from the baseline's; None for the baseline.
@@ -83,7 +83,7 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Compares groups of runs, in the order in which their first runs were given.
+    """A comparison of groups of runs, in the order in which their first runs were given.
 
     notes: what makes the groups hard to compare. paired: differences are those of runs with equal seeds.
     """

@@ -18,7 +18,7 @@ _BETTER, _WORSE = (0, 158, 115), (213, 94, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedExample:
-    """Holds a hinted prompt as the model reads it: what stands before the hint, the hint, and what follows it."""
+    """A hinted prompt as the model reads it: what stands before the hint, the hint, and what follows it."""
 
     title: str
     before: str
@@ -28,7 +28,7 @@ class HintedExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredToken:
-    """Holds a token of an answer, with its log-probs without a hint, with its own, and with another prompt's."""
+    """A token of an answer, with its log-probs without a hint, with its own, and with another prompt's."""
 
     text: str
     old: float
@@ -42,7 +42,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """Holds an answer, its question and the verifier's verdict."""
+    """An answer, its question and the verifier's verdict."""
 
     title: str
     question: str
@@ -52,7 +52,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Holds a table of texts; the first row names the columns."""
+    """A table of texts; the first row names the columns."""
 
     title: str
     note: str
@@ -61,7 +61,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintReport:
-    """Holds all that an inspection of hints found."""
+    """All that an inspection of hints found."""
 
     title: str
     details: str

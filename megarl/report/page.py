@@ -50,7 +50,7 @@ KEY_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Holds an inline figure of the page."""
+    """An inline figure of the page."""
 
     svg: Markup
     caption: str
@@ -58,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRow:
-    """Holds a row of a validation table."""
+    """A row of a validation table."""
 
     name: str
     decoding: str
@@ -68,7 +68,7 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Holds a rollout as the page shows it."""
+    """A rollout as the page shows it."""
 
     row: RolloutRecord
     is_right: bool
@@ -78,7 +78,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleGroup:
-    """Holds the examples of one recorded step."""
+    """The examples of one recorded step."""
 
     step: int
     num_rows: int
@@ -88,7 +88,7 @@ class ExampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRow:
-    """Holds a row of the table of metrics: the first, last, mean and extreme values of a metric."""
+    """A row of the table of metrics: the first, last, mean and extreme values of a metric."""
 
     name: str
     values: tuple[str, ...]

@@ -25,7 +25,7 @@ MISMATCH_NAMES = {"abs_max": "max |Δ|", "abs_mean": "mean |Δ|", "k3": "k3"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Describes a panel of the report: one plot with its texts.
+    """A panel of the report: one plot with its texts.
 
     needs: a metric name or prefix without which there is nothing to draw. over: what the x axis shows.
     """

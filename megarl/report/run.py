@@ -16,7 +16,7 @@ from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Holds one metric over ascending steps. It is falsy if the metric was never logged."""
+    """One metric over ascending steps. It is falsy if the metric was never logged."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
@@ -27,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Holds the contents of a run directory, read back for a report.
+    """The contents of a run directory, read back for a report.
 
     elapsed_s: seconds from the first to the last metrics line, pauses included.
     """

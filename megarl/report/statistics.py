@@ -12,7 +12,7 @@ _NUM_NODES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Holds the spread of some values: mean, extremes and sample standard deviation.
+    """The spread of some values: mean, extremes and sample standard deviation.
 
     std: divided by count − 1; None for a single value.
     """
@@ -34,7 +34,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Holds the difference between two groups' means.
+    """The difference between two groups' means.
 
     std_error: √(s₁²/n₁ + s₂²/n₂), or s/√n of the differences of n pairs; None if there is a single value. p_value:
     two-sided, of a t-test; None if there is no standard error, or it is 0.

@@ -54,7 +54,7 @@ LABEL_GAP_FRAC = 0.085
 
 
 class EndLabel(NamedTuple):
-    """Describes a text beside the right end of a line, at data height `y`."""
+    """A text beside the right end of a line, at data height `y`."""
 
     y: float
     text: str

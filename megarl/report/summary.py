@@ -18,7 +18,7 @@ REWARD_EDGE_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Holds a mean score over `num_prompts` prompts (None: not logged)."""
+    """A mean score over `num_prompts` prompts (None: not logged)."""
 
     step: int
     score: float
@@ -37,7 +37,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Compares validation before and after training; `before` is at step 0 unless that was not measured."""
+    """Validation scores before and after training; `before` is at step 0 unless that was not measured."""
 
     before: Estimate
     after: Estimate
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """States the result in one sentence, with the details that the sentence leaves out."""
+    """The result in one sentence, with the details that the sentence leaves out."""
 
     sentence: str
     details: tuple[str, ...]

@@ -12,7 +12,9 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """Hold the raw rewards of one part of a hybrid reward: `values` of the rows that it judged, and their groups."""
+    """The raw rewards that one part of a hybrid reward gave: `values` of the rows it judged, and the groups of these
+    rows.
+    """
 
     values: Sequence[float]
     groups: Sequence[Hashable]
@@ -20,7 +22,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summand:
-    """Describe a part of a mixture: its weight w_k, its transform f_k, and the bounds of the transform `clip`."""
+    """One part of a mixture of rewards: its weight w_k, its transform f_k, and the bounds of the transform `clip`."""
 
     weight: float = 1.0
     transform: str = "identity"

@@ -13,7 +13,7 @@ from megarl.types import Prompt, Reward, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSample:
-    """Hold a finished sample as judges read it; `response` has no special tokens."""
+    """A finished sample as judges read it; `response` has no special tokens."""
 
     prompt: Prompt
     sample: Sample
@@ -28,7 +28,7 @@ class FinishedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Hold a number to log about judging: a count or, with `over`, the sum of as many items, logged as their mean."""
+    """A number to log about judging: a count or, with `over`, the sum of as many items, logged as their mean."""
 
     total: float
     over: int | None = None
@@ -59,14 +59,14 @@ def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Hold rewards in the order in which items were added, and tallies to log by metric name."""
+    """Rewards in the order in which items were added, and tallies to log by metric name."""
 
     rewards: Sequence[Reward]
     tallies: Mapping[str, Tally] = field(default_factory=dict)
 
 
 class JudgeSession(Protocol):
-    """Represent a judge's work on one batch."""
+    """A judge's work on one batch."""
 
     def add(self, item: FinishedSample) -> None:
         """Accept a finished sample, without waiting for its reward."""
@@ -76,7 +76,7 @@ class JudgeSession(Protocol):
 
 
 class Judge(Protocol):
-    """Give rewards to samples, a batch at a time."""
+    """A judge gives rewards to samples, a batch at a time."""
 
     def begin(self) -> JudgeSession:
         """Begin a batch."""

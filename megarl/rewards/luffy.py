@@ -15,7 +15,7 @@ _THINK_END = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LuffyVersion:
-    """Describe a version of the reward: how answers are compared, and whether thoughts must come first.
+    """A version of the reward: how answers are compared, and whether thoughts must come first.
 
     needs_thinking: `</think>` must end the thoughts that the prompt opened, and only the text after it counts.
     """

@@ -17,7 +17,7 @@ RULE = "rule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardManager:
-    """Hold the judges of a run, which judge samples as they finish.
+    """The judges of a run, which judge samples as they finish.
 
     judges, summands: by name, the judges, and the weight and transform of each one's reward.
     route: returns the names of the judges whose rewards are mixed for a data source.
@@ -56,7 +56,7 @@ class RewardManager:
 
 @dataclass(slots=True, kw_only=True)
 class BatchJudging:
-    """Judge one batch: `add` every sample once, in any order, then `finish`.
+    """The judging of one batch: `add` every sample once, in any order, then `finish`.
 
     sessions: each judge's work on this batch, by the judge's name.
     asked: the rows that each judge was asked about, by its name; rows are numbered in the order of `add`.

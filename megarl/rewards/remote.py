@@ -27,7 +27,7 @@ _HEADERS = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """Hold the outcome of a request: `reply` is None if every service failed each time; `failures` lists why."""
+    """The outcome of a request: `reply` is None if every service failed each time; `failures` lists why."""
 
     reply: ServiceReply | None
     seconds: float
@@ -35,7 +35,7 @@ class _Answer:
 
 
 class RemoteJudge:
-    """Judge by distributing rows over equivalent HTTP services.
+    """A judge that distributes rows over equivalent HTTP services.
 
     A request goes to the next service and, if that fails (no connection, no answer in time, an error status or a
     malformed answer), to the others in turn, those last that failed more often in this batch. When all have failed, it
@@ -116,7 +116,7 @@ class RemoteJudge:
 
 @dataclass(slots=True)
 class RemoteSession:
-    """Send the requests for one batch: each as soon as it is full, and the rest at the end, spread over services."""
+    """The requests for one batch: each is sent as soon as it is full, the rest at the end, spread over services."""
 
     judge: RemoteJudge
     _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)

@@ -23,7 +23,7 @@ _FRACTIONS = {"timed_out": "timeout", "crashed": "crashed", PARSE_FAILED: "parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Hold a response to judge, and the ground truth and data that it is judged by."""
+    """A response to judge, and the ground truth and data that it is judged by."""
 
     data_source: str
     prompt: str
@@ -68,7 +68,7 @@ class Rules:
 
 
 class RuleJudge:
-    """Judge each sample by rule in a pool of processes, as soon as the sample is added."""
+    """A judge that runs scorers in a pool of processes, for each sample as soon as it is added."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
         """Start the pool for texts without waiting for it; the pool for programs starts with the first program."""
@@ -143,7 +143,7 @@ class RuleJudge:
 
 @dataclass(slots=True)
 class RuleSession:
-    """Judge one batch by rule, with a job for each sample."""
+    """The judging of one batch by rule, with a job for each sample."""
 
     judge: RuleJudge
     _items: list[FinishedSample] = field(default_factory=list)

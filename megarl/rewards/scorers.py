@@ -17,7 +17,7 @@ PARSE_FAILED = "parse_failed"
 
 
 class Scorer(Protocol):
-    """Judge one response, from 0 (wrong) to 1 (right).
+    """A function that judges one response, from 0 (wrong) to 1 (right).
 
     A scorer accepts any text, and raises DataError for a malformed ground truth. Its caller limits its time.
     """

@@ -42,11 +42,11 @@ class ServeOptions:
 
 
 class BadRequestError(Exception):
-    """Report that a request is malformed; the message says where."""
+    """The error of a malformed request; its message says where."""
 
 
 class RewardService:
-    """Answer requests for rewards; only one event loop may use a service."""
+    """A service that answers requests for rewards; only one event loop may use it."""
 
     def __init__(self, judge: RuleJudge, options: ServeOptions) -> None:
         self._judge, self._options = judge, options
@@ -148,7 +148,9 @@ def _texts(body: Mapping[str, Any], name: str) -> list[str]:
 
 
 class _Server(uvicorn.Server):
-    """Exit successfully on SIGTERM and SIGINT once answers in progress are sent; uvicorn would die of the signal."""
+    """A server that exits successfully on SIGTERM and SIGINT, after its answers in progress; uvicorn would die of the
+    signal.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from megarl.types import Reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """Specify the reward of responses to prompts of one data source: wrong + (correct − wrong)·x, with x in [0, 1].
+    """The reward of responses to prompts of one data source: wrong + (correct − wrong)·x, with x in [0, 1].
 
     x is the scorer's score s, mixed with the format if that has a weight w: x = (1 − w)·s + w·[the format is right].
 

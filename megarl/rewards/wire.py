@@ -15,12 +15,12 @@ from megarl.types import Reward
 
 
 class BadReplyError(Exception):
-    """Report that a service's answer is malformed; the message says where."""
+    """The error of a malformed answer of a service; its message says where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """Hold a service's checked answer, with a number per row; `scores` is None if the service gave none."""
+    """A service's checked answer, with a number per row; `scores` is None if the service gave none."""
 
     rewards: Sequence[float]
     scores: Sequence[float] | None

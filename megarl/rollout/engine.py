@@ -23,7 +23,7 @@ from megarl.types import FinishReason, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Asks an engine for one completion of a prompt."""
+    """A request for one completion of a prompt."""
 
     token_ids: tuple[int, ...]
     seed: int
@@ -35,7 +35,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Holds what the engine generated, each array [n]. `logprobs` are those after temperature and truncation.
+    """The text that an engine generated, as arrays [n]. `logprobs` are those after temperature and truncation.
 
     weight_versions: of each token, the weights that chose it.
     """
@@ -48,7 +48,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """Reports what a worker received over the bridge: checksums by tensor, if asked for, and bytes over the wire."""
+    """What a worker received in a weight sync: checksums by tensor, if asked for, and the bytes that were sent."""
 
     checksums: Mapping[str, int]
     wire_bytes: int
@@ -56,7 +56,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Holds the settings with which an engine starts."""
+    """The settings with which an engine starts."""
 
     model_path: str
     dtype: str
@@ -87,7 +87,7 @@ def engine_spec(config: Config) -> EngineSpec:
 
 
 class Stepper:
-    """Runs a `vllm.LLM` for threads that wait for their requests, and lets another thread hold it between steps."""
+    """A `vllm.LLM` shared by threads: some wait for their requests, another can hold it between two steps."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -136,7 +136,7 @@ class Stepper:
 
 
 class VllmEngine:
-    """Runs one vLLM engine in this process; with tp > 1 its workers are child processes.
+    """One vLLM engine in this process; with tp > 1 its workers are child processes.
 
     Weights may be replaced while another thread waits in `generate`: unfinished requests are kept, their keys and
     values are dropped, and they go on by the new weights as if these had read all of their tokens so far.

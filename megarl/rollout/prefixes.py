@@ -12,7 +12,7 @@ from megarl.types import FloatArray, Prompt, Sample, SegmentSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Holds the first tokens of a response; if `is_complete`, they are the whole response and nothing is generated."""
+    """Given first tokens of a response; if `is_complete`, they are the whole response and nothing is generated."""
 
     token_ids: tuple[int, ...] = ()
     is_complete: bool = False

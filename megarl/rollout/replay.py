@@ -128,7 +128,7 @@ def read_record(path: Path) -> RolloutBatch:
 
 
 class ReplaySource:
-    """Answers each submission with the recorded rollout of its step."""
+    """A rollout source that answers each submission with the recorded rollout of its step."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

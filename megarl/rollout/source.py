@@ -20,7 +20,7 @@ def ignore_sample(prompt: Prompt, sample: Sample) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """Says how one batch of prompts is sampled; `temperature` 0 means greedy.
+    """How one batch of prompts is sampled; `temperature` 0 means greedy.
 
     prefixes: what responses start with, by (uid, sample index), as far as they start with anything.
     """
@@ -45,7 +45,7 @@ class SamplingPlan:
 
 
 class RolloutSource(Protocol):
-    """Produces samples: the trainer submits a batch and then collects it (training is synchronous: staleness 0)."""
+    """A source of samples. The trainer submits a batch and then collects it (training is synchronous: staleness 0)."""
 
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
         """Start sampling, and return at once."""

@@ -17,7 +17,7 @@ OnCompletion: TypeAlias = Callable[[int, Completion], None]
 
 
 class Engines(Protocol):
-    """Declares the calls that `VllmSource` makes to a group of engines."""
+    """The interface of a group of engines, as `VllmSource` calls it."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Any: ...
 
@@ -26,7 +26,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submission:
-    """Holds the prompts that engines are working on; `asked` lists the (prompt, sample index) of each request."""
+    """The prompts that engines are working on; `asked` lists the (prompt, sample index) of each request."""
 
     prompts: list[Prompt]
     plan: SamplingPlan
@@ -35,7 +35,7 @@ class _Submission:
 
 
 class VllmSource:
-    """Samples from vLLM engines; each sample is a request with its own seed, so batching and order do not matter.
+    """A source that samples from vLLM engines. Each sample has a seed of its own, so batching and order do not matter.
 
     A sample with a prefix continues it; if the prefix ends the sample or fills its limit, nothing is generated.
     """

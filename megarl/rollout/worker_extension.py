@@ -26,7 +26,9 @@ from megarl.sync.wire.wires import Share
 
 
 class WeightReceiver:
-    """Extends vLLM's worker class as a mixin; `self.model_runner` and `self.vllm_config` are the worker's."""
+    """A mixin of vLLM's worker class that receives weights; `self.model_runner` and `self.vllm_config` are the
+    worker's.
+    """
 
     def process_id(self) -> int:
         """Return the id of this worker's process."""

@@ -49,7 +49,7 @@ _INCIDENTAL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRun:
-    """Describes a run that a study asks for: a file of configs/algo, a seed, and settings of its own."""
+    """A run that a study asks for: a file of configs/algo, a seed, and settings of its own."""
 
     algo: str
     seed: int = 0
@@ -63,7 +63,7 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Holds the content of a study file.
+    """The content of a study file.
 
     overrides: settings of all runs; those of a run come after them.
     """
@@ -76,7 +76,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """Describes a checked run that is still to do; `place` counts all runs of the study from 1."""
+    """A checked run that is still to do; `place` counts all runs of the study from 1."""
 
     place: int
     config: Config
@@ -90,7 +90,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyPlan:
-    """Holds the names of finished runs by place, and the runs that are still to do."""
+    """The names of finished runs by place, and the runs that are still to do."""
 
     num_runs: int
     finished: Mapping[int, str]

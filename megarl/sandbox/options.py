@@ -20,7 +20,7 @@ class Isolation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limit the resources of one run of a program; sizes are in MiB, times in seconds."""
+    """The resources that one run of a program may use; sizes are in MiB, times in seconds."""
 
     cpu_s: int = 5  # CPU time.
     wall_s: float = 15.0  # Wall-clock time.

@@ -62,7 +62,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 class Program(AbstractContextManager["Program"]):
-    """Hold a program in its sandbox; `run` starts it afresh for each task, and leaving the context removes it all."""
+    """A program in its sandbox; `run` starts it afresh for each task, and leaving the context removes it all."""
 
     def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
         self._connection = connection
@@ -129,7 +129,7 @@ class Program(AbstractContextManager["Program"]):
 
 
 class Sandbox(AbstractContextManager["Sandbox"]):
-    """Run programs, several at a time if called from several threads; the launcher is started on first use."""
+    """A runner of programs, several at a time if called from several threads; its launcher is started on first use."""
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
         self.options = options or SandboxOptions()

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWithInput:
-    """Run the program as a script that reads `text`."""
+    """The task to run the program as a script that reads `text`."""
 
     text: str
 
@@ -40,7 +40,7 @@ ProgramTask: TypeAlias = RunWithInput | Call | Evaluate | Execute
 
 
 class Ending(StrEnum):
-    """Name the way in which a run ended; all but `EXITED` were ended by the sandbox or a signal."""
+    """The way in which a run ended; all but `EXITED` were ended by the sandbox or a signal."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
@@ -54,7 +54,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Hold the outcome of a task; `answer` is the result of `Call`, `Evaluate` or `Execute`, see `jail/answer.py`."""
+    """The outcome of a task; `answer` is the result of `Call`, `Evaluate` or `Execute`, see `jail/answer.py`."""
 
     ending: Ending
     exit_code: int | None = None

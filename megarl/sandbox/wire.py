@@ -10,7 +10,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class Closed(ConnectionError):  # noqa: N818 - the other side is gone, which is how every conversation ends
-    """Report that the other side closed the connection, between or within messages."""
+    """The error of a connection that the other side closed, between or within messages."""
 
 
 def send(connection: socket.socket, header: Mapping[str, Any], *blobs: bytes) -> None:

@@ -32,7 +32,7 @@ Command: TypeAlias = Literal["train", "sft", "train-reward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Holds the driver's state in a checkpoint: all that the driver needs to continue after `step`.
+    """The driver's state in a checkpoint: all that the driver needs to continue after `step`.
 
     score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
     num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
@@ -61,7 +61,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Refers to a complete checkpoint: its directory and the driver's state in it."""
+    """A complete checkpoint: its directory, and the driver's state in it."""
 
     path: Path
     state: RunState
@@ -109,7 +109,7 @@ def steps_to_keep(scores: Mapping[int, float | None], *, keep_last: int, keep_be
 
 
 class CheckpointManager:
-    """Writes a run's checkpoints, one at a time, and removes those that the configuration does not keep."""
+    """A writer of a run's checkpoints, one at a time; it removes those that the configuration does not keep."""
 
     def __init__(self, root: Path, config: CheckpointConfig, workers: "RoleWorkers") -> None:
         self._root, self._config, self._workers = root, config, workers

@@ -29,7 +29,7 @@ from megarl.types import Prompt, Reward, RolloutBatch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Holds the samples of complete groups with their rewards, in the same order, and metrics of the collection.
+    """The samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
     A group lacks only those samples that nobody could judge.
     """
@@ -40,7 +40,7 @@ class Collected:
 
 
 class PromptQueue:
-    """Yields prompt indices in the sampler's order, those that were given back first."""
+    """A queue of prompt indices in the sampler's order; indices that were given back come first."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -75,7 +75,7 @@ class PromptQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Holds the judged samples of one prompt; `num_sampled` also counts the samples that nobody could judge."""
+    """The judged samples of one prompt; `num_sampled` also counts the samples that nobody could judge."""
 
     index: int
     prompt: Prompt
@@ -91,7 +91,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCollector:
-    """Samples and judges `trainer.prompts_per_step` groups for each step.
+    """The stage of a step that samples and judges `trainer.prompts_per_step` groups.
 
     prompts: indexed by what `queue` yields. eos_token_id: ends a demonstration that was not cut. records: the directory
     that takes each step's rollout if `rollout.record` is set. enter: called with the phase before each generation, so

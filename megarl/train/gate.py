@@ -28,7 +28,7 @@ def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> Mismatch
 
 
 class MismatchGate:
-    """Refuses to train if engine and trainer disagree before the first update."""
+    """A check that refuses to train if engine and trainer disagree before the first update."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.trainer.mismatch_gate_nats or MISMATCH_GATE_NATS[config.model.dtype]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainInputs:
-    """Holds the checked inputs of `megarl train`: all that it needs besides a cluster."""
+    """The checked inputs of `megarl train`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -67,7 +67,7 @@ class TrainInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftInputs:
-    """Holds the checked inputs of `megarl sft`: all that it needs besides a cluster."""
+    """The checked inputs of `megarl sft`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec
@@ -76,7 +76,7 @@ class SftInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRewardInputs:
-    """Holds the checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
+    """The checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
 
     config: Config
     spec: ModelSpec

@@ -32,7 +32,7 @@ from megarl.types.messages import LoadRequest, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Holds the result of a step: its samples, the rows it trained on, and the metrics of its stages.
+    """The result of a step: its samples, the rows it trained on, and the metrics of its stages.
 
     rows: empty if the filter removed all groups.
     """
@@ -44,7 +44,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Trains one run on a cluster, stage by stage. Several trainers may use the same cluster one after the other.
+    """The trainer of one run on a cluster, stage by stage. Several may use the same cluster one after the other.
 
     memory: moves models between devices and hosts where trainer and engines share the devices. validator: None without
     validation data. state: what the algorithm carries from step to step.

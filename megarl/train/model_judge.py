@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class ConversationEncoder:
-    """Encodes samples as a reward model reads them: prompt, response, and what its template puts after an answer.
+    """An encoder of samples as a reward model reads them: prompt, response, and what its template puts after an
+    answer.
 
     A reward model with the policy's tokenizer and template reads the very tokens that were sampled; a cut response is
     not ended. Any other one gets the chat, the response decoded by the policy's tokenizer, in a template of its own.
@@ -50,7 +51,7 @@ class ConversationEncoder:
 
 
 class ModelRewards:
-    """Scores whole samples with the reward model that the trainer's ranks host.
+    """The reward model that the trainer's ranks host, as a scorer of whole samples.
 
     enter: called with the phase of the pass before it, so that the model is on its devices.
     """
@@ -87,7 +88,9 @@ class ModelRewards:
 
 
 class ModelJudge:
-    """Judges with the reward model. It shares its devices with the engines, so it scores once all samples are there."""
+    """The judge that asks the reward model. It shares devices with the engines, so it scores when all samples are
+    there.
+    """
 
     def __init__(self, model: ModelRewards) -> None:
         self._model = model
@@ -101,7 +104,7 @@ class ModelJudge:
 
 @dataclass(slots=True)
 class ModelJudging:
-    """Collects a batch's samples and scores them at the end. Without a rule, a score above 0 counts as correct."""
+    """The judging of one batch by the reward model. Without a rule, a score above 0 counts as correct."""
 
     model: ModelRewards
     _items: list[FinishedSample] = field(default_factory=list)

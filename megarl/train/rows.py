@@ -18,7 +18,7 @@ from megarl.weights.families import Dims
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRows:
-    """Holds the rows of a step with their rewards, and the reason why each sample ended."""
+    """The rows of a step with their rewards, and the reason why each sample ended."""
 
     rows: list[Row]
     rewards: Sequence[Reward]

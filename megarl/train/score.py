@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Variant(Enum):
-    """Names the form of the rows that a score is about."""
+    """The form of the rows that a score is computed on: as sampled, or with a hint."""
 
     PLAIN = auto()
     HINTED = auto()  # with the hint of the own prompt
@@ -36,7 +36,7 @@ class Variant(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ScoreSource:
-    """Says where a score comes from: the role that computes it, its name there, and the variant of the rows."""
+    """The origin of a score: the role that computes it, its name there, and the form (`Variant`) of the rows."""
 
     role: Role
     name: str
@@ -74,7 +74,9 @@ def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPasses:
-    """Adds to rows the scores that an algorithm needs. `enter` is called with the phase of each pass before it."""
+    """The stage that adds to rows the scores an algorithm needs. `enter` is called with the phase of each pass before
+    it.
+    """
 
     scorers: Mapping[Role, RoleScorer]
     hints: "HintWriter | None"
@@ -178,7 +180,7 @@ def _score_with_pairs(
 
 
 class HintWriter:
-    """Writes hints into prompts (`placer`), and marks the tokens of answers that CPO is to leave alone."""
+    """A writer of hints into prompts (`placer`), which also marks the tokens of answers that CPO is to leave alone."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: CpoConfig, *, max_prompt_tokens: int) -> None:
         self.placer = HintPlacer(tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedTask:
-    """Says what a supervised run trains, and on what data.
+    """What a supervised run trains, and on what data.
 
     rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
     the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
@@ -51,7 +51,7 @@ class SupervisedTask:
 
 
 class SupervisedTrainer:
-    """Trains one supervised run on a cluster."""
+    """The trainer of one supervised run on a cluster."""
 
     def __init__(self, task: SupervisedTask, config: Config, cluster: "Cluster", recorder: RunRecorder) -> None:
         self.task, self.config, self.cluster, self.recorder = task, config, cluster, recorder

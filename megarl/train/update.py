@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class CountedObjective(Objective[Any], Protocol):
-    """Declares an objective that knows the counts that divide its sums: an `Algorithm`, or a critic's `ValueLoss`."""
+    """An objective that knows the counts that divide its sums: an `Algorithm`, or a critic's `ValueLoss`."""
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
         """Return the global counts of an optimizer mini-batch."""
 
 
 class RoleScorer:
-    """Runs scoring passes of a role, trained or frozen, in micro-batches for its layout."""
+    """The scoring passes of a role, trained or frozen, in micro-batches for its layout."""
 
     def __init__(self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0) -> None:
         self._workers, self._role, self._temperature = workers, role, temperature
@@ -75,7 +75,7 @@ class RoleScorer:
 
 
 class RoleUpdater(RoleScorer):
-    """Runs scoring passes and optimizer steps of a trained role; its schedule has `total_steps` optimizer steps."""
+    """The scoring passes and optimizer steps of a trained role; its schedule has `total_steps` optimizer steps."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RoleUpdater(RoleScorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchUpdate:
-    """Holds the result of a batch's optimizer steps.
+    """The result of a batch's optimizer steps.
 
     metrics: means over the steps. before: what the role computed for each row in its first mini-batch.
     """
@@ -157,7 +157,7 @@ def update_on_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStage:
-    """Updates every trained role on the rows of a step, the critic before the actor.
+    """The stage that updates every trained role on the rows of a step, the critic before the actor.
 
     enter: called with the phase of each role's update before it, so that the role is on its devices.
     """

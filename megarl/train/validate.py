@@ -14,7 +14,7 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Holds the result of a validation: its metrics, the score for `checkpoint.keep_best`, and a one-line summary."""
+    """The result of a validation: its metrics, the score for `checkpoint.keep_best`, and a one-line summary."""
 
     metrics: Mapping[str, float]
     score: float | None
@@ -23,7 +23,7 @@ class Validation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validator:
-    """Measures a policy on validation prompts.
+    """A measurement of a policy on validation prompts.
 
     enter: called with the phase before each generation, so that the engines are on their devices.
     """

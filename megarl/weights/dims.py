@@ -11,7 +11,7 @@ from megarl.weights.tables import Family, Layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Describes a model's experts: their number, how many each token is routed to, their width, and the MoE `layers`.
+    """A model's experts: their number, how many each token is routed to, their width, and the MoE `layers`.
 
     normalized: the routing weights of a token's experts add up to 1 (else they are probabilities among all experts).
     """
@@ -27,7 +27,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Describes group-limited routing: a token may only use experts of its best `groups_per_token` groups.
+    """Group-limited routing: a token may only use experts of its best `groups_per_token` groups.
 
     A group's score is the sum of its `group_rating` best experts' scores. Routing weights are multiplied by `scale`.
     biased: scores are sigmoids, with a bias that is used only to choose (DeepSeek-V3); else softmax (DeepSeek-V2).
@@ -42,7 +42,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Gives the sizes of latent attention: both latents, and per head the parts without and with RoPE, and values.
+    """The sizes of latent attention: both latents, and per head the parts without and with RoPE, and values.
 
     q_latent is 0 where only keys and values have a latent.
     """
@@ -56,7 +56,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """Holds the sizes of a model; `dim(symbol)` returns the size that a symbol of the weight tables stands for."""
+    """The sizes of a model; `dim(symbol)` returns the size that a symbol of the weight tables stands for."""
 
     num_layers: int
     hidden: int

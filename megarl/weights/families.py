@@ -16,7 +16,7 @@ __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRule:
-    """Applies a weight rule to one layer and one expert; each is None if the rule is not per layer or per expert."""
+    """A weight rule for one layer and one expert; each is None if the rule is not per layer or per expert."""
 
     rule: WeightRule
     layer: int | None = None
@@ -32,7 +32,7 @@ _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Holds what was read from a model directory: family, sizes, and the other settings that Megatron needs."""
+    """What was read from a model directory: family, sizes, and the other settings that Megatron needs."""
 
     path: Path
     family: Family

@@ -19,14 +19,14 @@ _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta"})
 
 
 class RopeScaling(Protocol):
-    """Turns the frequencies ω [d/2] of a rotary embedding into those that the model was trained with."""
+    """A change of the frequencies ω [d/2] of a rotary embedding into those that the model was trained with."""
 
     def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor": ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRope:
-    """Leaves the frequencies ω as they are (Su et al. 2021)."""
+    """The scaling that leaves the frequencies ω as they are (Su et al. 2021)."""
 
     def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor":
         return inv_freq
@@ -34,7 +34,7 @@ class DefaultRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRope:
-    """Scales the frequencies to ω / factor, which interpolates positions (Chen et al. 2023)."""
+    """The scaling of frequencies to ω / factor, which interpolates positions (Chen et al. 2023)."""
 
     factor: float
 
@@ -44,7 +44,7 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """Scales low frequencies by 1/factor and keeps high ones (Llama 3.1; Dubey et al. 2024).
+    """The scaling of low frequencies by 1/factor that keeps high ones (Llama 3.1; Dubey et al. 2024).
 
     ω becomes (1 − s)·ω/factor + s·ω with s = clip((L·ω/2π − low_freq_factor) / (high_freq_factor − low_freq_factor),
     0, 1), where L·ω/2π is the number of turns within the original context L.
@@ -70,7 +70,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """Holds the settings of YaRN (Peng et al. 2023) in DeepSeek's variant, which Megatron's latent attention computes.
+    """YaRN (Peng et al. 2023) in DeepSeek's variant, which Megatron's latent attention computes.
 
     Frequencies that turn less than `beta_slow` times within the original context are divided by `factor`; those that
     turn more than `beta_fast` times stay. Attention scores are scaled by (0.1·mscale_all_dim·ln factor + 1)².

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Partition(StrEnum):
-    """Says how Megatron splits a parameter over tensor-parallel ranks."""
+    """How Megatron splits a parameter over tensor-parallel ranks."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"  # rows of the vocabulary, padded at the end
@@ -21,7 +21,7 @@ class Partition(StrEnum):
 
 
 class Layers(StrEnum):
-    """Says which layers have a parameter."""
+    """Which layers have a parameter."""
 
     ALL = "all"
     DENSE = "dense"  # those with one MLP
@@ -29,7 +29,7 @@ class Layers(StrEnum):
 
 
 class Activation(StrEnum):
-    """Names the activation that an MLP applies to its gate, as config.json does."""
+    """The activation that an MLP applies to its gate, named as in config.json."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -37,7 +37,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """Describes a tensor of a Hugging Face checkpoint by its name and its symbolic shape.
+    """A tensor of a Hugging Face checkpoint by its name and its symbolic shape.
 
     In the name, `{layer}` stands for the layer's number and `{expert}` for the expert's number in that layer.
     """

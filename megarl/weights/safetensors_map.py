@@ -40,7 +40,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Holds the shape and dtype of a stored tensor."""
+    """The shape and dtype of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -108,7 +108,7 @@ def data_bytes(path: Path) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """Describes a safetensors file to be written: its header bytes, its size, and where each tensor's data starts."""
+    """A safetensors file to be written: its header bytes, its size, and where each tensor's data starts."""
 
     head: bytes
     num_bytes: int

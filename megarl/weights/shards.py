@@ -10,7 +10,7 @@ from megarl.weights.tables import VALUE_HEAD, Layers, Partition, WeightRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Holds a rank's coordinates in its layout. Consecutive ranks differ in tp first, then in cp, dp and pp."""
+    """A rank's coordinates in its layout. Consecutive ranks differ in tp first, then in cp, dp and pp."""
 
     tp: int
     cp: int
@@ -53,7 +53,7 @@ def padded_vocab(vocab: int, layout: LayoutConfig, vocab_multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumParameters:
-    """Counts a rank's parameters, those of experts apart from the others."""
+    """A rank's numbers of parameters: those of experts, and all others."""
 
     others: int
     experts: int

@@ -32,7 +32,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """Holds a rank's position in its tensor-parallel group and among the replicas that hold the same shard.
+    """A rank's position in its tensor-parallel group and among the replicas that hold the same shard.
 
     For experts, the tensor-parallel group is that of expert tensor parallelism, and the experts of a layer are split
     over `ep_size` ranks in blocks.
@@ -53,7 +53,7 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Selects the `rank`-th of `size` shards; vocabularies are first padded to a multiple of `vocab_padding`."""
+    """The `rank`-th of `size` shards; vocabularies are first padded to a multiple of `vocab_padding`."""
 
     rank: int
     size: int
@@ -62,7 +62,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """Says along which axis the tensors of a rule are cut; None: not at all.
+    """The axis along which the tensors of a weight rule are cut; None: not at all.
 
     A shard of the parameter stacks its shares of the tensors; with `by_head` it does so per key/value head: the query
     heads of the group, the key head, the value head. padded: the axis is padded at its end before it is cut.

@@ -17,7 +17,7 @@ TESTED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Names kernels that may be unusable here; their first use then raises one of `errors`."""
+    """Kernels that may be unusable here; in that case their first use raises one of `errors`."""
 
     name: str
     kernels: ChunkKernels

@@ -53,7 +53,7 @@ def overwrite_by_gradient(
 
 
 class DeferredGradients(torch.autograd.Function):
-    """Implements the regimes recompute and keep: (own hidden rows, weight) → (log p, H), differentiated in backward."""
+    """The autograd function (own hidden rows, weight) → (log p, H) that computes gradients in the backward pass."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class DeferredGradients(torch.autograd.Function):
 
 
 class GradientsInChunk(torch.autograd.Function):
-    """Implements the regime in_chunk: (own hidden rows, weight) → (log p, H), computing gradients on the way.
+    """The autograd function (own hidden rows, weight) → (log p, H) that computes gradients in the forward pass.
 
     Backward returns these, after checking that the loss's gradients are those from which they were computed.
     """

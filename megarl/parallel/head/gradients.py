@@ -16,7 +16,7 @@ MAX_REDUCTIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSinks:
-    """Says where the head's gradients are written.
+    """The places where the head's gradients are written.
 
     owners: which rank each hidden row belongs to. overwrite_hidden: whether the gradient of the hidden rows overwrites
     them. main_grad: the tensor to which the gradient of the weight is added; None: it gets a new tensor.
@@ -28,7 +28,7 @@ class GradientSinks:
 
 
 class HiddenGradient:
-    """Computes ∂L/∂h [N, H]: each rank's vocabulary gives a partial sum, reduced while the next chunk is computed."""
+    """The computation of ∂L/∂h [N, H]. Each rank's vocabulary gives a partial sum, reduced during the next chunk."""
 
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
         self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
@@ -55,7 +55,7 @@ class HiddenGradient:
 
 
 class WeightGradient:
-    """Computes ∂L/∂W of a vocabulary shard, summed over chunks in float32.
+    """The computation of ∂L/∂W of a vocabulary shard, summed over chunks in float32.
 
     The sum goes into Megatron's main gradient where there is one.
 

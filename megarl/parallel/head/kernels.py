@@ -14,7 +14,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class ChunkKernels(Protocol):
-    """Declares both passes over a chunk of logits. Labels are local: −1 where another rank owns the label."""
+    """The interface of both passes over a chunk of logits. Labels are local: −1 where another rank owns the label."""
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
         """Write the statistics of each row of z into `out` [3, n]: lse, entropy of the local softmax, z of the label.
@@ -43,7 +43,7 @@ class ChunkKernels(Protocol):
 
 
 class TorchKernels:
-    """Implements `ChunkKernels` in PyTorch, for every device and dtype.
+    """`ChunkKernels` in PyTorch, for every device and dtype.
 
     Statistics are float32, or float64 of float64 logits.
 

@@ -21,7 +21,7 @@ _BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPairs:
-    """Holds the head's results for rows and their twins: [N] float32 each, in nats.
+    """The head's results for rows and for the same responses after another prompt: [N] float32 each, in nats.
 
     kl: KL(twin ‖ row) at the labels of the pack's first half of rows, whose twins are its second half; 0 at the labels
     of the twins.

@@ -17,7 +17,8 @@ from megarl.parallel.packing import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """Says how the log-prob head scores a pack.
+    """What to compute from a pack's last hidden states: log-probs, entropies, and with which temperature and memory
+    use.
 
     temperature: that of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
     loss is a sum over tokens. paired: the second half of a pack's rows repeats the first half with other prompts, and
@@ -34,7 +35,7 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHead:
-    """Holds a rank's rows of the output weight [V/tp, H], padding included, and the groups that share them."""
+    """A rank's rows of the output weight [V/tp, H], padding included, and the process groups that share them."""
 
     weight: torch.Tensor
     shard: VocabShard

@@ -10,7 +10,9 @@ AUTO = "auto"
 
 
 class Regime(StrEnum):
-    """Says what the head keeps between forward and backward: nothing, the logits, or the inputs' gradients already."""
+    """What the head keeps between forward and backward: nothing, the logits, or the finished gradients of its
+    inputs.
+    """
 
     RECOMPUTE = "recompute"
     KEEP = "keep"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOwners:
-    """Says how many consecutive rows each rank of a group holds, in rank order; None: every rank holds all of them."""
+    """How many consecutive rows each rank of a group holds, in rank order; None: every rank holds all of them."""
 
     group: dist.ProcessGroup
     counts: tuple[int, ...] | None

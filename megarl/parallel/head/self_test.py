@@ -17,7 +17,7 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes a case with logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
+    """A test case with logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
 
     Every third label is not owned.
     """
@@ -51,7 +51,7 @@ def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """Says that a test passes if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
+    """A test that passes if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
 
     name: str
     got: Tensor
@@ -71,7 +71,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """Holds a shard's logits as columns of a wider buffer, and what float64 makes of them; float64 on CPU throughout.
+    """A shard's logits as columns of a wider buffer, and the results computed from them in float64 on CPU.
 
     buffer: [n, V + 16], in the dtype of the logits. labels: [n], −1 where not owned. statistics: [3, n].
     gradient: [n, V]. lse, entropy: [n], of the whole vocabulary.

@@ -23,7 +23,7 @@ MAX_ID = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """Says that a rank holds rows [start, start + size) of the true vocabulary; `size` excludes padded rows."""
+    """A rank's rows [start, start + size) of the true vocabulary; `size` excludes rows that only pad it."""
 
     group: dist.ProcessGroup
     start: int
@@ -38,7 +38,7 @@ def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInputs:
-    """Holds the inputs of a chunked head.
+    """The inputs of a chunked head.
 
     hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's rows; inverse_temperature: [N];
     chunk_tokens: rows of logits at a time.
@@ -84,7 +84,7 @@ class HeadInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """Holds the k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
+    """The k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
 
     logprobs: torch.Tensor
     ids: torch.Tensor
@@ -92,7 +92,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """Holds the statistics of each row over the whole vocabulary: [N] each, in nats."""
+    """The statistics of each row over the whole vocabulary: [N] each, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

@@ -113,7 +113,7 @@ def _gradient_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonKernels:
-    """Implements `ChunkKernels` for logits of 16 or 32 bits on a GPU, float32 inside.
+    """`ChunkKernels` in Triton for logits of 16 or 32 bits on a GPU, computing in float32.
 
     Rows of a stride and length that are multiples of 16 are read 16 bytes at a time; others are slower, not wrong.
     block: columns that a program works on at a time, a power of 2. By default a multiprocessor of Hopper holds eight

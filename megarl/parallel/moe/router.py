@@ -29,7 +29,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class PackRouter(TopKRouter):
-    """Routes the tokens of a pack, and counts the load of its experts.
+    """A router that sends the tokens of a pack to experts, and counts the load of the experts.
 
     pack: what the next forward is over. `begin` starts an optimizer mini-batch; after its passes `loads` [E] and
     `balance` hold this rank's sums over it (`moe/routing.py`).
@@ -94,7 +94,7 @@ class PackRouter(TopKRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """Extends a decoder layer with experts so that its router knows which pack it works on."""
+    """A decoder layer with experts that tells its router which pack it works on."""
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
         assert isinstance(packed_seq_params, PackSeqParams)
@@ -120,7 +120,7 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
 
 
 class MiniBatchLoad:
-    """Holds the load of experts over an optimizer mini-batch, on all ranks.
+    """The load of experts over an optimizer mini-batch, on all ranks.
 
     Routers count from the construction until `metrics`; of a model without experts both do nothing.
     """

@@ -27,7 +27,7 @@ _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """Chooses the experts in place of Megatron's top-k routing; scores stay the router's.
+    """A choice of experts in place of Megatron's top-k routing; the scores stay the router's.
 
     Where experts lie in groups, a group is rated by the sum of its `group_rating` best scores: 1 in DeepSeek-V2
     (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437), while Megatron takes k / (groups of a token).

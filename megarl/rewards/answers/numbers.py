@@ -25,7 +25,7 @@ _SCIENTIFIC = re.compile(rf"({_DECIMAL})\s*(?:[eE]\s*([+-]?\d+)|(?:\\cdot|x)\s*{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """Hold a number in an answer, and how it is written.
+    """A number in an answer, and how it is written.
 
     rounded: with a decimal point or a power of ten.
     scientific: with a power of ten.

@@ -11,7 +11,7 @@ MAX_ANSWER_CHARS = 512
 
 
 class Equality(StrEnum):
-    """Give the result of comparing two answers.
+    """The result of comparing two answers.
 
     `UNPARSED`: the texts differ and their meaning could not be parsed; this scores as wrong but is counted separately.
     """

@@ -21,7 +21,7 @@ _INFINITY = r"\infty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    r"""Hold items between brackets, which are "" for a bare list; sets `\{…\}` and bare lists are not `ordered`."""
+    r"""Items between brackets, which are "" for a bare list; sets `\{…\}` and bare lists are not `ordered`."""
 
     opening: str
     closing: str

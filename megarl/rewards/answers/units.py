@@ -55,7 +55,7 @@ _TRAILING = re.compile(
 
 
 class Quantity(NamedTuple):
-    """Hold the body of an answer and its unit in a unified spelling, or "" if it has none."""
+    """The body of an answer and its unit in a unified spelling, or "" if it has none."""
 
     body: str
     unit: str

@@ -63,7 +63,7 @@ _DEFAULT = CodeOptions()
 
 
 class TestVerdict(StrEnum):
-    """Name the outcome of a program on one test; `Reward.details` has a count of each."""
+    """The outcome of a program on one test; `Reward.details` counts each outcome."""
 
     PASSED = "passed"
     WRONG = "wrong"

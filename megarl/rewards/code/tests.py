@@ -30,7 +30,7 @@ _INEXACT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """Hold a test: the task for a program, and the output, value or token that is expected of it."""
+    """A test: the task for a program, and the output, value or token that is expected of it."""
 
     # Keeps pytest from collecting this class as a test.
     __test__ = False

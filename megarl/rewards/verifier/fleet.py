@@ -26,7 +26,7 @@ _SERVER = "megarl.rewards.verifier.fork_server"
 
 @dataclass(slots=True, kw_only=True)
 class PendingJob:
-    """Hold a job that has no result yet.
+    """A job that has no result yet.
 
     message: the job as a worker receives it.
     shortened: the worker sees only the end of the response.
@@ -40,7 +40,7 @@ class PendingJob:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Worker:
-    """Represent a worker process: `pidfd` is set once it is ready, `job` while it executes one."""
+    """A worker process: `pidfd` is set once it is ready, `job` while it executes one."""
 
     channel: Channel
     pidfd: int | None = None
@@ -53,7 +53,8 @@ class Worker:
 
 
 class Fleet:
-    """Keep `num_workers + num_spares` workers alive; only the thread that made a fleet may use it.
+    """The workers of a pool, `num_workers + num_spares` of which are kept alive; only the thread that made it may use
+    it.
 
     `on_event` is called with a worker that has sent something or has ended.
     """

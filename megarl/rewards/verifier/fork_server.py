@@ -24,7 +24,7 @@ _WORKER_FD = 3
 
 
 class ForkServer:
-    """Fork a worker for every connection that arrives, until the pool's end of the control socket closes."""
+    """A process that forks a worker for every connection, until the pool's end of the control socket closes."""
 
     def __init__(self, control: socket.socket, options: VerifierOptions) -> None:
         self._control, self._options = control, options

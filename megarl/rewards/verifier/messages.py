@@ -44,7 +44,7 @@ def read_message(connection: socket.socket) -> bytes | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """Hold a worker's answer to a job.
+    """A worker's answer to a job.
 
     It is sent as JSON, not as a pickle, because workers process untrusted text from models.
 
@@ -72,7 +72,7 @@ class WorkerReply:
 
 
 class Channel:
-    """Manage the pool's side of a connection, which never waits, whatever the worker does."""
+    """The pool's side of a connection, which never waits, whatever the worker does."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -13,7 +13,7 @@ from megarl.rewards.verifier.types import JobResult, VerifierJob, VerifierOption
 
 
 class VerifierPool(AbstractContextManager["VerifierPool"]):
-    """Run scorers in worker processes, each job within its deadline.
+    """A pool of worker processes that run scorers, each job within its deadline.
 
     Any thread of any process may make a pool, and any threads may share it. A job that hangs, crashes or exhausts
     memory loses only its own result. The workers end with the pool, and with the process that made it, however

@@ -16,7 +16,7 @@ from megarl.rewards.verifier.types import JobResult, VerifierOptions, VerifierSt
 
 
 class Supervisor:
-    """Run the thread of a pool; its methods may be called from any thread, and only `stop` waits."""
+    """The thread of a pool. Its methods may be called from any thread, and only `stop` waits."""
 
     def __init__(self, options: VerifierOptions) -> None:
         self._options = options

@@ -51,7 +51,7 @@ class VerifierOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierJob:
-    """Describe a response to be judged by the scorer call `function(response, ground_truth, extra_info, **arguments)`.
+    """A response to be judged by the scorer call `function(response, ground_truth, extra_info, **arguments)`.
 
     `function` is "module:function" or "path/file.py:function"; workers import it, so a new scorer needs no change of
     the pool. It returns a `Reward` and may raise `DataError` for a malformed ground truth. Its arguments must be
@@ -68,7 +68,7 @@ class VerifierJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """Hold the result of a job, and the seconds that its execution took.
+    """The result of a job, and the seconds that its execution took.
 
     `reward` is the scorer's reward if the outcome is "scored" (right or wrong: `reward.correct`) or "parse_failed" (its
     detail `parse_failed` is not 0). If there is none, `reason` says why in one line.
@@ -82,7 +82,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierStatistics:
-    """Count results since the pool was made; `wrong` counts those that were scored but are not correct."""
+    """Counts of results since the pool was made; `wrong` counts responses that were scored but are not correct."""
 
     jobs: int = 0
     correct: int = 0

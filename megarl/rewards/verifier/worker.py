@@ -32,7 +32,7 @@ Scorers = dict[str, Callable[..., Any]]
 
 
 class SoftLimit(BaseException):
-    """Interrupt a job at its soft limit; this is not an Exception, because algebra packages catch those."""
+    """The interruption of a job at its soft limit. It is not an Exception, because algebra packages catch those."""
 
 
 def work(connection: socket.socket, options: VerifierOptions, parent: int) -> None:

@@ -13,7 +13,7 @@ _LARGEST_PLAIN_INT = 2**63
 
 
 class AnswerError(ValueError):
-    """Raised where bytes are no encoded value."""
+    """The error of bytes that encode no value."""
 
 
 class Unknown:

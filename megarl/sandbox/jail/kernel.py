@@ -38,7 +38,7 @@ _libc.prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
 
 
 class StepError(Exception):
-    """Raised where one step of shutting a program in failed."""
+    """The error of one step in confining a program."""
 
     def __init__(self, name: str, error: OSError) -> None:
         super().__init__(f"{name}: {error}")

@@ -20,7 +20,9 @@ _NOWHERE: _Places = {}
 
 
 class Run(NamedTuple):
-    """Describes the same box of several tensors, end to end. num_bytes: of one box; item_bytes: of one element."""
+    """The same box (rectangular part) of several tensors, sent together. num_bytes: of one box; item_bytes: of one
+    element.
+    """
 
     tensors: tuple[str, ...]
     box: Box
@@ -29,7 +31,9 @@ class Run(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Says which source sends a run to which sink; sinks with equal needs share one run object."""
+    """One sending and one receiving rank of a run (the same box of several tensors). Equal needs share one run
+    object.
+    """
 
     source: int
     sink: int
@@ -38,7 +42,8 @@ class Transfer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Holds successive tensors of the model that have the same shape, dtype, holders and needs.
+    """Successive tensors of the model with the same shape and dtype, held by the same ranks and needed by the same
+    workers.
 
     Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
     """

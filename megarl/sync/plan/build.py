@@ -27,7 +27,7 @@ _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Describes a box of a tensor in a message; `offset` is where its bytes start there."""
+    """A box (rectangular part) of a tensor in a message; `offset` is where its bytes start in the message."""
 
     tensor: str
     box: Box
@@ -35,7 +35,7 @@ class Fragment:
 
 
 class Parcel(NamedTuple):
-    """Describes what a source sends to a sink in one bucket, end to end, as the `turn`-th message of this pair.
+    """The message of a sending to a receiving rank in one bucket; `turn` numbers the messages of this pair of ranks.
 
     local: the two share memory, and nothing goes over the wire.
     """
@@ -61,7 +61,9 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Describes a transfer: all of its messages by bucket, and `specs` of the full tensors."""
+    """The plan of a weight sync: its messages, by bucket (messages under way at one time), and the `specs` of full
+    tensors.
+    """
 
     specs: Mapping[str, TensorSpec]
     needs: Mapping[int, Holding]
@@ -140,7 +142,7 @@ def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
 
 
 class _Open:
-    """Collects the last message of a pair while it still grows."""
+    """The last message of a pair of ranks, which still grows."""
 
     __slots__ = ("bucket", "num_bytes", "runs", "turn")
 
@@ -192,7 +194,7 @@ def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatistics:
-    """Says what a transfer costs. staging_bytes: the sum over processes of the most that each stages at a time."""
+    """The cost of a weight sync. staging_bytes: the sum over processes of the most that each stages at a time."""
 
     wire_bytes: int
     local_bytes: int

@@ -15,7 +15,7 @@ _LAYER = "model.layers.{}."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePosition:
-    """Says where a worker is in its engine. expert_parallel: each of a layer's experts is whole on one worker."""
+    """The rank of a worker in its engine. expert_parallel: each of a layer's experts is whole on one worker."""
 
     rank: int
     size: int

@@ -14,7 +14,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 class _Place(NamedTuple):
-    """Locates a tensor in bytes: where its layer begins, that layer's size, and its place in the layer.
+    """A tensor's place in bytes: where its layer begins, the size of that layer, and the tensor's offset in the layer.
 
     What stands between layers, such as embeddings, counts as a layer of size 0: it keeps its order.
     """

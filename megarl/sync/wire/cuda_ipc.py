@@ -15,7 +15,9 @@ _DEVICE = 6
 
 
 class DeviceSegments:
-    """Shares segments by name: one end creates them, the other opens them, and the store carries their handles."""
+    """Device memory shared by name: the sender creates it, the receiver opens it, and a rendezvous store carries the
+    handles.
+    """
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store

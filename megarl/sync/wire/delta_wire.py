@@ -20,7 +20,7 @@ _Key = tuple[int, int, int]
 
 
 class _Versions:
-    """Keeps the last version of each message, and lets the two sides agree on lengths."""
+    """The last version of each message, from which sender and receiver make and apply differences."""
 
     def __init__(self, share: Share) -> None:
         self._specs, meeting = share.specs, share.meeting
@@ -62,7 +62,7 @@ class _Versions:
 
 
 class DeltaSender:
-    """Implements `SendingEnd` by sending only what changed if that is shorter than the whole message."""
+    """A sender that transmits only what changed since the last sync, if that is shorter than the whole message."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
@@ -96,7 +96,7 @@ class DeltaSender:
 
 
 class DeltaReceiver:
-    """Implements `ReceivingEnd` for messages of a `DeltaSender`."""
+    """The receiver of messages from a `DeltaSender`."""
 
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)

@@ -24,7 +24,7 @@ def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> 
 
 
 class BridgeSender:
-    """Sends a trainer rank's part of the weights over the bridge."""
+    """The sending end of a weight sync on one trainer rank."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._share, self._scales = share, dict[str, float]()
@@ -81,7 +81,7 @@ class BridgeSender:
 
 
 class _Coming(NamedTuple):
-    """Describes a part of an incoming message: its tensor, its place there, and its number of elements."""
+    """A tensor part in an incoming message: its tensor, its place in it, and its number of elements."""
 
     tensor: str
     place: Index
@@ -89,7 +89,7 @@ class _Coming(NamedTuple):
 
 
 class BridgeReceiver:
-    """Receives over the bridge what an engine worker needs of the weights."""
+    """The receiving end of a weight sync in one engine worker."""
 
     def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
         self._share, self._device = share, device

@@ -16,7 +16,7 @@ _CONNECT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Holds the settings of a rendezvous: the store's address, this process's rank among `size`, and the time-out."""
+    """The settings of a rendezvous: the store's address, this process's rank among `size`, and the time-out."""
 
     address: str
     port: int

@@ -13,7 +13,9 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Member:
-    """Joins the group with staging buffers, `DEPTH` per pair of processes, and tracks what is under way in each."""
+    """A member of the process group, with `DEPTH` staging buffers per pair of processes and the transfers under way in
+    them.
+    """
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -55,7 +57,7 @@ class _Member:
 
 
 class PointToPointSender(_Member):
-    """Implements `SendingEnd` over a process group."""
+    """The sender of messages over a process group (gloo or NCCL)."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Pack a message and start sending it, once the previous message in the same buffer has been sent."""
@@ -71,7 +73,7 @@ class PointToPointSender(_Member):
 
 
 class PointToPointReceiver(_Member):
-    """Implements `ReceivingEnd` over a process group."""
+    """The receiver of messages over a process group (gloo or NCCL)."""
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
         super().__init__(share, group)

@@ -16,7 +16,9 @@ Far = TypeVar("Far", PointToPointSender, PointToPointReceiver)
 
 
 class _Routed(Generic[Near, Far]):
-    """Holds one end of both wires; the far wire exists only if the run has several hosts."""
+    """A sender or receiver for each of two ways: shared memory within a host, and a process group between hosts, if
+    any.
+    """
 
     def __init__(self, share: Share, near_end: type[Near], far_end: type[Far]) -> None:
         self._hosts = share.hosts
@@ -48,7 +50,7 @@ class _Routed(Generic[Near, Far]):
 
 
 class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
-    """Implements `SendingEnd` over both wires."""
+    """A sender that takes shared memory to processes of its host, and a process group to others."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemorySender, PointToPointSender)
@@ -70,7 +72,7 @@ class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
 
 
 class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
-    """Implements `ReceivingEnd` over both wires."""
+    """A receiver that takes shared memory from processes of its host, and a process group from others."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemoryReceiver, PointToPointReceiver)

@@ -18,7 +18,7 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Segments:
-    """Maps the segments of a process's pairs at first use; each is as large as the largest message in it."""
+    """The shared-memory segments of a process, one per partner, mapped at first use; each holds the longest message."""
 
     def __init__(self, share: Share) -> None:
         self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
@@ -73,7 +73,7 @@ class _Segments:
 
 
 class SharedMemorySender(_Segments):
-    """Implements `SendingEnd`, and creates the segments, which live until `close`."""
+    """A sender through shared-memory segments, which it creates and which live until `close`."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share)
@@ -114,7 +114,7 @@ class SharedMemorySender(_Segments):
 
 
 class SharedMemoryReceiver(_Segments):
-    """Implements `ReceivingEnd` for messages of a `SharedMemorySender`."""
+    """The receiver of messages from a `SharedMemorySender`."""
 
     def expect(self, messages: Iterable[Parcel]) -> None:
         """Do nothing, because senders need no preparation."""

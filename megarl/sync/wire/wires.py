@@ -20,7 +20,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Holds one process's share of a plan: its messages, the full tensors and, for a sink, what it needs of them.
+    """One process's share of a sync plan: its messages, the full tensors and, in an engine, what it needs of them.
 
     segments: the path with which names of shared memory begin. meeting: where the processes of the plan meet; its ranks
     are their numbers in the plan. hosts: the host of every process. over_devices: whether messages between hosts use
@@ -48,7 +48,7 @@ class Share:
 
 
 class SendingEnd(Protocol):
-    """Sends a source's messages; those of a pair must be sent in the plan's order."""
+    """The interface for sending a rank's messages; those to one receiver must be sent in the plan's order."""
 
     def start(self, transfer: int) -> None:
         """Begin a transfer. Its number must be new, and the same at both ends."""
@@ -61,7 +61,7 @@ class SendingEnd(Protocol):
 
 
 class Arrival:
-    """Holds a message that has arrived in a buffer; it is read once, from its beginning."""
+    """A message that has arrived in a buffer; it is read once, from its beginning."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._rest = buffer
@@ -75,7 +75,7 @@ class Arrival:
 
 
 class ReceivingEnd(Protocol):
-    """Receives, in the process of a sink, the messages that are addressed to it."""
+    """The interface for receiving the messages that are addressed to one engine worker."""
 
     def start(self, transfer: int) -> None:
         """Begin a transfer, as `SendingEnd.start` does."""
