@@ -43,7 +43,9 @@ class RunActor:
         )
 
     def lost_workers(self) -> list[int]:
-        """Return the indices of this process's workers that have died; any answer is a sign of life of the process."""
+        """Return the indices of this process's workers that have died. That it answers at all shows that the process
+        lives.
+        """
         return []
 
 
@@ -55,7 +57,7 @@ class RankActor(RunActor):
         self.worker = PolicyWorker(rank)
 
     def prepare(self, device_ids: Sequence[str]) -> str:
-        """Call `PolicyWorker.prepare`, after restricting this process to the devices of others if any are given."""
+        """Call `PolicyWorker.prepare`; if device ids are given, first restrict this process to those devices."""
         if device_ids:
             platform().select_devices(device_ids)
         return self.worker.prepare()
@@ -64,7 +66,7 @@ class RankActor(RunActor):
         return getattr(self.worker, method)(*args, **kwargs)
 
     def call_with_rows(self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any) -> Any:
-        """Call a method of the worker, and pass it the rows that the micro-batches name by index."""
+        """Call a method of the worker with the rows whose indices the micro-batches list."""
         return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
 
 
@@ -107,7 +109,7 @@ class EngineActor(RunActor):
 
 
 def end_run_processes(pids: Sequence[int]) -> None:
-    """Kill those of the given processes on this host that still live and belong to this run, and wait for their end."""
+    """Kill the given processes of this host, if they still live and belong to this run, and wait for their end."""
     run_id = os.environ.get(RUN_ID_VARIABLE)
     mine = []
     for pid in pids:

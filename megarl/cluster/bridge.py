@@ -1,4 +1,6 @@
-"""Sync weights over the bridge: each engine worker receives the slices that it lacks from ranks that have them."""
+"""Send the trainer's weights to the engines: each engine worker receives the slices it lacks from ranks that have
+them.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,7 +106,7 @@ class BridgeSync:
         return {WIRE_BYTES: float(scale_bytes + sum(worker.wire_bytes for worker in received))}
 
     def _scales(self) -> dict[str, float]:
-        """Return the scale of each tensor that travels with one, computed from its largest magnitude on any rank."""
+        """Return the scale of each tensor that is sent in float8, computed from its largest magnitude on any rank."""
         if not self._scaled:
             return {}
         calls = [(p, p.actor.call.remote("largest_weights")) for p in self._ranks]
@@ -117,7 +119,9 @@ class BridgeSync:
         wait_all(calls, timeout_s=self._timeout_s, doing="closing the bridge for weights")
 
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
-        """Raise WeightSyncError unless each worker's checksums equal those of what the ranks together sent it."""
+        """Raise WeightSyncError unless the checksums of what each worker received equal those of what the ranks sent
+        to it.
+        """
         for sink, worker in zip(self.plan.needs, received, strict=True):
             names = [name for name, box in self.plan.needs[sink].items() if num_elements(box)]
             parts = [sums.get(sink, {}) for sums in sent]
@@ -129,7 +133,7 @@ class BridgeSync:
                 )
 
     def _sink(self, engine: int, worker: int) -> int:
-        """Return the sink number of an engine's worker in the plan."""
+        """Return the number by which the sync plan knows an engine's worker as a receiver."""
         return len(self._ranks) + engine * self._tp + worker
 
     def _open(self, plan: Plan, segments: Path, **options: bool) -> None:

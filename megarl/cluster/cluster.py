@@ -125,7 +125,9 @@ class Cluster:
         return [device for rank in seat.shares for device in ranks[rank].location.device_ids]
 
     def _join_ranks(self, plan: PlacementPlan) -> dict[str, int]:
-        """Make the ranks of each layout form their process groups, and return the process ids of all ranks by name."""
+        """Make the ranks of each layout form their process groups, and return the process ids of all ranks by rank
+        name.
+        """
         ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
         seats = itertools.chain(plan.ranks, *plan.other_ranks)
         prepared = [

@@ -1,4 +1,4 @@
-"""Start engines in their seats, at first and again when one has died."""
+"""Start engines in their places on the cluster, at first and again when one has died."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from megarl.rollout.engine import engine_spec
 
 
 def create_actor(cls: type[RunActor], reservation: Reservation, seat: Seat, *args: Any) -> Any:
-    """Create an actor in its seat, without waiting until it has started."""
+    """Create the Ray actor of a process in its place (`Seat`), without waiting until it has started."""
     remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
     return remote.options(**reservation.options(seat)).remote(*args)
 
@@ -48,7 +48,7 @@ class EngineSeats:
         return {f"engine {i}": create_actor(EngineActor, self._reservation, seat) for i, seat in enumerate(self._seats)}
 
     def begin(self, index: int, process: Process, *, predecessor: Sequence[int] = ()) -> Any:
-        """Make an engine start once the processes of its predecessor have ended; return the pending call at once."""
+        """Make an engine start once the processes of its predecessor have ended. The pending call is returned at once."""
         devices = self._devices_of(self._seats[index])
         return process.actor.start.remote(engine_spec(self._config), devices, predecessor)
 

@@ -81,7 +81,7 @@ class EngineGroup:
         wait_streams(submission.calls, take, timeout_s=timeout_s, doing="generating")
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
-        """Return one engine's log-probs of given sequences at temperature 1."""
+        """Return the log-probs that one engine gives the tokens of given sequences, at temperature 1."""
         process = self.processes[engine]
         call = process.actor.call.remote("prompt_logprobs", [list(s) for s in sequences])
         return wait_all([(process, call)], timeout_s=self._timeout_s, doing="scoring with the engine")[0]

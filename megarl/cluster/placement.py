@@ -1,4 +1,4 @@
-"""Plan where the processes of a run go, as seats on bundles of Ray's placement groups, before asking Ray for them.
+"""Plan on which bundle of Ray's placement groups each process of a run goes, before asking Ray for any.
 
 A bundle holds one device, which is shared by a rank of the actor's layout, one of every other layout and, in colocated
 mode, an engine; in split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
@@ -71,7 +71,9 @@ def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
 
 
 def ranks_in_order(engine: EngineConfig) -> list[tuple[int, ...]]:
-    """Assign consecutive ranks to the engines, as many to each as it has workers."""
+    """Assign trainer ranks to the engines that share their devices: in order, as many to each engine as it has
+    workers.
+    """
     return [tuple(range(i * engine.tp, (i + 1) * engine.tp)) for i in range(engine.num_engines)]
 
 

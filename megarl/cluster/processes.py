@@ -22,7 +22,9 @@ NUM_DESCRIBED = 4
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """Wait until named actors (`RunActor`) have started; return their processes. Names include the host if several."""
+    """Wait until actors (`RunActor`) have started, and return their processes; names include the host if there are
+    several.
+    """
     roster = Roster()
     processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
@@ -44,7 +46,7 @@ class _Death:
     what: str
 
     def report(self, doing: str) -> WorkerError:
-        """Note the death in the roster and return the error to raise where the process is needed."""
+        """Record the death in the roster, and return the error to raise where the process is needed."""
         return self.process.roster.report_death(self.process, f"{doing}: {self.what}")
 
 
@@ -102,7 +104,7 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
 
 
 def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = False) -> None:
-    """Wait until remote calls have ended; raises as `wait_all`.
+    """Wait until remote calls have ended, and raise what `wait_all` raises.
 
     needs_all: whether to fail too when a called process dies that can be replaced; otherwise the roster notes it.
     """

@@ -51,12 +51,12 @@ class Move:
 
 
 def parts_of(owner: str, parts: Iterable[str]) -> frozenset[Resident]:
-    """Return several parts of one owner as a set."""
+    """Return parts of one owner's memory as a set of `Resident`."""
     return frozenset(Resident(owner, str(part)) for part in parts)
 
 
 def built_parts(roles: Sequence[RoleSpec]) -> frozenset[Resident]:
-    """Return the parts that loading the roles puts on the devices."""
+    """Return the parts of memory that loading the roles' models fills on the devices."""
     return frozenset().union(*(parts_of(r.role, Part if r.trainable else [Part.PARAMS]) for r in roles))
 
 
@@ -95,7 +95,7 @@ def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
-    """List what must move before a phase: first away, then back; one move per owner and direction."""
+    """List what must move before a phase, one move per owner and direction: first off the devices, then back to them."""
     leaving = resident - phase.needs
     if leaving & _ENGINE_PARTS:
         # Engines that sleep drop everything.
@@ -127,7 +127,7 @@ class MemoryLedger:
         self._released: dict[str, int] = {}
 
     def enter(self, phase: Phase) -> None:
-        """Move memory so that exactly the parts that a phase needs are resident."""
+        """Move memory so that exactly the parts that a phase needs are on the devices."""
         if not self._enabled:
             return
         for move in plan_moves(self.resident, phase):
@@ -145,7 +145,7 @@ class MemoryLedger:
         self.resident = phase.needs
 
     def add(self, parts: frozenset[Resident]) -> None:
-        """Note what was built on the devices."""
+        """Record parts that were just built on the devices."""
         self.resident |= parts
 
     def metrics(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, .
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:
-    """Raise ConfigError unless a run of `roles` with `theirs` can use processes started with `ours` for `layouts`."""
+    """Raise ConfigError unless processes started with `ours` for `layouts` can serve a run of `roles` with `theirs`."""
     differing = affected(ours, theirs, "workers")
     others = [role for role in roles if role.role is not Role.ACTOR]
     differing += [f"{role.role}.layout" for role in others if role.layout not in layouts]

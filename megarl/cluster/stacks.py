@@ -93,7 +93,7 @@ def _state(pid: int) -> str:
 
 
 def describe(locations: Mapping[str, Location]) -> str:
-    """Say in one line what named processes are doing: `rank 1 is stopped; rank 0 waits in all_reduce, called at …`."""
+    """Say in one line what processes are doing: `rank 1 is stopped; rank 0 waits in all_reduce, called at …`."""
     found: dict[str, Activity] = {}
     by_host: dict[str, dict[str, Location]] = defaultdict(dict)
     for name, location in locations.items():

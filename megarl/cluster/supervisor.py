@@ -88,7 +88,7 @@ class EngineSupervisor:
         return {"rollout/engine_restarts": float(self._num_reported - before)}
 
     def close(self) -> None:
-        """Close the bridge, which removes what it holds outside its processes."""
+        """Close the weight sync, which removes its shared memory."""
         if self._sync is not None:
             self._sync.close()
             self._sync = None

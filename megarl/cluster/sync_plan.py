@@ -1,4 +1,4 @@
-"""Compute which boxes of Hugging Face tensors a layout's ranks hold, and plan from that what each sync moves."""
+"""Compute which parts of Hugging Face tensors a layout's ranks hold, and plan from them what each weight sync moves."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Compute the box of each tensor that every rank holds: `PolicyWorker.held_weights`, without building a model."""
+    """Compute which box of each tensor every rank holds, as `PolicyWorker.held_weights` does, but without building a
+    model.
+    """
     holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]
     shapes, padding = spec.expected_tensors(), vocab_multiple * layout.tp
     layers = [frozenset(stage_layers(layout, spec.dims.num_layers, stage)) for stage in range(layout.pp)]
@@ -57,7 +59,7 @@ class Ends:
 
 
 def ends_of(config: Config, spec: ModelSpec) -> Ends:
-    """Work out what both ends of a run's weight bridge hold and need."""
+    """Work out what the trainer's ranks hold of the weights and what the engines' workers need."""
     return Ends(
         specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
         held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
@@ -87,7 +89,7 @@ def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
 
 
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
-    """Plan the transfer of a run's weights from trainer ranks to engine workers, which are numbered after the ranks."""
+    """Plan the weight sync of a run from trainer ranks to engine workers, which are numbered after the ranks."""
     ends, tp, first = ends_of(config, spec), config.rollout.engine.tp, config.actor.layout.world_size
     colocated = config.placement.mode == "colocated"
     workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []

@@ -117,7 +117,7 @@ class RoleWorkers:
         *,
         doing: str,
     ) -> list[Any]:
-        """Call a method with rows, and return the answers of the ranks that report for their data-parallel replica."""
+        """Call a method of a role's ranks with rows, and return one answer per data-parallel replica."""
         group, shards = self._group(request.role), put_rows(rows)
         calls = [
             (p, p.actor.call_with_rows.remote(method, shards, plan.ranks[group.layout.dp_rank_of(rank)], request))
@@ -177,7 +177,7 @@ class RoleWorkers:
         return self._group_of[role]
 
     def _call(self, method: str, *args: Any, doing: str, role_only: Role | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of the ranks that host a role, or of all ranks."""
+        """Call a method of the ranks that host a role, or of all ranks, and wait for their answers."""
         processes = self.processes if role_only is None else self._group(role_only).processes
         return self._wait([(p, p.actor.call.remote(method, *args, **kwargs)) for p in processes], doing=doing)
 

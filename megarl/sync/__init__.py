@@ -1,1 +1,3 @@
-"""Send weights from the ranks that hold them to the engine workers that lack them, slice by slice, by a static plan."""
+"""Send weights from trainer ranks that hold them to engine workers that lack them, slice by slice, by a plan made
+once.
+"""

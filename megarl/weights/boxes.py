@@ -54,7 +54,7 @@ def intersection(left: Box, right: Box) -> Box | None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
-    """Cut `wanted` wherever a box of `held` begins or ends, and return the disjoint pieces in row-major order.
+    """Cut the box `wanted` wherever a box of `held` begins or ends, and return the disjoint pieces in row-major order.
 
     The layers of a model repeat, so most results come from the cache.
     """

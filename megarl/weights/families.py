@@ -23,7 +23,7 @@ class PlacedRule:
     expert: int | None = None
 
     def name(self, pattern: str) -> str:
-        """Fill the layer and expert numbers into one of the rule's names."""
+        """Fill the layer and expert numbers into a name of the weight rule."""
         return pattern.format(layer=self.layer, expert=self.expert)
 
 

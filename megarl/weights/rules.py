@@ -1,4 +1,4 @@
-"""Define what weight tables consist of: a rule for each Megatron parameter, and families of models.
+"""Define what weight tables consist of: a rule for each Megatron parameter of a family of models.
 
 Nothing here imports torch or megatron.
 """

@@ -84,7 +84,7 @@ _CUTS = {
 
 
 def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dims, split: Split) -> Box:
-    """Return the box that a shard holds of a rule's `part`-th tensor, whose full shape is `shape`.
+    """Return the box (rectangular part) of a rule's `part`-th tensor, of full shape `shape`, that a shard holds.
 
     Megatron and vLLM differ here only in how they pad the vocabulary. If there are fewer key/value heads than shards,
     several shards hold the same head. The box is empty if a shard holds nothing but padding.

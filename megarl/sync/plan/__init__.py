@@ -1,1 +1,3 @@
-"""Plan which bytes go from which rank to which engine worker, by pure computation that gives every process the same."""
+"""Plan which bytes go from which rank to which engine worker. The plan is computed alike, without IO, in every
+process.
+"""

@@ -1,4 +1,4 @@
-"""Choose which source sends what: each piece that a sink needs comes from a neighbour, or from whoever sends least."""
+"""Choose who sends each piece that an engine worker (sink) needs: the rank beside it, or whichever rank sends least."""
 
 import heapq
 import itertools
@@ -57,7 +57,7 @@ class Alike(NamedTuple):
 def alike_tensors(
     specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
 ) -> Iterator[Alike]:
-    """Group tensors that are alike, in the order of `specs`."""
+    """Group tensors of the same shape that the same ranks hold and the same workers need, in the order of `specs`."""
     holders, takers = _by_tensor(held), _by_tensor(needed)
 
     def places(name: str) -> tuple[str, TensorSpec, _Places, _Places]:
@@ -79,10 +79,10 @@ def assign(
     needed: Mapping[int, Holding],
     neighbours: Neighbours,
 ) -> Iterator[Transfer]:
-    """Find the source of every piece that a sink needs.
+    """Choose for every piece that an engine worker (sink) needs the trainer rank (source) that sends it.
 
     Raises:
-        WeightSyncError: a sink needs what no source holds.
+        WeightSyncError: a worker needs what no rank holds.
     """
     near = {sink: sorted(neighbours.get(sink, ())) for sink in needed}
     load = dict.fromkeys(held, 0)
@@ -107,7 +107,7 @@ def assign(
 
 
 def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
-    """Share a run among sources: the one with least to send sends the next tensor, whose bytes are added to `load`."""
+    """Share the tensors of a run among sending ranks: the rank with least to send takes the next one. Updates `load`."""
     tensors, _, num_bytes, _ = run
     if len(candidates) == 1:
         (source,) = candidates
@@ -129,7 +129,7 @@ def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iter
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """Find who has each box of each tensor. Replicas that share one object are looked at once."""
+    """Return which ranks hold each box of each tensor. Replicas that share one object are looked at once."""
     replicas: dict[int, tuple[Holding, list[int]]] = {}
     for process, holding in sorted(holdings.items()):
         replicas.setdefault(id(holding), (holding, []))[1].append(process)

@@ -1,4 +1,5 @@
-"""Plan a transfer: which source sends which box of which tensor to which sink, and in which bucket.
+"""Plan a weight sync: which trainer rank (source) sends which box of which tensor to which engine worker (sink), and
+when.
 
 A pure function of what sources hold and sinks need, computed once. Sink i receives
 
@@ -84,12 +85,12 @@ class Plan:
         return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """Return the bytes R_i that a sink gets over the wire, or with `local` those it copies from neighbours."""
+        """Return the bytes R_i that an engine worker gets over the wire or, with `local`, copies from ranks beside it."""
         return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
 
     @property
     def wire_bytes(self) -> int:
-        """Return the bytes that go over the wire in all: Σ R_i."""
+        """Return the bytes that are sent over the wire to all workers together: Σ R_i."""
         return sum(message.num_bytes for message in self.messages if not message.local)
 
 
@@ -101,7 +102,8 @@ def build_plan(
     neighbours: Neighbours | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """Plan a transfer in which sinks complete tensors in the order of `specs`, each beginning at another one.
+    """Plan a weight sync in which workers complete tensors in the order of `specs`, each worker beginning at another
+    tensor.
 
     In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
     unless one row of a tensor is more; by default a sixteenth of all tensors, but 1 to 128 MiB. Larger buckets are
@@ -154,7 +156,7 @@ class _Open:
 
 
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
-    """Pack transfers into messages, one per pair and bucket.
+    """Pack transfers into messages, one per bucket and pair of a sender and a receiver.
 
     Each transfer goes into the first bucket with room at both its source and its sink, and never before the latest
     bucket that either has used. Every process thus handles its buckets in the order of its transfers: no deadlock.

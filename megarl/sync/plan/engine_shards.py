@@ -22,7 +22,9 @@ class EnginePosition:
     expert_parallel: bool = False
 
     def holds_expert(self, expert: int | None, num_experts: int) -> bool:
-        """Tell whether a worker has anything of an expert; if they do not divide, the first workers take one more."""
+        """Tell whether a worker holds any part of an expert. If experts do not divide evenly, the first workers take
+        one more.
+        """
         if expert is None or not self.expert_parallel:
             return True
         count, more = divmod(num_experts, self.size)

@@ -1,4 +1,4 @@
-"""Choose which sink shares memory with which source, so that as little as possible goes over the wire."""
+"""Choose which engine worker shares memory with which trainer rank, so that as few bytes as possible are sent."""
 
 import itertools
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
-    """Compute |D_i ∩ S_j| in bytes, [sinks, sources] int64, in the order of the keys."""
+    """Compute |D_i ∩ S_j|, the bytes that worker i needs and rank j holds: [workers, ranks] int64, in the order of the
+    keys.
+    """
     sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
     shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
     for alike in alike_tensors(specs, held, needed):
@@ -23,12 +25,12 @@ def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], neede
 
 
 def best_neighbours(shared: np.ndarray) -> list[int]:
-    """Choose the source to put each sink with: all different, with the largest Σ_i |D_i ∩ S_σ(i)|.
+    """Choose a different rank to put beside each worker, such that Σ_i |D_i ∩ S_σ(i)| is largest.
 
-    shared: [sinks, sources], of `overlaps` or a part of it, such as an engine's workers and the devices it may use.
+    shared: [workers, ranks], of `overlaps` or a part of it, such as an engine's workers and the devices it may use.
 
     Raises:
-        ValueError: there are more sinks than sources.
+        ValueError: there are more workers than ranks.
     """
     if shared.shape[0] > shared.shape[1]:
         raise ValueError(f"got {shared.shape[0]} sinks and {shared.shape[1]} sources, expected at most as many sinks")

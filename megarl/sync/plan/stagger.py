@@ -1,4 +1,4 @@
-"""Order what sinks receive: each begins with another part of the model, and goes around.
+"""Order what engine workers receive, so that each begins with another part of the model and goes around.
 
 In the model's own order all sinks would at first want what the first stage holds, whose ranks have to serve all of them
 while the others have nothing to do.

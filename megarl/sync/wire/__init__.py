@@ -1,1 +1,1 @@
-"""Carry the messages of a plan: in shared memory within a host, over process groups between hosts."""
+"""Carry the messages of a weight sync: in shared memory within a host, over process groups between hosts."""

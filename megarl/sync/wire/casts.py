@@ -1,4 +1,4 @@
-"""Cast weights for the wire, where they travel in narrower types than the trainer's, at some loss of precision.
+"""Cast weights to narrower types for sending, at some loss of precision.
 
 bfloat16 is rounded to the nearest. float8_e4m3 has one scale s = 2^k per tensor, the smallest power of two with
 max |x| ≤ 448 s: a power of two costs no precision beside any other scale, and stays the same from step to step.
@@ -23,9 +23,9 @@ _MATRICES = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV
 
 
 def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """Give each tensor the type that it travels in with `sync.dtype`.
+    """Return for each tensor the dtype in which it is sent under `sync.dtype`.
 
-    In bfloat16 that is all but those that are in float32 whatever the model's type. In float8_e4m3 it is only the
+    bfloat16 is for all tensors but those that are in float32 whatever the model's type. float8_e4m3 is only for the
     matrices that tensor parallelism splits: vocabularies, norms, biases and routers are small or sensitive, and keep
     their type.
     """
@@ -71,7 +71,7 @@ def largest_magnitude(name: str, view: torch.Tensor) -> float:
 
 
 def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
-    """Cast elements to the type in which they travel, divided by `scale` if there is one."""
+    """Cast elements to the dtype in which they are sent, after dividing them by `scale` if there is one."""
     if scale is not None:
         return view.float().div(scale).to(dtype)
     # `to` lets other threads in even if it has nothing to do, once per part.

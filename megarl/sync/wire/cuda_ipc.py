@@ -23,14 +23,16 @@ class DeviceSegments:
         self._store = store
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Allocate a tensor [num_bytes] uint8 that the other end can open as long as this tensor lives."""
+        """Allocate a tensor [num_bytes] uint8 that the other process can open as long as this tensor lives."""
         segment = torch.empty(num_bytes, dtype=torch.uint8, device=platform().device())
         # The store only takes text.
         self._store.set(str(path), base64.b64encode(pickle.dumps(reduce_tensor(segment))).decode())
         return segment
 
     def open(self, path: Path) -> torch.Tensor:
-        """Return the other end's memory as a tensor on this process's device, whose index may differ between them."""
+        """Return the memory that the other process created, as a tensor on this process's device (device indices may
+        differ).
+        """
         rebuild, arguments = pickle.loads(base64.b64decode(self._store.get(str(path))))
         own = [*arguments]
         own[_DEVICE] = platform().device_index()

@@ -1,4 +1,4 @@
-"""Send messages as differences from their last versions, with ends that wrap the ends of any other wire.
+"""Send messages as differences from their last versions, by wrapping the sender and the receiver of any other wire.
 
 Both sides keep the last version of each of their messages in host memory. The sender announces the current length of a
 message in the store; a message of full length is sent in full. Messages between neighbours stay in shared memory and

@@ -1,4 +1,4 @@
-"""Implement both ends of a transfer: send slices of local shards as messages; receive them into full-shape tensors."""
+"""Implement the two ends of a weight sync: ranks send slices of their shards, workers receive full-shape tensors."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -19,7 +19,9 @@ _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
 def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
-    """Return the box of each tensor that a rank holds, replicas included; a tensor held twice (tied) counts once."""
+    """Return which box of each tensor a rank holds, replicas included; a tensor held twice (tied embeddings) counts
+    once.
+    """
     return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
 
 
@@ -34,7 +36,7 @@ class BridgeSender:
 
     @torch.no_grad()
     def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
-        """Return the largest magnitude on this rank of each tensor that travels with a scale."""
+        """Return the largest magnitude on this rank of each tensor that is sent in float8."""
         found = dict[str, float]()
         for part in slices:
             if part.tensor in self._share.specs and self._share.specs[part.tensor].dtype == SCALED:
@@ -51,7 +53,7 @@ class BridgeSender:
         scales: Mapping[str, float] | None = None,
         full: bool = False,
     ) -> dict[int, dict[str, int]]:
-        """Send this rank's messages; return the checksums of what was sent, as sink → tensor → checksum.
+        """Send this rank's messages; return the checksums of what was sent, as receiver → tensor → checksum.
 
         with_checksums: compute them; the result is empty otherwise. scales: those of tensors that travel with one, the
         same on all ranks. full: send everything this time, not differences.
@@ -139,7 +141,9 @@ class BridgeReceiver:
     def restore(
         self, name: str, tensor: torch.Tensor, scale: float | None, *, fill: float | None = None
     ) -> torch.Tensor:
-        """Return a received tensor as it is, or in float32 if it travelled with a scale; `fill` is as for `receive`."""
+        """Return a received tensor, multiplied by its scale in float32 if it was sent in float8; `fill` is as for
+        `receive`.
+        """
         if scale is None:
             return tensor
         index = slices_of(self._share.needs[name])

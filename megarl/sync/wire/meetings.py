@@ -1,4 +1,4 @@
-"""Let the processes of a sync meet at a store on the first trainer rank, where they exchange keys."""
+"""Let the processes of a weight sync exchange keys in a key-value store (torch's TCPStore) on the first trainer rank."""
 
 import time
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Meeting:
     timeout_s: float
 
     def connect(self) -> dist.TCPStore:
-        """Connect to the store."""
+        """Connect this process to the key-value store."""
         timeout = timedelta(seconds=self.timeout_s)
         return dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
 
@@ -44,7 +44,7 @@ def open_store(address: str) -> dist.TCPStore:
 
 
 def give_up(address: str, port: int, transfer: int) -> None:
-    """Make every process that waits in a transfer fail, because one of them has died."""
+    """Make every process that waits in a transfer (one weight sync) fail, because one of them has died."""
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set(f"{transfer}/given up", "")
 

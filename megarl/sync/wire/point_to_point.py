@@ -1,4 +1,4 @@
-"""Carry messages between hosts over a process group (gloo or NCCL): a send and a receive each, posted ahead."""
+"""Carry messages between hosts over a process group (gloo or NCCL), with receives that are posted ahead."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ class _Member:
         return self._transfer * self._num_turns[message.source, message.sink] + message.turn
 
     def _wait(self, slot: tuple[int, int, int]) -> None:
-        """Return when nothing is under way in a buffer any more."""
+        """Wait until no send or receive uses a staging buffer."""
         if (under_way := self._under_way.pop(slot, None)) is not None:
             under_way[1].wait()
 

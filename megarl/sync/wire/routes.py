@@ -56,7 +56,7 @@ class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
         super().__init__(share, SharedMemorySender, PointToPointSender)
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Send a message over the wire that reaches its sink."""
+        """Send a message over the wire (shared memory or process group) that reaches its receiver."""
         self._end(message).send(message, parts)
 
     def flush(self) -> None:
@@ -83,7 +83,7 @@ class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
             self._far.expect(message for message in messages if not self._is_near(message))
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message on the wire that its source uses."""
+        """Wait for a message on the wire (shared memory or process group) that its sender uses."""
         return self._end(message).receive(message)
 
     def release(self, message: Parcel) -> None:

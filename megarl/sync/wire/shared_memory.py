@@ -1,4 +1,4 @@
-"""Carry messages between processes of one host in segments of shared memory; both ends signal through the store.
+"""Carry messages between processes of one host in shared-memory segments, with signals through a key-value store.
 
 Segments are in host memory or, with `cuda_ipc`, on the device if both ends use the same one.
 """
@@ -59,7 +59,7 @@ class _Segments:
         self._store.set(self._key(what, message), "")
 
     def _wait(self, what: str, message: Parcel) -> None:
-        """Wait until the other end says in the store that a message was `sent` or `taken`."""
+        """Wait until the partner process says in the key-value store that a message was `sent` or `taken`."""
         key = self._key(what, message)
         if not is_said(self._store, key, self._transfer, self._timeout_s):
             raise WeightSyncError(

@@ -1,4 +1,4 @@
-"""Define the interface between a plan and the wires that carry its messages, which consist of tensors end to end.
+"""Define the interface of wires, which carry the messages of a weight sync; a message is tensors laid end to end.
 
 A wire carries at most `DEPTH` messages of a pair at a time, so that packing, carrying and unpacking overlap while
 staging memory stays bounded.
@@ -51,7 +51,7 @@ class SendingEnd(Protocol):
     """The interface for sending a rank's messages; those to one receiver must be sent in the plan's order."""
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer. Its number must be new, and the same at both ends."""
+        """Begin a transfer (one weight sync). Its number must be new, and the same for senders and receivers."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
         """Send tensors of any strides end to end as one message; they must not change before `flush` returns."""
