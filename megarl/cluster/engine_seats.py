@@ -48,7 +48,9 @@ class EngineSeats:
         return {f"engine {i}": create_actor(EngineActor, self._reservation, seat) for i, seat in enumerate(self._seats)}
 
     def begin(self, index: int, process: Process, *, predecessor: Sequence[int] = ()) -> Any:
-        """Make an engine start once the processes of its predecessor have ended. The pending call is returned at once."""
+        """Make an engine start once the processes of its predecessor have ended. The pending call is returned at
+        once.
+        """
         devices = self._devices_of(self._seats[index])
         return process.actor.start.remote(engine_spec(self._config), devices, predecessor)
 

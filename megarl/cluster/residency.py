@@ -95,7 +95,9 @@ def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
-    """List what must move before a phase, one move per owner and direction: first off the devices, then back to them."""
+    """List what must move before a phase, one move per owner and direction: first off the devices, then back to
+    them.
+    """
     leaving = resident - phase.needs
     if leaving & _ENGINE_PARTS:
         # Engines that sleep drop everything.

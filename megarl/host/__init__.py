@@ -1,1 +1,1 @@
-"""Manage the process on its host: signals, exit codes, and the janitor that leaves nothing behind."""
+"""Handle what concerns the process on its host: signals, exit codes, and the janitor that cleans up after a run."""

@@ -94,12 +94,12 @@ class HostedRun:
         os.environ[RUN_ID_VARIABLE] = run_id
 
     def close(self) -> None:
-        """Forget the run's id; the host's janitor cleans up later."""
+        """Remove the run's id from the environment; the host's janitor cleans up later."""
         os.environ.pop(RUN_ID_VARIABLE, None)
 
 
 def open_caretaker() -> "Janitor | HostedRun":
-    """Start a janitor for this process, unless the environment says that the host already has one."""
+    """Start a janitor for this process, unless the environment names a run whose janitor is already there."""
     run_id = os.environ.get(HOSTED_RUN_VARIABLE)
     return Janitor() if run_id is None else HostedRun(run_id)
 

@@ -26,7 +26,7 @@ class StopRequest:
 def leave_on_signals() -> list[int]:
     """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
-    The returned list will hold that signal, since Ray, where it waits, replaces the exit code by its own.
+    The signal is put into the returned list, because Ray, where it waits, replaces the exit code by its own.
     """
     received: list[int] = []
 
@@ -59,7 +59,7 @@ _last = StopRequest()
 
 
 def last_stop_signal() -> signal.Signals | None:
-    """Return the signal that requested a stop during the last training steps, if one did.
+    """Return the signal that requested a stop during the last training steps, or None.
 
     A run that had already reached its last step counts as finished all the same.
     """

@@ -1,1 +1,3 @@
-"""Run inside a Slurm allocation: Ray on every host, the driver on the first, restarts, and how to submit it."""
+"""Run inside a Slurm allocation: start Ray on every host and the driver on the first, restart after failures, submit
+jobs.
+"""

@@ -1,4 +1,4 @@
-"""Read what Slurm gave this job, and work out Ray's ports and addresses from it."""
+"""Read which hosts Slurm gave this job, and derive Ray's ports and addresses."""
 
 import ipaddress
 import os

@@ -36,7 +36,7 @@ def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", p
 
 
 def _add_nodes(submit: argparse.ArgumentParser, prefix: str, whose: str) -> None:
-    """Add the options for nodes that `_nodes` reads."""
+    """Add the options that describe a group of nodes to `megarl slurm submit`."""
     submit.add_argument(f"--{prefix}nodes", type=int, required=not prefix, metavar="N", help=f"nodes: {whose}")
     submit.add_argument(f"--{prefix}gpus-per-node", type=int, default=8, metavar="N", help="0: none, for small models")
     submit.add_argument(f"--{prefix}cpus-per-node", type=int, default=64, metavar="N")

@@ -160,7 +160,7 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, l
 def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs: Mapping[str, Path]) -> int:
     """Wait for the driver and return its exit code. A driver that outlives Ray by too long is killed.
 
-    `logs` has, by host, the file that Slurm opens when it starts the host's task.
+    `logs` maps each host to the log file that Slurm opens when it starts the host's task.
     """
     lost_at: float | None = None
     look_at: float | None = time.monotonic() + SIGN_OF_LIFE_S

@@ -1,4 +1,4 @@
-"""Record the failures of a job beside its logs, where they outlive the process and the job's place in the queue."""
+"""Record the failures of a job in a file beside its logs, which outlives the process and survives requeueing."""
 
 import itertools
 import json
@@ -39,11 +39,11 @@ class AttemptLog:
         return [Attempt(**json.loads(line)) for line in self._path.read_text().splitlines()]
 
     def num_failures(self) -> int:
-        """Count the attempts that ended in a failure rather than by a signal that asked for the end."""
+        """Count the attempts that failed. An attempt that was asked to end, by a signal, is no failure."""
         return sum(attempt.reason == FAILED for attempt in self.read())
 
     def num_fruitless(self) -> int:
-        """Count the latest attempts in a row that a signal ended before a checkpoint was written."""
+        """Count how many of the latest attempts in a row ended by a signal before they wrote a checkpoint."""
         fruitless = itertools.takewhile(
             lambda attempt: attempt.reason == STOPPED and attempt.exit_code != EXIT_STOPPED, reversed(self.read())
         )

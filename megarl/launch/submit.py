@@ -53,7 +53,7 @@ class SubmitRequest:
 
 
 def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
-    """Submit the run, `num_jobs` times in a row if asked for; prints the script instead with `dry_run`.
+    """Submit the run as a Slurm job, or as a chain of `num_jobs` jobs; with `dry_run`, print the script instead.
 
     Raises:
         ConfigError: what cannot fit: devices, layout, time.
@@ -151,7 +151,9 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
 
 
 def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dict[str, int]:
-    """Count the nodes of each group of processes: as few as hold its devices; a single group takes all."""
+    """Return the number of nodes for each group of processes: as few as hold its devices; a single group takes all
+    nodes.
+    """
     fewest = {where: -(-count // nodes.devices_per_node) for where, count in needs.items()}
     if len(needs) == 1:
         (where,) = needs

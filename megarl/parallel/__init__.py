@@ -1,1 +1,1 @@
-"""Run the training side: the only room that imports megatron. One process holds one Megatron layout."""
+"""Train with Megatron-Core; no other package imports megatron. One process holds one rank of one Megatron layout."""

@@ -1,4 +1,4 @@
-"""Say how Megatron-Core runs on each kind of device.
+"""Define how Megatron-Core runs on each kind of device.
 
 Megatron is imported only when it is needed: on a CPU the shim must come first, and `megarl doctor` calls
 `check_megatron` where Megatron may not be installed.
@@ -79,7 +79,7 @@ def prepare_megatron() -> None:
 
 
 def check_megatron() -> None:
-    """Refuse a megatron-core that lacks something we rely on; the tested version passes by definition.
+    """Refuse a megatron-core that lacks something megarl relies on; the tested version passes by definition.
 
     Raises:
         ConfigError: something is missing; the message names it.
@@ -95,7 +95,7 @@ def check_megatron() -> None:
 
 
 def probe_megatron() -> dict[str, bool]:
-    """Look up, in the installed megatron-core, each thing that we rely on and that other versions may lack."""
+    """Look up each thing in the installed megatron-core that megarl relies on and other versions may lack."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -46,7 +46,7 @@ class RankCheckpoints:
         self._writes = AsyncCallsQueue(persistent=False)
 
     def start_save(self, directory: Path) -> None:
-        """Start writing into an empty directory; what is there is complete once `finish_save` says so."""
+        """Start writing into an empty directory; its content is complete once `finish_save` returns True."""
         states = {
             "host": torch.get_rng_state(),
             "device": platform().generator().get_state(),
@@ -102,7 +102,9 @@ class RankCheckpoints:
 
 @contextlib.contextmanager
 def _failures_raised(doing: str) -> Iterator[None]:
-    """Raise a WorkerError for what ranks report; torch's own error is no `Exception`, and would end the process."""
+    """Turn failures that ranks report into a WorkerError; torch's own error is no `Exception`, and would end the
+    process.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -111,7 +113,7 @@ def _failures_raised(doing: str) -> Iterator[None]:
 
 
 def end_writer() -> None:
-    """End the process that Megatron starts to collect what writers report; it would outlive this one."""
+    """End the process in which Megatron collects the results of its writers, because it would outlive this one."""
     if filesystem_async._results_queue is not None:
         filesystem_async._results_queue._manager.shutdown()
         filesystem_async._results_queue = None

@@ -1,4 +1,4 @@
-"""Let Megatron-Core run on a CPU: CUDA entry points answer for the CPU, RNG and Adam get CPU twins.
+"""Let Megatron-Core run on a CPU by replacing its CUDA calls, random number generators and Adam with CPU versions.
 
 Megatron's sources are not edited. `install()` is idempotent per process and must run on the thread that will
 call Megatron: torch function modes are thread-local.
@@ -44,7 +44,7 @@ class _Immediate:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait(self, *_: Any) -> None:
-        """Return at once, as nothing is under way."""
+        """Return at once, because nothing is under way on a CPU."""
 
     record = synchronize = wait_stream = wait_event = wait
 
@@ -169,7 +169,7 @@ def _replace_rng_tracker() -> None:
 
 
 def _replace_dispatch() -> None:
-    """Make Megatron bring tokens to experts and back without CUDA tensors and NCCL."""
+    """Make Megatron exchange tokens between the ranks of experts without CUDA tensors and NCCL."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -190,7 +190,7 @@ def _replace_dispatch() -> None:
         return gathered
 
     def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        """Sum over ranks what each of them has for this one: [sizes[rank], ...]."""
+        """Sum over ranks the rows that each of them has for this rank: [sizes[rank], ...]."""
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter_even(input_, group, input_split_sizes, use_global_buffer)
         mine = input_split_sizes[group.rank()]

@@ -1,4 +1,4 @@
-"""Set up the process groups of one worker process. Nothing else in megarl reads Megatron's global state."""
+"""Set up the Megatron process groups of one worker process. Nothing else in megarl reads Megatron's global state."""
 
 import datetime
 from dataclasses import dataclass
@@ -37,7 +37,9 @@ class Layout:
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank has complete results, which it reports for its data-parallel replica."""
+        """Return whether this rank returns results for its data-parallel replica; it is the rank that has complete
+        ones.
+        """
         return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 
 

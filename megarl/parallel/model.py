@@ -103,7 +103,7 @@ class PackedModel(GPTModel):
         )
 
     def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
-        """Complete [N] values of this rank's labels to rows [B, R], the same on every context-parallel rank.
+        """Place [N] values of this rank's labels into rows [B, R] that are the same on every context-parallel rank.
 
         The gradient of a value is that of its place in the rows: each rank differentiates its own labels. Values may
         have further dimensions.
@@ -161,7 +161,9 @@ class ValueModel(PackedModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the parameters as any module does: a language model's own method expects the output layer."""
+        """Describe the parameters as a plain module does, because a language model's own method expects an output
+        layer.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 

@@ -32,7 +32,7 @@ class Offloader:
         self._copies: dict[Part, list[_HostCopy]] = {}
 
     def offload(self, parts: Iterable[Part]) -> int:
-        """Move parts to the host; those that are there stay. Returns the bytes that the device got back."""
+        """Move parts to the host, unless they are there already. Returns the bytes released on the device."""
         released = 0
         for part in set(parts) - self._copies.keys():
             # A storage that several parts view belongs to the first of them.
@@ -51,14 +51,14 @@ class Offloader:
         return released
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Bring parts back; those that are on the device stay."""
+        """Bring parts back to the device, unless they are there already."""
         for part in set(parts) & self._copies.keys():
             for copy in self._copies.pop(part):
                 copy.storage.resize_(len(copy.content))
                 _bytes_of(copy.storage).copy_(copy.content)
 
     def require(self, *parts: Part) -> None:
-        """Refuse to compute with what is on the host: kernels would read freed memory."""
+        """Raise an error if any of these parts is on the host, where a computation would read freed memory."""
         missing = [part for part in parts if part in self._copies]
         assert not missing, f"the {self._role.spec.role}'s {', '.join(missing)} are offloaded; onload them first"
 

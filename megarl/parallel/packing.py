@@ -30,7 +30,7 @@ class PackAlignment:
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number that the length of every sequence in a pack is a multiple of.
+        """Return the number of which the length of every sequence in a pack must be a multiple.
 
         Under context parallelism a rank takes one early and one late of 2·cp chunks, so that all have equal work.
         """
@@ -87,7 +87,9 @@ class Pack:
         )
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Put [N, ...] values of kept labels in their places of [B, R, ...], with 0 elsewhere; differentiable."""
+        """Put values of kept labels [N, ...] into their places in rows [B, R, ...], with 0 elsewhere;
+        differentiable.
+        """
         out = torch.zeros(*self.batch_shape, *values.shape[1:], dtype=values.dtype, device=values.device)
         return out.index_put((self.row_index, self.column_index), values)
 
@@ -167,7 +169,9 @@ def pack_rows(
 def _routed_experts(
     rows: Sequence[Row], order: Sequence[int], offsets: Sequence[int]
 ) -> npt.NDArray[np.integer] | None:
-    """Return the recorded experts of a whole pack, [tokens, layers, k], -1 where there is none; None if none was."""
+    """Return the recorded experts of a whole pack, [tokens, layers, k], −1 for tokens without any; None if no row has
+    any.
+    """
     recorded = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
     if recorded is None:
         return None

@@ -97,7 +97,7 @@ _TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.REWARD: Role.ACTOR}
 
 
 def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int, role: Role) -> None:
-    """Raise with the step and the first row of which a model said something NaN or infinite."""
+    """Raise NonFiniteError, naming the step and the row, if a model returned NaN or infinity."""
     bad = ~torch.isfinite(values).all(1)
     if bad.any():
         row = rows[indices[int(bad.nonzero()[0])]]
@@ -117,7 +117,7 @@ def score_rows(
     role: Role,
     step: int,
 ) -> RowScores:
-    """Score the rows named by `micro_batches`, without a graph."""
+    """Score the rows that the micro-batches list by index, without gradients."""
     scores: dict[str, dict[int, FloatArray]] = {}
 
     def collect(model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs) -> None:
@@ -225,12 +225,12 @@ _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOu
 
 
 def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
-    """Return a head's outputs by name; the first is the one that a pass is about."""
+    """Return a head's outputs by name, the main output first."""
     return {field.name: getattr(out, field.name) for field in fields(out)}
 
 
 def _explain(batch: RowBatch, role: Role) -> str:
-    """Say which score of which row spoils a loss."""
+    """Describe which score of which row makes a loss NaN or infinite."""
     for name, values in batch.scores.items():
         bad = ~torch.isfinite(values).all(1)
         if bad.any():

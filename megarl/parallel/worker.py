@@ -109,7 +109,7 @@ class PolicyWorker:
         return _owned(loaded, with_checksums=with_checksums)
 
     def offer_meeting(self, address: str) -> int:
-        """Open the store at which ranks and engine workers meet, and return its port."""
+        """Open the key-value store through which ranks and engine workers set up a weight sync, and return its port."""
         from megarl.sync.wire.meetings import open_store
 
         self.meeting_store = open_store(address)
@@ -125,7 +125,7 @@ class PolicyWorker:
         return holding_of(model_slices(loaded.chunks), loaded.expected_tensors())
 
     def open_bridge(self, share: "Share") -> None:
-        """Join the bridge to the engines as a source."""
+        """Join the weight sync to the engines as a sending rank."""
         from megarl.sync.wire.ends import BridgeSender
         from megarl.sync.wire.routes import RoutedSender
 
@@ -133,7 +133,7 @@ class PolicyWorker:
         self.bridge = BridgeSender(share, self.bridge_wire)
 
     def largest_weights(self) -> dict[str, float]:
-        """Return the largest magnitude on this rank of each of the actor's tensors that travels with a scale."""
+        """Return the largest magnitude on this rank of each of the actor's tensors that is sent in float8."""
         from megarl.parallel.model import model_slices
 
         return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
@@ -146,7 +146,7 @@ class PolicyWorker:
         return self.bridge.send(model_slices(loaded.chunks), transfer, **options)
 
     def close_bridge(self) -> None:
-        """Remove what the bridge keeps in shared memory."""
+        """Remove the shared-memory segments of the weight sync."""
         self.bridge_wire.close()
 
     def save_checkpoint(self, directory: str) -> None:
@@ -187,7 +187,7 @@ class PolicyWorker:
         del self.profiler
 
     def _role(self, role: Role, *needed: Part) -> "LoadedRole":
-        """Return a role, and require these parts of it to be on the device."""
+        """Return a role's model, after checking that the named parts of its memory are on the device."""
         assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
         self.offloaders[role].require(*needed)
         return self.roles[role]
@@ -202,7 +202,9 @@ class PolicyWorker:
 
 
 def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
-    """Count the elements that this rank writes of a role's Hugging Face tensors, and add up checksums if asked."""
+    """Count the elements of a role's Hugging Face tensors that this rank writes, and add up their checksums if
+    asked.
+    """
     from megarl.parallel.model import model_slices
     from megarl.weights.slices import count_elements, slice_checksums
 

@@ -110,7 +110,7 @@ class RunRecorder:
                 entry.unlink()
 
     def metrics(self) -> MetricsLogger:
-        """Open the sinks that the configuration asks for."""
+        """Open the files and services that the configuration wants metrics written to."""
         sinks: list[MetricsSink] = [JsonlSink(self.paths.metrics)]
         if self._config.logging.tensorboard:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
@@ -161,7 +161,7 @@ class RunRecorder:
 def _token_columns(
     sample: Sample, scores: Mapping[str, FloatArray], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """Return the columns of a `RolloutRecord` that say what a hint did to each response token; none without a hint."""
+    """Return the `RolloutRecord` columns with a hint's effect on each response token; none for a row without a hint."""
     if Score.HINT_LOGPROBS not in scores:
         return {}
     baseline = scores.get(Score.SHUFFLED_HINT_LOGPROBS, scores[Score.OLD_LOGPROBS])

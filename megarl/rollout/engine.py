@@ -120,7 +120,7 @@ class Stepper:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Keep the engine from stepping inside this context, which yields whether unfinished requests are kept."""
+        """Keep the engine from stepping inside this context; yields whether unfinished requests survive it."""
         self._holders += 1
         with self._turn:
             busy = self._llm.llm_engine.has_unfinished_requests()
@@ -211,7 +211,7 @@ class VllmEngine:
         ]
 
     def open_bridge(self, shares: Sequence[Share]) -> None:
-        """Make every worker join the bridge from the trainer's ranks as a sink; each gets one of `shares`."""
+        """Make every worker join the weight sync from the trainer's ranks as a receiver, with its own of `shares`."""
         # Pickled, because vLLM only passes plain types between its processes.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})
 
@@ -220,7 +220,7 @@ class VllmEngine:
     ) -> list[Received]:
         """Replace the weights by those that the trainer's ranks are sending; each worker receives what it needs.
 
-        scales: the scale of each tensor that travels with one.
+        scales: the scale of each tensor that is sent in float8.
 
         Raises:
             WeightSyncError: a tensor is missing, unknown, or did not fill its parameter.

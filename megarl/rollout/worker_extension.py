@@ -35,7 +35,7 @@ class WeightReceiver:
         return os.getpid()
 
     def open_bridge(self, shares: Sequence[bytes]) -> None:
-        """Join the bridge from the trainer's ranks, with this worker's own share out of the engine's `shares`."""
+        """Join the weight sync from the trainer's ranks, with this worker's own share out of the engine's `shares`."""
         worker: Any = self
         share: Share = pickle.loads(shares[worker.rank])
         self.bridge_wire = RoutedReceiver(share)
@@ -126,7 +126,9 @@ def _storage_of(layer: torch.nn.Module) -> set[int]:
 
 
 def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
-    """Return (consumed, expected) elements of a layer that is not fully loaded; (0, 0) if it is or needs none."""
+    """Return how many elements were loaded into a layer that is not yet full, and how many it has; (0, 0) for a full
+    layer.
+    """
     info = get_layerwise_info(layer)
     if not info.can_load() or is_deferred_attention_layer(layer):
         return 0, 0

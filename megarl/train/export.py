@@ -43,14 +43,16 @@ def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> Non
 
 
 def copy_companions(source: Path, target: Path, *, skipped: Sequence[str] = _WEIGHT_FILES) -> None:
-    """Copy everything that a model directory holds besides weights, except files that match `skipped`."""
+    """Copy the files of a model directory that are not weights, such as tokenizer files, except those matching
+    `skipped`.
+    """
     unwanted = {file for pattern in skipped for file in source.glob(pattern)}
     for file in sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - unwanted):
         shutil.copy(file, target / file.name)
 
 
 def exported_config(config: Mapping[str, Any], family: Family, *, dtype: str, scalar_head: bool) -> dict[str, Any]:
-    """Return a config.json with what an export changes: the type of the weights, and a critic's kind of model."""
+    """Return a model's config.json with the exported dtype and, for a critic, the architecture with a scalar head."""
     changed = {**config, "dtype": dtype}
     changed.pop("torch_dtype", None)
     if scalar_head:

@@ -54,7 +54,7 @@ class TrainInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """List what is allowed in this run but most likely not what was meant, and how many prompts it leaves out."""
+        """List the settings that are most likely not what was meant, and how many prompts the run leaves out."""
         limit, dropped = self.config.data.max_prompt_tokens, []
         for data, key in ((self.train, "data.train"), (self.val, "data.val")):
             if data is not None and data.num_dropped:
@@ -96,7 +96,9 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
 
 
 def open_model(config: Config) -> ModelSpec:
-    """Read config.json and the checkpoint's headers; refuse what does not fit the family or the layout."""
+    """Read config.json and the checkpoint's headers; raise ConfigError for a model that the family or layout cannot
+    take.
+    """
     spec = read_model_spec(config.model.path)
     check_model(config, spec.hf_config)
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())

@@ -1,4 +1,4 @@
-"""Turn collected samples into the rows that train."""
+"""Turn collected samples into training rows."""
 
 import math
 from collections.abc import Sequence

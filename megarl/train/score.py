@@ -1,4 +1,4 @@
-"""Run the scoring passes of a step: each model runs once over all rows that it is asked about, hinted rows included.
+"""Run the scoring passes of a step: each model runs once over all rows that need it, rows with hints included.
 
 `SOURCES` says of each score which role computes it, what that role calls it, and of which variant of the rows.
 """

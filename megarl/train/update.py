@@ -31,7 +31,7 @@ class RoleScorer:
         self._workers, self._role, self._temperature = workers, role, temperature
 
     def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """Compute all that the role says of the rows in one pass, by name and in row order.
+        """Compute all scores that the role's model has for the rows in one pass, by name and in row order.
 
         Log-probs and entropies are those at the training temperature.
         """
@@ -52,7 +52,7 @@ class RoleScorer:
         return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired), request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """Strip the rows of everything that a pass of this role does not read."""
+        """Return the rows without the scores that a pass of this role does not read."""
         return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
 
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> MicroBatchPlan:

@@ -1,4 +1,4 @@
-"""Choose the kernels of a device: the first made for it that pass the self-test, PyTorch's otherwise."""
+"""Choose the fastest log-prob kernels for a device that pass a self-test, or else PyTorch's."""
 
 import importlib.util
 import warnings
@@ -38,13 +38,15 @@ CANDIDATES: Mapping[str, tuple[Callable[[], Candidate | None], ...]] = MappingPr
 
 @cache
 def choose_kernels(device: torch.device) -> ChunkKernels:
-    """Choose the kernels for chunks of logits on a device; they are tested once per process."""
+    """Choose the kernels for chunks of logits on a device. The candidates are tested once per process."""
     candidates = (make() for make in CANDIDATES.get(device.type, ()))
     return first_that_passes([candidate for candidate in candidates if candidate is not None], device)
 
 
 def first_that_passes(candidates: list[Candidate], device: torch.device) -> ChunkKernels:
-    """Return the first candidate without a fault, else PyTorch's; warn of the faults of those before it."""
+    """Return the first candidate that passes, or PyTorch's kernels if none does; warn of what is wrong with the
+    others.
+    """
     for candidate in candidates:
         if (fault := find_fault(candidate, device)) is None:
             return candidate.kernels

@@ -47,7 +47,7 @@ class HiddenGradient:
             wait_all(self._works.popleft())
 
     def finish(self) -> torch.Tensor:
-        """Return this rank's rows of the gradient, complete."""
+        """Return the complete gradient of this rank's rows."""
         for works in self._works:
             wait_all(works)
         # Detach, so that autograd holds the only reference; otherwise it would copy the tensor.
@@ -82,5 +82,7 @@ class WeightGradient:
             target.addmm_(grad_logits.t().to(target.dtype), hidden.to(target.dtype))
 
     def finish(self) -> torch.Tensor | None:
-        """Return the gradient; None if it is not wanted, or already where the optimizer reads it."""
+        """Return the weight gradient, or None if it is not wanted or was written directly to where the optimizer reads
+        it.
+        """
         return self._sum.to(self._dtype) if self._sum is not None and self._is_own else None

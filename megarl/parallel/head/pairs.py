@@ -1,4 +1,4 @@
-"""Score rows and their twins with other prompts, and compute the KL between the two distributions, in one pass.
+"""Score rows and the same responses after another prompt in one pass, and compute the KL between both distributions.
 
 For hidden states h of a twin and g of its row under one output weight W and temperature T, z = h·Wᵀ/T, u = g·Wᵀ/T:
 

@@ -1,4 +1,4 @@
-"""Apply the log-prob head to a packed model: which rows, which regime, whose gradient buffer."""
+"""Apply the log-prob head to a packed model, choosing its rows, its memory regime and where gradients are written."""
 
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class PolicyHead:
         request: HeadRequest,
         loss_gradients: LossGradients | None,
     ) -> TokenLogprobs | TokenPairs:
-        """Score the kept labels as asked, from [T, 1, H] ([T/tp, 1, H] under sequence parallelism).
+        """Compute what `request` asks for the kept labels, from [T, 1, H] ([T/tp, 1, H] under sequence parallelism).
 
         Positions outside the loss mask are dropped first: prompt tokens meet neither the head nor the gather.
         """
@@ -87,7 +87,9 @@ class PolicyHead:
         )
 
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
-        """Score pairs, all of them on every context-parallel rank: the two of a pair may lie on different ranks."""
+        """Score pairs of rows on every context-parallel rank, because the two rows of a pair may lie on different
+        ranks.
+        """
         gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
         owners = uneven_owners(len(pack.labels), self.cp_group, own.device)
         states, labels, rows, columns = (

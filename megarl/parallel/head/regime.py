@@ -1,4 +1,4 @@
-"""Choose the regime of a micro-batch's head and its chunk of rows. Imports no torch: a dry run asks too."""
+"""Choose the head's memory regime for a micro-batch, and how many rows it works on at a time. Imports no torch."""
 
 from enum import StrEnum
 

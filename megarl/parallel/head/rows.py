@@ -59,7 +59,7 @@ class RowOwners:
 
 
 def wait_all(works: "Sequence[dist.Work | None]") -> None:
-    """Wait for collectives that were begun; torch begins none in a process outside of the group."""
+    """Wait for collectives that were started; in a process outside the group torch starts none (None)."""
     for work in works:
         assert work is not None, "this process is not in the group"
         work.wait()

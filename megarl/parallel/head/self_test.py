@@ -60,7 +60,7 @@ class _Comparison:
     rtol: float = 0.0
 
     def disagreement(self) -> str:
-        """Return by how much the comparison fails in words, or "" if it holds. A NaN is a disagreement."""
+        """Return in words by how much the comparison fails, or "" if it holds. A NaN is a disagreement."""
         difference = (self.got.double().cpu() - self.expected).abs().nan_to_num(nan=torch.inf).flatten()
         allowed = (self.atol + self.rtol * self.expected.abs()).flatten()
         worst = int((difference - allowed).argmax())
@@ -124,7 +124,7 @@ def _make_problem(case: Case, dtype: torch.dtype) -> _Problem:
 
 
 def _comparisons(case: Case, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> Iterator[_Comparison]:
-    """Compare what the kernels make of one case with what float64 makes of it."""
+    """Compare the results of the kernels for one case with float64 results."""
     problem = _make_problem(case, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     buffer = problem.buffer.to(device, copy=True)

@@ -1,4 +1,5 @@
-"""Route the tokens of a pack with Megatron's router, a balance loss by row and, if asked, forced experts.
+"""Route the tokens of a pack with Megatron's router, with a balance loss by row and, if asked, recorded expert
+choices.
 
 A layer tells its router which pack it is about to see, also when it runs again in backward, so any number of
 micro-batches may be in flight.
@@ -53,7 +54,9 @@ class PackRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of each token's experts (0 for the others), and which these are: both [T, E]."""
+        """Return the weight of each expert for each token (0 if not chosen), and which experts are chosen: both [T,
+        E].
+        """
         assert self.pack is not None, "a router needs the pack that its input belongs to"
         forced = self.pack.routed_experts
         # Layers count from 1.
@@ -87,7 +90,7 @@ class PackRouter(TopKRouter):
         return scaled
 
     def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Pick, from values for all tokens of a pack, those of the tokens that this rank has."""
+        """Pick the values of this rank's tokens from values of all tokens of a pack."""
         if not self.config.sequence_parallel:
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -106,7 +109,7 @@ class RoutedLayer(TransformerLayer):
 
 
 def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
-    """Give our router to those layers that have experts."""
+    """Put `PackRouter` into the layers that have experts."""
     for layer in layers:
         if layer.submodules.mlp.module is MoELayer:
             layer.module = RoutedLayer

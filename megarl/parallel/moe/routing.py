@@ -41,7 +41,9 @@ class ExpertChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [T, k] of the experts of every token, and their indices; Megatron's routing calls it."""
+        """Return the scores [T, k] and the indices of each token's experts. Megatron's routing calls this in replay
+        mode.
+        """
         rated = scores
         if num_groups is not None and group_topk is not None:
             ratings = scores.unflatten(1, (num_groups, -1)).topk(self.group_rating, dim=-1).values.sum(-1)

@@ -107,7 +107,9 @@ def assign(
 
 
 def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
-    """Share the tensors of a run among sending ranks: the rank with least to send takes the next one. Updates `load`."""
+    """Share the tensors of a run among sending ranks: the rank with least to send takes the next one. Updates
+    `load`.
+    """
     tensors, _, num_bytes, _ = run
     if len(candidates) == 1:
         (source,) = candidates

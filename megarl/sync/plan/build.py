@@ -85,7 +85,9 @@ class Plan:
         return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """Return the bytes R_i that an engine worker gets over the wire or, with `local`, copies from ranks beside it."""
+        """Return the bytes R_i that an engine worker gets over the wire or, with `local`, copies from ranks beside
+        it.
+        """
         return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
 
     @property

@@ -1,4 +1,6 @@
-"""Let the processes of a weight sync exchange keys in a key-value store (torch's TCPStore) on the first trainer rank."""
+"""Let the processes of a weight sync exchange keys in a key-value store (torch's TCPStore) on the first trainer
+rank.
+"""
 
 import time
 from dataclasses import dataclass
