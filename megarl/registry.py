@@ -1,4 +1,4 @@
-"""Look up by name what a configuration chooses from, and refuse settings that nothing would read."""
+"""Look up by name the functions that a configuration chooses from, and refuse settings that nothing would read."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator

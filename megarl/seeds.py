@@ -15,7 +15,7 @@ def batch_seed(run_seed: int, step: int) -> int:
 
 
 def uniform(*key: object, byteorder: Literal["little", "big"] = "little") -> float:
-    """Return a number in [0, 1) that is spread evenly over keys.
+    """Return a number in [0, 1) from a hash of the key, spread evenly over keys.
 
     byteorder: how the hash of the key's joined parts is read as a number.
     """

@@ -49,7 +49,7 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def script(name: str, argv: Sequence[str] | None = None) -> None:
-    """Run one of the commands as a program of its own."""
+    """Run one conversion command as a script of its own, such as tools/convert_hf_to_mcore.py."""
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(description=command.text)
     for argument, options in command.arguments.items():

@@ -127,7 +127,7 @@ def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
 
 
 def find_record(reader: FileReader, chunk: Chunk, spec: TensorSpec) -> Record:
-    """Find the place of a chunk's elements by reading headers only.
+    """Find where a chunk's elements begin in its file, by reading headers only.
 
     Raises:
         DataError: the file does not hold the chunk that the metadata describes.

@@ -91,7 +91,9 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
 
 
 def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
-    """Return a parameter's key, which grouped experts and lists of experts share: it has no expert number."""
+    """Return a parameter's key in a torch_dist checkpoint, which all experts of a layer share: it has no expert
+    number.
+    """
     if placed.expert is not None:
         name = placed.rule.names[0].replace(".local_experts.{expert}.", ".experts.")
     return placed.name(name.replace(".{layer}.", ".") if stacked else name)
@@ -119,7 +121,7 @@ def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tu
 
 
 def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_multiple: int) -> dict[str, list[RowBlock]]:
-    """Return the blocks of each parameter by its name, in the order of its rows."""
+    """Return, by parameter name, the row blocks of Hugging Face tensors that make up each parameter, in row order."""
     blocks: dict[str, list[RowBlock]] = {}
     taken: list[tuple[list[RowBlock], int]] = []
 

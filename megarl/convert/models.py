@@ -169,6 +169,8 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
 
 
 def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and time of files, which show whether the source changed before a conversion continues."""
+    """Return name, size and time of each file, which show whether the source has changed since an earlier
+    conversion.
+    """
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

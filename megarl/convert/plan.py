@@ -207,7 +207,7 @@ class _Packer:
     def place(
         self, length: int, *, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = (), data: bytes | None = None
     ) -> Chunk:
-        """Reserve the next range, for a chunk, or for `data` that is already known."""
+        """Reserve the next range of a file: for a chunk to be written later, or for `data` that is already known."""
         file = next(reversed(self._sizes))
         if self._sizes[file] and self._sizes[file] + length > MAX_FILE_BYTES:
             file = f"__{len(self._sizes)}_0.distcp"

@@ -1,4 +1,4 @@
-"""List the accelerators of a host by asking the NVIDIA driver's own tool: looking must not take memory on any."""
+"""List the accelerators of a host by asking nvidia-smi, which takes no memory on them."""
 
 import importlib.util
 import subprocess
@@ -29,7 +29,7 @@ class Device:
 
 
 def nvidia_devices() -> list[Device]:
-    """List what `nvidia-smi` lists; nothing where it is missing or fails."""
+    """List the devices that `nvidia-smi` reports; the list is empty if the tool is missing or fails."""
     try:
         answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
@@ -59,7 +59,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """Say what the installed torch was built with, without touching a device; None where there is no torch."""
+    """Return what the installed torch was built with, without touching a device; None if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return TorchBuild(cuda_version=None, nccl_version=None)
     import torch

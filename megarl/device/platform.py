@@ -77,10 +77,10 @@ class Platform:
         return []
 
     def select_devices(self, ids: Sequence[str]) -> None:
-        """Narrow this process, before it uses any, to the devices that Ray gave others under these ids."""
+        """Let this process, before it uses any device, see only those that Ray gave other processes under these ids."""
 
     def device_index(self) -> int:
-        """Return which of the devices that this process sees is torch's current one."""
+        """Return the index of torch's current device among the devices that this process sees."""
         return 0
 
     def generator(self) -> "torch.Generator":
@@ -90,7 +90,7 @@ class Platform:
         return torch.default_generator
 
     def synchronize(self) -> None:
-        """Return when the device has done what this thread asked of it."""
+        """Wait until the device has done everything that this thread asked of it."""
 
     def host_buffer(self, num_bytes: int) -> "torch.Tensor":
         """Allocate [num_bytes] uint8 in host memory that a device copies from and to at full speed."""
@@ -99,10 +99,12 @@ class Platform:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins_host_memory)
 
     def release_cached_memory(self) -> None:
-        """Give memory that torch keeps for itself back to the device."""
+        """Return the memory that torch's allocator caches to the device."""
 
     def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
-        """Make a process group over the devices' own connections, beside torch's default group; all members at once."""
+        """Make a process group over the devices' own links, beside torch's default group. All members must call it
+        together.
+        """
         return gloo_group(store, rank, size, timeout)
 
 
@@ -196,7 +198,9 @@ def platform() -> Platform:
 
 
 def apply_environment() -> dict[str, str]:
-    """Set this process's environment (a value the user exported wins) and return what workers must get."""
+    """Set this process's environment variables (a value that the user exported wins) and return those that workers
+    need.
+    """
     wanted = platform().environment
     for key, value in wanted.items():
         os.environ.setdefault(key, value)
@@ -204,7 +208,7 @@ def apply_environment() -> dict[str, str]:
 
 
 def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
-    """Make a process group over the hosts' network, beside torch's default group; all members at once."""
+    """Make a process group over the hosts' network, beside torch's default group. All members must call it together."""
     import torch.distributed as dist
 
     # torch's stubs do not say that it is one.

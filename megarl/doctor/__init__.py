@@ -1,1 +1,1 @@
-"""Find out whether this machine can run megarl: what is there, what is missing, and how to get it."""
+"""Find out whether this machine can run megarl: what is installed, what is missing, and how to get it."""

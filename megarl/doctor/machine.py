@@ -25,7 +25,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def check_machine(platform: Platform) -> Iterator[Finding]:
-    """Look at devices, collectives, memory, cores, shared memory and open files."""
+    """Check devices, collectives, memory, cores, shared memory and open files."""
     yield devices_finding(platform.name, platform.devices())
     version = torch_build().nccl_version if platform.backend == "nccl" else None
     if platform.backend != "nccl" or version is not None:
@@ -138,7 +138,7 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Try to isolate a program that a model wrote; only rewards from tests of programs need it."""
+    """Check that a program can be isolated; only rewards that run programs need this."""
     try:
         with Sandbox() as sandbox, sandbox.program(""):
             return Finding(subject="code sandbox", found="namespaces, limits and the filter of system calls work")

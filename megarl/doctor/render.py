@@ -22,7 +22,7 @@ def print_diagnosis(check_megatron: Callable[[], None], *, as_json: bool) -> boo
 
 
 def can_start(findings: Sequence[Finding]) -> bool:
-    """Return whether a run can start, which is so if nothing is missing."""
+    """Return whether a run can start, that is, whether no finding has the status `missing`."""
     return all(finding.status is not Status.MISSING for finding in findings)
 
 

@@ -158,8 +158,8 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
 
 
 def _engines_alone(config: Config) -> Config:
-    """Return a configuration that has only engines, on devices of their own and on as many nodes as the run has for
-    them.
+    """Return the configuration without a trainer: engines only, on devices of their own, on as many nodes as they
+    need.
     """
     placement = config.placement
     nodes = placement.engines if placement.mode == "split" else NodesConfig(num_nodes=placement.trainer.num_nodes)
@@ -171,7 +171,7 @@ def _engines_alone(config: Config) -> Config:
 
 
 def _check_engine_model(config: Config) -> None:
-    """Check the files and sizes of a model that only vLLM reads, as it knows more families than megarl's tables."""
+    """Check the files and sizes of a model that only vLLM reads, which may be of a family that megarl's tables lack."""
     path = Path(config.model.path)
     check_model(config, read_hf_config(path))
     for file in model_files(path):

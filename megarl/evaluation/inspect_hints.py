@@ -62,7 +62,7 @@ class InspectRequest:
 
 
 def inspect_hints(request: InspectRequest) -> HintReport:
-    """Print how the hints of a run's training prompts fare, and with a model what they tell it.
+    """Print how the hints of a run's training prompts fare and, given a model, how much they change its log-probs.
 
     With a model or `out` the same is written as an HTML page. Raises DataError if no prompt has a hint.
     """
@@ -145,7 +145,7 @@ def _with_signal(
     placer: HintPlacer,
     prompts: Sequence[Prompt],
 ) -> HintReport:
-    """Score answers to the prompts with and without hints, and add what that says to the report."""
+    """Score answers to the prompts with and without hints, and add the log-prob changes to the report."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(request.model), dtype=getattr(torch, config.model.dtype))
@@ -216,7 +216,9 @@ def _judge(
 
 
 def _signal(x: CpoInputs) -> Table:
-    """Return the means over tokens of the gain and of every estimate, for right rows, wrong rows and all."""
+    """Return means over tokens of the log-prob gain and of every MI estimate, for right rows, wrong rows and all
+    rows.
+    """
     old, hint, other = x.need("old_logprobs"), x.need("hint_logprobs"), x.shuffled_hint_logprobs
     values = {"gain of the own hint": hint - old}
     if other is not None:

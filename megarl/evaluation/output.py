@@ -46,7 +46,7 @@ def _row(result: SourceResult) -> tuple[str, ...]:
 
 
 def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[Answer]) -> list[Path]:
-    """Write both files, the table last: where it exists, the evaluation is complete."""
+    """Write both result files, the table last: an existing table means that the evaluation is complete."""
     samples, table = directory / SAMPLES, directory / TABLE
     pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_ANSWER_SCHEMA), samples)
     partial = table.with_suffix(".partial")

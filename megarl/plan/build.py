@@ -35,7 +35,7 @@ from megarl.weights.shards import groups_of
 
 
 def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
-    """Check a configuration as a run would, and plan the run. Raises ConfigError.
+    """Check a configuration as a run would, and make the plan that a dry run shows. Raises ConfigError.
 
     Args:
         device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it.
@@ -152,7 +152,7 @@ def _steps(
 
 
 def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ScoringPlan:
-    """Plan the pass in which a role scores all rows of a step, in the forms that are asked for."""
+    """Plan the pass in which a role scores all rows of a step, in each of the row forms (plain, hinted) asked for."""
     num_rows, plain = batch_counts(config).rows_per_step, max_row_tokens(config)
     hinted = min(plain + config.algo.cpo.hint.max_tokens, max_hinted_row_tokens(config, spec.max_positions))
     lengths = {"plain": plain}

@@ -82,7 +82,9 @@ def plan_devices(
     shards: Sequence[ShardPlan],
     engine: EnginePlan,
 ) -> list[DevicePlan]:
-    """Estimate the memory of the actor's devices, one entry for equal ones. Rank i of any layout is on device i."""
+    """Estimate the memory of the actor's devices, with one entry for equal devices. Rank i of any layout is on device
+    i.
+    """
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}
     for device in range(config.actor.layout.world_size):

@@ -40,7 +40,7 @@ def to_text(plan: RunPlan) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Write ascending numbers in short: `0-3,8`; evenly spaced ones as `0,4,…,12`."""
+    """Write ascending numbers in short form: `0-3,8`, or `0,4,…,12` for evenly spaced ones."""
     steps = {b - a for a, b in itertools.pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"

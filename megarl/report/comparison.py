@@ -212,7 +212,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _differing_settings(groups: Mapping[str, Sequence[Run]]) -> list[str]:
-    """List the settings outside the algorithm in which some runs differ, which tells whether budgets were equal."""
+    """List the settings outside the algorithm that differ between runs, which shows whether they had equal budgets."""
     settings = [(name, dict(_leaves(run.config))) for name, members in groups.items() for run in members]
     keys = dict.fromkeys(key for _, values in settings for key in values if not key.startswith(_OWN_SETTINGS))
     notes = []

@@ -38,7 +38,7 @@ def _pick(rows: Sequence[RolloutRecord], num: int) -> list[RolloutRecord]:
 
 
 def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str] = ()) -> Markup:
-    """Return tokens as HTML, coloured by the gain in log-prob that a hint brings to each of them.
+    """Return tokens as HTML, coloured by how much a hint raises the log-prob of each.
 
     Tokens that it makes likelier have the good colour, which is full from `FULL_GAIN` nats on. The gain, and a note on
     each token if notes are given, are its tooltip. A line feed keeps its effect, and gets a sign to colour.

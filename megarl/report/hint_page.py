@@ -1,4 +1,4 @@
-"""Show what hints tell, as text and as HTML: hinted prompts, tables, and answers with every token's gain as colour."""
+"""Show hints and their effect as text and as HTML: hinted prompts, tables, and answers coloured by log-prob gain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

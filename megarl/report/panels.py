@@ -197,7 +197,7 @@ def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float64]]]:
-    """Return the timed steps, and the seconds of each phase at each of them.
+    """Return the steps that have times, and the seconds that each phase took in each of them.
 
     Small phases, and the time of `step` that no phase claims, are summed as "other".
     """

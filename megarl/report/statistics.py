@@ -1,4 +1,4 @@
-"""Compute what a few seeds say: mean and spread of each group, and whether two means differ by more than that."""
+"""Compute the statistics of a few seeds: each group's mean and spread, and whether two means differ clearly."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def difference_of(group: Spread, baseline: Spread) -> Difference:
 
 
 def paired_difference(pairs: Sequence[tuple[float, float]]) -> Difference:
-    """Compare values with those of a baseline, each with its own, by the t-test of their differences."""
+    """Compare values with baseline values of the same seed, by the t-test of their differences."""
     spread = spread_of([value - baseline for value, baseline in pairs])
     if spread.std is None:
         return Difference(mean=spread.mean)
@@ -88,7 +88,8 @@ def two_sided_p(t: float, dof: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct the p-values of several comparisons, so that all together err as rarely as one (Holm, 1979).
+    """Correct p-values of several comparisons, so that the chance of any false finding stays that of one test (Holm,
+    1979).
 
     The smallest is multiplied by their number m, the next by m − 1, …; none becomes smaller than one before it.
     """

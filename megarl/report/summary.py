@@ -48,7 +48,9 @@ class Change:
 
     @property
     def gain_std_error(self) -> float | None:
-        """Add the errors of the two ends in quadrature, as if their prompts were independent."""
+        """Return the standard error of the gain: both ends added in quadrature, as if their prompts were
+        independent.
+        """
         before, after = self.before.std_error, self.after.std_error
         return None if before is None or after is None else math.hypot(before, after)
 

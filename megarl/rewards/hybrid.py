@@ -35,7 +35,7 @@ TRANSFORMS: Registry[Transform] = Registry("transform", key="rewards.hybrid.part
 
 @TRANSFORMS.register("identity")
 def identity(raw: Raw, summand: Summand) -> list[float]:
-    """Return the rewards r themselves."""
+    """Return the rewards r unchanged."""
     return list(raw.values)
 
 
@@ -57,7 +57,9 @@ def clip(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("batch_zscore")
 def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """Return (r − mean) / (std + 1e-6) over all rows that the part judged, std with n − 1; 0 for a single row."""
+    """Return (r − mean) / (std + 1e-6) over all rows that this judge scored, with n − 1 in the std; 0 for a single
+    row.
+    """
     return group_zscore(replace(raw, groups=[None] * len(raw.values)), summand)
 
 
@@ -82,7 +84,7 @@ def group_zscore(raw: Raw, summand: Summand) -> list[float]:
 def mix(
     rewards: Mapping[str, Mapping[int, float]], summands: Mapping[str, Summand], groups: Sequence[Hashable]
 ) -> dict[int, float]:
-    """Return mixed rewards by row: `rewards[part][row]` is r_k; `groups` has the group of every row, judged or not."""
+    """Return the mixed reward of each row: `rewards[part][row]` is r_k. `groups` has the group of every row."""
     total: dict[int, float] = defaultdict(float)
     for name, judged in rewards.items():
         summand, rows = summands[name], list(judged)

@@ -40,7 +40,7 @@ class Tally:
 
 
 def mean_of(values: Iterable[float]) -> Tally:
-    """Return the tally of the mean of numbers."""
+    """Return a `Tally` that is logged as the mean of these numbers."""
     listed = list(values)
     return Tally(total=float(sum(listed)), over=len(listed))
 

@@ -35,7 +35,7 @@ LUFFY_VERSIONS: Mapping[int, LuffyVersion] = {
 
 
 def score_luffy(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, version: LuffyVersion) -> Reward:
-    """Score 1 if the box after the thoughts, or the answer math-verify finds there, equals the ground truth, else 0."""
+    """Score 1 if the answer after the thoughts equals the ground truth, else 0, comparing as the LUFFY version says."""
     gold = gold_answer(ground_truth)
     if version.needs_thinking and _THINK_END not in response:
         return reward_of(False, parse_failed=True)

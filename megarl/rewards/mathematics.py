@@ -71,7 +71,7 @@ def gold_letter(ground_truth: str) -> str:
 
 
 def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare the letters of choices, each of which stands alone or before the choice's text.
+    """Compare multiple-choice letters, each standing alone or before the text of its choice.
 
     The modes `doc` and `ref` use the first letter of any word.
     """

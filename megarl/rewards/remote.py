@@ -1,4 +1,6 @@
-"""Get rewards from HTTP services (`rewards.wire`), which cannot stall a run by being slow, unreachable or wrong."""
+"""Get rewards from HTTP services in the format of `rewards.wire`; a slow, unreachable or wrong service stalls no
+run.
+"""
 
 import asyncio
 import json

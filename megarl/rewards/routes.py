@@ -21,7 +21,7 @@ def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
 
 
 def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
-    """Return the names of the judges whose rewards are mixed for a data source."""
+    """Return the names of the judges whose rewards make up the reward of a data source."""
     if rewards.manager != "hybrid":
         return (rewards.manager,)
     parts = rewards.hybrid.parts
@@ -30,7 +30,9 @@ def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
 
 
 def without_training(rewards: RewardsConfig, sources: Collection[str]) -> RewardsConfig:
-    """Return the section for evaluation: if the rule knows all sources, only it judges, so that runs are comparable."""
+    """Return the section `rewards` for evaluation: if the rule knows all data sources, it alone judges, for
+    comparability.
+    """
     rules = Rules(rewards)
     if all(rules.knows(source) for source in sources):
         return replace(rewards, manager="rule", hybrid=HybridConfig())

@@ -47,7 +47,9 @@ class Rules:
         return own.scorer in {*SOURCES, *SCORERS}
 
     def spec(self, data_source: str) -> SourceSpec | None:
-        """Return how a data source is judged, None for the custom file; ConfigError for an unknown source."""
+        """Return how a data source is judged; None means by the custom file. Raises ConfigError for an unknown
+        source.
+        """
         own = self.cfg.sources.get(data_source)
         if self.cfg.custom.path is not None and (own is None or own.scorer is None):
             return None

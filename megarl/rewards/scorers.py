@@ -44,7 +44,7 @@ def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
 
 
 def has_format(response: str, *, tags: tuple[str, ...], ends_well: FormatCheck, opened: bool = False) -> bool:
-    """Return whether a response starts with the first of `tags`, has exactly these in this order, and `ends_well`.
+    """Return whether a response starts with the first of `tags`, has exactly these tags in this order, and ends well.
 
     `ends_well` is called with the text after `</think>`. `opened`: the prompt ends with the first tag, which the
     response must then not repeat.

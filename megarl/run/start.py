@@ -80,7 +80,7 @@ def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: 
 def started_cluster(
     config: Config, log_dir: Path, roles: Sequence[RoleSpec], *, with_engine: bool = True, with_trainer: bool = True
 ) -> Iterator["Cluster"]:
-    """Start a cluster for one command, and close it at the end.
+    """Start a cluster for one command, and close it at the end of this context.
 
     Inside, bad input raises RunError, as the run has started; messages say where the logs are.
     """

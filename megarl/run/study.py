@@ -98,7 +98,9 @@ class StudyPlan:
 
     @property
     def cluster_config(self) -> Config:
-        """Return the configuration that the cluster is started with: the waiting run's with the longest context."""
+        """Return the configuration to start the cluster with: that of the run with the longest context among those to
+        do.
+        """
         return max((run.config for run in self.waiting), key=lambda config: engine_spec(config).max_model_tokens)
 
     @property
@@ -134,7 +136,7 @@ def is_finished(config: Config) -> bool:
     """Return whether the run's directory holds its export and the metrics of its last step.
 
     Raises:
-        ConfigError: it does, but the run had other settings.
+        ConfigError: the run is finished but had other settings.
     """
     paths = RunPaths(Path(config.run.dir) / config.run.name)
     if not paths.export.is_dir() or not paths.metrics.is_file():
@@ -216,7 +218,7 @@ def _report(plan: StudyPlan, place: int, text: str) -> None:
 
 
 def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]) -> list[str]:
-    """Take runs from the queue on one cluster until none is left or one has failed.
+    """Run what is waiting, one run after the other on one cluster, until none is left or one has failed.
 
     Returns the name of the run that failed, if one did.
     """
@@ -272,7 +274,7 @@ def _result(root: Path) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """Describe an error in one line; if it is not megarl's own, print its traceback first."""
+    """Describe an error in one line. The traceback of an error that is not megarl's own is printed first."""
     if not type(error).__module__.startswith("megarl"):
         traceback.print_exception(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

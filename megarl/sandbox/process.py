@@ -158,7 +158,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self.close()
 
     def _ask(self) -> socket.socket:
-        """Ask the launcher for a new keeper, and return the connection to it."""
+        """Ask the launcher for a new keeper process, and return the connection to it."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:

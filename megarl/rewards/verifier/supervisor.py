@@ -104,7 +104,7 @@ class Supervisor:
                     self._fleet.flush(worker)
 
     def _read(self, worker: Worker) -> None:
-        """Process a worker's messages; at the end of its stream, the worker has ended."""
+        """Process a worker's messages; the end of its stream means that the worker has ended."""
         try:
             for message in worker.channel.receive():
                 # Messages after a worker's last reply are ignored.

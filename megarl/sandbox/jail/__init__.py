@@ -1,4 +1,5 @@
-"""The inner side: runs in an interpreter of its own that has no packages, so it imports the standard library only.
+"""Run the inner side of the sandbox, in a Python interpreter without packages, so only the standard library is
+imported.
 
 A launcher (`launch.py`), started once, forks a keeper per program. The keeper enters new namespaces (`namespaces.py`)
 and forks their process 1 (`tasks.py`), which builds a root directory (`root.py`) and forks a child per task. Only that

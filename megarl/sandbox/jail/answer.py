@@ -1,4 +1,4 @@
-"""Values of a program as JSON that keeps Python's types apart: a tuple is no list, a set no list.
+"""Encode a program's values as JSON that keeps Python's types apart: a tuple is no list, a set is no list.
 
 The inner side encodes, the outer side decodes and compares, so that a program never sees what is expected of it, and
 an object whose `==` always agrees equals nothing.
@@ -26,12 +26,14 @@ class Unknown:
 
 
 def encode(value: Any) -> bytes:
-    """Write a value as JSON; `decode` reads it."""
+    """Write a value as JSON that `decode` can read."""
     return json.dumps(_plain(value)).encode()
 
 
 def decode(data: bytes) -> Any:
-    """Read a value; AnswerError for bytes that a program wrote by other means."""
+    """Read a value that `encode` wrote. AnswerError for any other bytes, which only a cheating program can have
+    written.
+    """
     try:
         return _typed(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""System calls that Python 3.11 does not offer, and names for steps of shutting a program in that can be refused."""
+"""Make system calls that Python 3.11 does not offer, and name the step of confinement in which one was refused."""
 
 import ctypes
 import os
@@ -48,7 +48,9 @@ class StepError(Exception):
 
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Raise errors of the system within as errors of this step, so that a message can say what is missing."""
+    """Turn system errors inside this context into StepErrors that name the step, so that a message can say what is
+    missing.
+    """
     try:
         yield
     except OSError as error:
@@ -80,12 +82,12 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unmount(target: str) -> None:
-    """Take a mount away now, even if something still uses it."""
+    """Detach a mount at once, even if something still uses it."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
 
 
 def restrict_mounts(target: str, flags: int) -> None:
-    """Set `flags` on the mount at `target` and on all below it. The numbers are those of MS_RDONLY and its kin."""
+    """Set `flags` (MS_RDONLY and similar) on the mount at `target` and on all mounts below it."""
     attributes = _MountAttributes(attr_set=flags)
     arguments = (_AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes))
     _checked(_libc.syscall(_MOUNT_SETATTR, *arguments), f"mount_setattr {target}")
@@ -100,7 +102,7 @@ def prctl(option: int, value: int = 0, pointer: int = 0) -> None:
 
 
 def drop_bounding_set() -> None:
-    """Make sure that no program that is executed later can be given a capability."""
+    """Empty the capability bounding set, so that no program executed later can be given a capability."""
     # The highest that this kernel knows: asking for the next one fails.
     last = 0
     while _libc.prctl(PR_CAPBSET_READ, last + 1, 0, 0, 0) != -1:
@@ -110,7 +112,7 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities from now on."""
+    """Give up all capabilities of this process for good."""
     header = _CapabilityHeader(version=_CAPABILITY_VERSION_3, pid=0)
     nothing = (ctypes.c_uint32 * 6)()
     _checked(_libc.capset(ctypes.byref(header), nothing), "capset")

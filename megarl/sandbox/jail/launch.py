@@ -1,4 +1,4 @@
-"""The launcher: forks a keeper for each program that the other side asks for."""
+"""Run the sandbox's launcher process, which forks a keeper process for each program that is to be run."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from megarl.sandbox.jail.tasks import serve_tasks
 
 
 def main() -> None:
-    """Serve the other side until it closes.
+    """Serve requests for programs until the outer side closes the connection.
 
     Arguments: a connected socket's descriptor, and what `megarl.sandbox.process` says of all programs, as JSON.
     """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> NoReturn:
-    """Shut in one program. The keeper holds the connection open until nothing of the program is left."""
+    """Confine one program. This keeper process holds the connection open until nothing of the program is left."""
     bounds = Bounds(**setup["bounds"])
     try:
         wire.send(connection, {"keeper": os.getpid()})
@@ -79,7 +79,7 @@ def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> No
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, and exit if that has happened already."""
+    """Ask the kernel to kill this process when its parent ends, and exit if the parent has already ended."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent of a namespace's first process is outside of it, and so has no number.
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""The namespaces of a program, and which users there are in them."""
+"""Create the Linux namespaces of a program, and map the users inside them."""
 
 import os
 
@@ -21,7 +21,7 @@ NAMESPACES = {
 
 
 def enter_namespaces() -> None:
-    """Enter new namespaces; the next child is process 1 of the pid namespace.
+    """Enter new namespaces; the next child of this process becomes process 1 of the pid namespace.
 
     Raises:
         StepError: this machine refuses one of them, which the error names.
@@ -49,7 +49,9 @@ def enter_namespaces() -> None:
 
 
 def become_program_user() -> None:
-    """Become the user of programs: for root outside, one without rights; for another user, himself as before."""
+    """Become the user that programs run as: one without rights if the sandbox runs as root, else the same user as
+    before.
+    """
     if os.getuid() != PROGRAM_ID:
         os.setgroups([])
         os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
@@ -57,7 +59,7 @@ def become_program_user() -> None:
 
 
 def _map_when_told(reader: int, keeper: int) -> int:
-    """Wait for the keeper to be in its namespace, and map its users there; the error's number, or 0."""
+    """Wait until the keeper is in its user namespace, and map its users; return the number of the error, or 0."""
     if not os.read(reader, 1):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""The processes of a task: how much memory they hold, and their end."""
+"""Measure the memory of a task's processes, and end them."""
 
 import os
 import signal
@@ -17,13 +17,15 @@ class Family:
         self._is_isolated = is_isolated
 
     def resident_bytes(self) -> int:
-        """Sum up the memory of all of them; 0 without a namespace, where nothing tells which they are."""
+        """Sum up the resident memory of the task's processes; 0 without a pid namespace, where they cannot be told
+        apart.
+        """
         if not self._is_isolated:
             return 0
         return sum(int(fields[1]) * _PAGE for pid, fields in self._tell("statm") if pid != 1)
 
     def end(self, child: int) -> tuple[int, struct_rusage]:
-        """Kill every process, and wait for each; return the wait status of `child`, and what it used."""
+        """Kill every process of the task and wait for each; return the wait status and resource usage of `child`."""
         found: tuple[int, struct_rusage] | None = None
         while True:
             # To process 1, -1 is everyone else. Elsewhere orphans become children of this process, and have their turn.
@@ -41,7 +43,7 @@ class Family:
                 found = status, usage
 
     def _tell(self, name: str) -> Iterator[tuple[int, list[bytes]]]:
-        """Yield the numbers that the kernel tells of each process; of `stat`, those after the name."""
+        """Yield the numbers in /proc/PID/`name` of each process; for `stat`, those after the process's name."""
         for entry in os.listdir(self._table):
             if entry.isdigit():
                 with suppress(FileNotFoundError, ProcessLookupError):

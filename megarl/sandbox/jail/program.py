@@ -1,4 +1,4 @@
-"""The child of one task: shuts itself in, then runs the program."""
+"""Run one task in a child process that first confines itself."""
 
 import _sitebuiltins
 import atexit
@@ -44,7 +44,7 @@ class Child:
 
 
 def _exit_code(source: str, task: Mapping[str, Any]) -> int:
-    """Perform the task, run all that waits for the program's end, and return the exit code.
+    """Perform the task, run the program's exit handlers, and return the exit code.
 
     Taking the interpreter down besides would cost six times as much.
     """
@@ -71,7 +71,7 @@ def _exit_code(source: str, task: Mapping[str, Any]) -> int:
 
 
 def _keep_only(streams: Sequence[int]) -> None:
-    """Make the streams the descriptors 0, 1, …, and close all others."""
+    """Move these streams to file descriptors 0, 1, …, and close all other descriptors."""
     spare = []
     for stream in streams:
         # Out of the way first, so that none is overwritten before its turn.
@@ -84,7 +84,7 @@ def _keep_only(streams: Sequence[int]) -> None:
 
 
 def _perform(source: str, task: Mapping[str, Any]) -> None:
-    """Do what the task asks, and write the answer if there is one."""
+    """Perform the task, and write its answer if it has one."""
     if task["kind"] == "RunWithInput":
         _execute(source, "__main__")
         return
@@ -105,7 +105,7 @@ def _perform(source: str, task: Mapping[str, Any]) -> None:
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:
-    """Run the program as a module of this name. Only `__main__` runs what scripts keep for themselves."""
+    """Run the program as a module of this name; under `__main__`, its `if __name__ == "__main__"` block runs too."""
     module = ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, _NAME, "exec", dont_inherit=True), module.__dict__)

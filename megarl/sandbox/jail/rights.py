@@ -1,4 +1,4 @@
-"""The rights that a child gives up before it runs code of the program."""
+"""Take rights away from a child process before it runs code of the program."""
 
 import resource
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Bounds:
 
 
 def give_up_rights(bounds: Bounds) -> None:
-    """Give up rights for good: nothing that is executed from here on can gain them."""
+    """Give up rights for good: nothing that this process executes later can regain them."""
     limits = {
         resource.RLIMIT_AS: bounds.memory_mib * MIB,
         resource.RLIMIT_STACK: _STACK_MIB * MIB,
@@ -52,7 +52,7 @@ def give_up_rights(bounds: Bounds) -> None:
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a limit, which must not be above the one that is in force."""
+    """Set a resource limit, but never above the limit already in force."""
     ceiling = resource.getrlimit(kind)[1]
     hard = soft if hard is None else hard
     if ceiling != resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""The directory tree that a program sees: what Python needs, read-only, and a place for /tmp (see `scratch.py`)."""
+"""Build the directory tree that a program sees: Python's files, read-only, and a writable /tmp (see `scratch.py`)."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
 def build_root(paths: Sequence[str]) -> int:
-    """Make a tree of `paths` the root of this mount namespace, and let go of everything else.
+    """Make a tree of `paths` the root of this mount namespace, and detach the old root.
 
     Returns a descriptor of the table of processes in this pid namespace. Programs see none: through /proc/self/exe they
     could change the interpreter's file where it lies on the host.
@@ -46,7 +46,7 @@ def build_root(paths: Sequence[str]) -> int:
 
 
 def _show(path: str, flags: int) -> None:
-    """Bind a file or directory of the old root at the same path, with everything below it."""
+    """Bind-mount a file or directory of the old root at the same path, with everything below it."""
     source = _OLD + path
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.islink(source):

@@ -1,4 +1,4 @@
-"""The directories that programs may write to. Each task finds its own empty."""
+"""Manage the directories that programs may write to. Each task finds its directory empty."""
 
 import os
 import shutil
@@ -19,12 +19,12 @@ class MountedScratch:
         kernel.mount("tmpfs", self.path, "tmpfs", SAFE | kernel.MS_NOEXEC, self._options)
 
     def renew(self) -> None:
-        """Put an empty /tmp in place of the last one."""
+        """Mount an empty /tmp in place of the one that the last task used."""
         kernel.unmount(self.path)
         kernel.mount("tmpfs", self.path, "tmpfs", SAFE | kernel.MS_NOEXEC, self._options)
 
     def remove(self) -> None:
-        """Do nothing: the kernel takes it away."""
+        """Do nothing, because the kernel removes the mount with its namespace."""
 
 
 class DirectoryScratch:
@@ -35,12 +35,12 @@ class DirectoryScratch:
         os.mkdir(path, 0o700)
 
     def renew(self) -> None:
-        """Empty it."""
+        """Empty the directory."""
         self.remove()
         os.mkdir(self.path, 0o700)
 
     def remove(self) -> None:
-        """Delete it, after the last task."""
+        """Delete the directory after the last task."""
         shutil.rmtree(self.path)
 
 

@@ -1,4 +1,4 @@
-"""A filter of system calls (seccomp): closes what limits and namespaces leave open.
+"""Filter system calls (seccomp), to close what resource limits and namespaces leave open.
 
 Anonymous files and System V segments hold memory that no limit of a process counts; new user namespaces give rights
 back; sockets, ptrace, keyrings, bpf, io_uring and perf are kernel surface that no test program needs. It is a list of
@@ -75,7 +75,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls() -> None:
-    """Install the filter for this process and all that it starts. It must have given up gaining privileges."""
+    """Install the filter for this process and its children. The process must have set no_new_privs before."""
     column, arch = AUDIT_ARCH[os.uname().machine]
     code = b"".join(_instructions(column, arch))
     program = _Program(length=len(code) // 8, instructions=code)

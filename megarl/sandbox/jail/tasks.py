@@ -1,4 +1,4 @@
-"""Runs the tasks of one program, each in a child of its own that starts from the same state."""
+"""Run the tasks of one program, each in a child process of its own that starts from the same state."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ _STDERR_KEPT = 4096
 def serve_tasks(
     connection: socket.socket, bounds: Bounds, family: Family, scratch: Scratch, import_paths: Sequence[str]
 ) -> NoReturn:
-    """Answer tasks until the other side closes, and exit."""
+    """Answer tasks until the outer side closes the connection, then exit."""
     try:
         _, (source,) = wire.receive(connection)
         while True:
@@ -46,7 +46,7 @@ def serve_tasks(
 
 
 def _pipes(task: dict[str, Any], bounds: Bounds) -> tuple[list[Stream], list[int]]:
-    """Make the pipes of a task: our ends (output, errors, answer), and the child's (input first)."""
+    """Make the pipes of a task: this process's ends (output, errors, answer), and the child's ends (input first)."""
     text = task.pop("text", "").encode("utf-8", "surrogatepass")
     given = os.memfd_create("input")
     with open(given, "wb", closefd=False) as file:
@@ -61,7 +61,7 @@ def _pipes(task: dict[str, Any], bounds: Bounds) -> tuple[list[Stream], list[int
 
 
 def _finish(child: int, family: Family, streams: Sequence[Stream], bounds: Bounds) -> dict[str, Any]:
-    """Wait for the child, kill it and everything that it started, and return the outcome."""
+    """Wait for the child, kill it and everything that it started, and return the outcome of the task."""
     ending = watch(
         child,
         streams,

@@ -1,4 +1,4 @@
-"""Watches one child: reads what it writes, bounded, and decides when it has had enough."""
+"""Watch one child: read its output up to a limit, and decide when it has used too much time or memory."""
 
 import os
 import select
@@ -24,7 +24,7 @@ class Stream:
         self._total = 0
 
     def read(self) -> bool:
-        """Take what is there; False at the end."""
+        """Read what has arrived; return False at the end of the stream."""
         chunk = os.read(self.fd, _CHUNK)
         self._total += len(chunk)
         self.is_over = self._total > self._limit
@@ -34,7 +34,7 @@ class Stream:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Take the rest of what a dead writer left, and close."""
+        """Read what a dead writer left behind, and close the stream."""
         os.set_blocking(self.fd, False)
         with suppress(BlockingIOError):
             while not self.is_over and self.read():
@@ -43,7 +43,7 @@ class Stream:
 
 
 def watch(child: int, streams: Sequence[Stream], *, wall_s: float, is_over_memory: Callable[[], bool]) -> str | None:
-    """Wait for the child to end; None if it did, or which limit it went over. It is not ended here."""
+    """Wait until the child ends (return None) or goes over a limit (return which). The child is not ended here."""
     deadline = time.monotonic() + wall_s
     end = os.pidfd_open(child)
     poll = select.poll()
