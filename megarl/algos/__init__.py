@@ -20,7 +20,7 @@ __all__ = ["ComposedAlgorithm", "MismatchSums", "SftAlgorithm", "build_algorithm
 if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import an exported name on first use, because `megarl.registry` serves processes that run without torch."""
+        """Import an exported name on first use, so that processes without torch can import this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.algos import build, composed, mismatch, sft

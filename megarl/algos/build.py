@@ -33,7 +33,7 @@ def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: in
 
 
 def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
-    """Build the algorithm of a run; raise ConfigError also for settings that do not fit how the run samples."""
+    """Build the algorithm of a run; raise ConfigError also for settings that contradict the run's sampling settings."""
     check_filter(config.algo.filter, num_samples=config.rollout.num_samples)
     num_prefixed(config.algo.demonstrations, config.rollout.num_samples)
     _check_group(config)

@@ -1,4 +1,4 @@
-"""Compose the policy-gradient algorithm from registered choices."""
+"""Compose a policy-gradient algorithm from an estimator, a policy loss, a KL and an aggregation chosen by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

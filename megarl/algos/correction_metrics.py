@@ -1,4 +1,4 @@
-"""Describe a step's importance ratios before any is rejected, so that a gate cannot hide what it removes."""
+"""Compute metrics of a step's importance ratios over all tokens, including tokens that a correction's gate rejects."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Correct for rollouts that another engine sampled: weigh the policy loss, once per step on the host.
+"""Correct for rollouts sampled by an engine whose probabilities differ: weight the policy loss by importance ratios.
 
 ρ_t = π_trainer(y_t) / π_engine(y_t), both with the model weights that sampled, so that ρ measures what the engine's
 kernels change. A correction is a weight (how much an accepted token counts) × a gate (which tokens are accepted) × a

@@ -31,7 +31,7 @@ class MismatchSums:
     seq_abs_sum: float = 0.0
 
     def merged(self, other: "MismatchSums") -> "MismatchSums":
-        """Return the sums over the tokens of both."""
+        """Return the sums over the tokens of both objects."""
         return MismatchSums(
             num_tokens=self.num_tokens + other.num_tokens,
             num_rows=self.num_rows + other.num_rows,

@@ -63,7 +63,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 
 
 def _check_all_is_read(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for settings that the composition itself does not read; its parts check their own."""
+    """Raise ConfigError for settings of the whole algorithm that nothing reads; its parts check their own settings."""
     loss, kl, controller = cfg.policy_loss, cfg.kl, cfg.entropy.controller
     refuse_unused(
         "algo.policy_loss",

@@ -20,7 +20,7 @@ class Alias:
 
     @property
     def advice(self) -> str:
-        """Return the text that follows the unknown key in an error message."""
+        """Return the advice that an error message gives after naming the unknown key."""
         name = " and ".join(repr(key) for key in self.key.split())
         here = f"{self.framework}'s name for {name}" if name else f"of {self.framework}"
         return f"{here}{f' ({self.note})' if self.note else ''}"

@@ -11,7 +11,7 @@ def max_row_tokens(config: Config) -> int:
 
 
 def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
-    """Return the number of tokens that a row with a hint may have, in a model with so many positions.
+    """Return how many tokens a row with a hint may have, in a model with `max_positions` positions.
 
     A row is scored together with its hinted twin for algo.cpo.mi_estimator=full_kl, so the two share a micro-batch.
     """

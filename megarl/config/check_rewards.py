@@ -30,7 +30,7 @@ def check_group_scores(config: Config) -> None:
 
 
 def judges(rewards: RewardsConfig, manager: str) -> bool:
-    """Return whether this manager judges samples, alone or as a term of the hybrid mixture."""
+    """Return whether this reward manager judges samples, alone or as a part of the hybrid mixture."""
     return manager in (rewards.manager, *(part.manager for _, part in _parts(rewards)))
 
 

@@ -173,7 +173,7 @@ def _entries(cls: type, section: str, default: Range | None) -> Iterator[Entry]:
 
 
 def _default(field: Field[Any]) -> str:
-    """Write a field's default as YAML in a table's cell."""
+    """Return a field's default as YAML, for a table cell."""
     value = {} if field.default_factory is dict else field.default
     if value is MISSING:
         return "required"

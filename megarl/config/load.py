@@ -177,7 +177,7 @@ def _require_file(path: Path, where: str) -> None:
 
 
 def packaged(path: str) -> str:
-    """Return a path of a packaged file, as configs/model/hf/qwen3-8b, where the working directory has no such path."""
+    """Return `path`, or the file of this path that comes with megarl if the working directory has none."""
     beside = PACKAGED.parent / path
     return str(beside) if not Path(path).exists() and beside.exists() else path
 

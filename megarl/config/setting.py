@@ -88,7 +88,7 @@ def affected(before: T, now: T, by: Affected) -> list[str]:
 
 
 def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted key and both values of every setting that differs; `path` stands before the keys."""
+    """Yield the dotted key and both values of every setting that differs; `path` is put before the keys."""
     for each in fields(cast(Any, before)):
         old, new, key = getattr(before, each.name), getattr(now, each.name), f"{path}{each.name}"
         if is_dataclass(old) and type(old) is type(new):

@@ -118,7 +118,9 @@ class HintPlacer:
     def place_all(
         self, prompts: Mapping[str, Prompt], donated: Mapping[str, str] | None = None
     ) -> dict[str, HintedPrompt]:
-        """Return all prompts with their hints by uid; with `donated` those of other prompts, where one has a donor."""
+        """Return all prompts with their own hints by uid or, with `donated`, with hints of other prompts (see
+        `donors`).
+        """
         if donated is None:
             return {uid: self.place(prompt) for uid, prompt in prompts.items()}
         return {
@@ -129,7 +131,7 @@ class HintPlacer:
         }
 
     def explain(self, missing: Missing) -> str:
-        """Say what was expected where a hint is missing."""
+        """Say what was expected of a prompt or a file in which a hint is missing."""
         cfg = self.cfg
         if missing is Missing.NO_TEXT:
             keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
@@ -202,7 +204,8 @@ class HintPlacer:
 
 
 def donors(hinted: Mapping[str, HintedPrompt], *, seed: int) -> dict[str, str]:
-    """Pair each prompt that has a hint with another one, whose hint it gets: a cycle in an order that `seed` decides.
+    """Pair each prompt that has a hint with another prompt whose hint it gets: a cycle in an order that `seed`
+    decides.
 
     It does not depend on the order of `hinted`. A single prompt with a hint has no other.
     """
@@ -220,7 +223,7 @@ class HintedRows:
 
     @property
     def has_hint(self) -> BoolArray:
-        """Tell of each row [B] whether it has a hint; one without has its own prompt."""
+        """Return [B] bool, true for rows with a hint; a row without one keeps its own prompt."""
         return np.array([prompt.missing is None for prompt in self.prompts], dtype=np.bool_)
 
     def metrics(self) -> dict[str, float]:

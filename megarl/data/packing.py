@@ -109,7 +109,7 @@ def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, mult
 
 
 def _spread(bins: list[_Bin], num_bins: int) -> int:
-    """Return the difference between the heaviest (first) and the lightest bin of a partial solution."""
+    """Return the difference in tokens between the heaviest (first) and the lightest bin of a partial solution."""
     return bins[0].total - (bins[-1].total if len(bins) == num_bins else 0)
 
 

@@ -80,7 +80,7 @@ class PromptSampler:
         return [int(index) for index in rows]
 
     def state_dict(self) -> dict[str, int]:
-        """Return plain integers: how many batches were drawn, and the settings that decide which."""
+        """Return the number of batches drawn, and the settings that decide which rows they hold."""
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -142,7 +142,7 @@ class MixtureSampler:
         return [start + index for start, rows in zip(self._starts, draws, strict=False) for index in rows]
 
     def state_dict(self) -> dict[str, float]:
-        """Return plain numbers: how many batches were drawn, and the settings that decide which."""
+        """Return the number of batches drawn, and the settings that decide which rows they hold."""
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -74,7 +74,9 @@ class MicroBatchPlan:
     ranks: Sequence[Sequence[Sequence[int]]]
 
     def paired(self, offset: int) -> "MicroBatchPlan":
-        """Return the plan of a batch twice as long: each micro-batch also gets its indices + `offset`, at its end."""
+        """Return the plan for a batch of twice as many rows: each micro-batch also gets the rows at its indices +
+        `offset`.
+        """
         return MicroBatchPlan(
             [[[*indices, *(offset + i for i in indices)] for indices in batches] for batches in self.ranks]
         )
@@ -111,7 +113,7 @@ class StoreResult:
     checksums: Mapping[str, int]
 
     def merged(self, other: "StoreResult") -> "StoreResult":
-        """Return the sums over what two ranks wrote."""
+        """Return the sums over what two ranks wrote to the model's files."""
         names = self.num_elements.keys() | other.num_elements.keys()
         return StoreResult(
             num_elements={n: self.num_elements.get(n, 0) + other.num_elements.get(n, 0) for n in names},

@@ -34,7 +34,7 @@ class LossSums:
     metrics: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def total(self, denominators: Denominators) -> torch.Tensor:
-        """Compute this micro-batch's share of the objective, with graph."""
+        """Compute this micro-batch's share of the objective, with gradients."""
         return functools.reduce(torch.add, (value / denominators[name] for name, value in self.objective.items()))
 
     def shares(self, denominators: Denominators) -> dict[str, float]:
@@ -77,7 +77,7 @@ class Objective(Protocol[OutputsT]):
 
     @property
     def entropy_needs_grad(self) -> bool:
-        """Return whether the loss differentiates the entropy."""
+        """Return whether the loss differentiates through the entropy."""
 
     @property
     def token_local(self) -> bool:

@@ -73,7 +73,9 @@ class Row:
         return replace(self, scores={**self.scores, **scores})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
-        """Return the row with only the named scores, and without its experts unless `routed_experts` is set."""
+        """Return the row with only the named scores, and without its recorded experts unless `routed_experts` is
+        set.
+        """
         return replace(
             self,
             scores={name: score for name, score in self.scores.items() if name in names},

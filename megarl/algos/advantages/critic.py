@@ -89,7 +89,8 @@ def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """With `whiten`, scale advantages to (A − mean)·rsqrt(var + 1e-8) over the batch's loss tokens, var unbiased.
+    """Return (A − mean)·rsqrt(var + 1e-8) over the batch's loss tokens (unbiased var), or A unchanged without
+    `whiten`.
 
     >>> whitened(tensor([[1.0], [3.0]]), step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
     [[-0.71], [0.71]]

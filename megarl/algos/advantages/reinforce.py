@@ -27,13 +27,15 @@ _ZERO = 1e-12
 
 
 def _returns(batch: ScoredBatch, rewards: Tensor) -> Estimate:
-    """Estimate A_t = Σ_{s≥t} of token rewards, with `rewards` [B] instead of those of the batch."""
+    """Compute the returns A_t = Σ_{s≥t} of token rewards, with the given `rewards` [B] in place of the batch's."""
     returns = returns_to_go(token_rewards(replace(batch, rewards=rewards)))
     return Estimate(advantages=torch.where(batch.loss_mask, returns, 0.0))
 
 
 def _equal_rewards(batch: ScoredBatch) -> Tensor:
-    """Return [B] bool, true for rows of groups of at least two whose rewards (without the KL penalty) are equal."""
+    """Return [B] bool, true for rows in a group (of at least two rows) whose rewards before the KL penalty are all
+    equal.
+    """
     stats = group_stats(batch.rewards, batch.uids)
     return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
 

@@ -63,7 +63,8 @@ def variance(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("variance_signed")
 def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Return the level of `variance`, but at low variance 1, 0 or −1 if most, half or fewer of the samples are correct.
+    """Return the level of `variance`, except that low variance is hard (−1) if fewer than half are correct, 0 at one
+    half.
 
     >>> correct = torch.tensor([False, False, True, True])
     >>> variance_signed("aabb", correct, tensor([0.0, 0.0, 1.0, 1.0])).tolist()

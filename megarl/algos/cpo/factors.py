@@ -1,4 +1,4 @@
-"""Compute the finite factors of CPO's formulas, per token [B, T] or per row [B, 1].
+"""Compute the factors that CPO's formulas multiply, as finite tensors per token [B, T] or per row [B, 1].
 
 The parameters of a factor name what it reads: fields of `Terms`, settings of `algo.cpo` and coefficients of its method.
 """

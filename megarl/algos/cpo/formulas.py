@@ -59,7 +59,9 @@ class Formula:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The names of all that the formula reads: the parameters of its scopes and factors, and its weights."""
+        """Return the names of everything that the formula reads: its weights, and the parameters of its scopes and
+        factors.
+        """
         readers = [scope for gain in self.gains for scope in gain.scopes]
         readers += [scope for term in self.terms for scope in term.scopes]
         readers += [factor for term in self.terms for factor in term.factors]

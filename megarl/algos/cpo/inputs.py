@@ -85,7 +85,7 @@ class CpoInputs:
         return self.loss_mask if self.excluded is None else self.loss_mask & ~self.excluded
 
     def need(self, name: PerToken) -> Tensor:
-        """Return an input that the method uses; raise ValueError if it was not given."""
+        """Return an optional input; raise ValueError if it was not given."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             raise ValueError(f"cpo inputs: got no {name}, which the method uses; see required_scores()")
@@ -174,5 +174,5 @@ def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> Cpo
 
 
 def _per_row(values: Tensor) -> Tensor:
-    """Return the first value of each row [B] of a score that repeats on the row's tokens; padding is on the right."""
+    """Return, for each row, the first value [B] of a score that is the same on all tokens of a row."""
     return values[:, 0] if values.shape[1] else values.new_zeros(len(values))

@@ -66,7 +66,9 @@ def check_cpo(cfg: CpoConfig) -> None:
 
 
 def _check_hint(hint: HintConfig) -> None:
-    """Raise ConfigError for a template that does not fit its place, or a field that a source contradicts."""
+    """Raise ConfigError for a hint template that does not suit its place, or a hint field given beside a hint
+    source.
+    """
     blanks = {"{hint}", "{question}"}
     expected = blanks if hint.place == "user_turn" else {"{hint}"}
     if {blank for blank in blanks if blank in hint.template} != expected or hint.template.count("{hint}") != 1:

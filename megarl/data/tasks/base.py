@@ -1,4 +1,4 @@
-"""Built-in tasks, and how their problems are drawn and held out."""
+"""Define what a built-in task is, and how its problems are drawn and held out."""
 
 import random
 import zlib

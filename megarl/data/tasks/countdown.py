@@ -1,4 +1,5 @@
-"""Countdown: use every number once to reach the target: `4 5 9 -> 8`, answered `<answer>4+9-5</answer>`.
+"""Define the task Countdown: use every number once to reach a target. `4 5 9 -> 8` has the answer
+`<answer>4+9-5</answer>`.
 
 Level n has n + 2 numbers from 1 to 9, all added but at most one, and so n + 3 candidates to search. The worked answer
 tries the candidates in order until one hits; the cheap one is a random candidate.
@@ -17,7 +18,9 @@ MISCALCULATED_FRAC = 0.5
 
 
 def candidates(numbers: tuple[int, ...]) -> list[tuple[str, int]]:
-    """List expressions and values in the order of the search: all added, then the last subtracted … the first."""
+    """List expressions and their values in the order of the search: first the plain sum, then with one number
+    subtracted.
+    """
     total = sum(numbers)
     found = [("+".join(map(str, numbers)), total)]
     for i in reversed(range(len(numbers))):
@@ -58,7 +61,7 @@ def _cheap(problem: Problem, rng: random.Random) -> str:
 
 
 def _corrupted_worked(problem: Problem, rng: random.Random) -> str:
-    """Write a search that stops at a wrong candidate, whose value it may miscalculate to be the target."""
+    """Write a wrong search: it stops at a candidate that misses the target, perhaps by a miscalculated value."""
     found = candidates(problem.numbers)
     wrong = [i for i, (_, value) in enumerate(found) if value != problem.target]
     last = rng.choice(wrong)
@@ -74,7 +77,9 @@ def _corrupted_direct(problem: Problem, rng: random.Random) -> str:
 
 
 def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
-    """List what adds and subtracts the numbers in any order, with its value, and as answer what hits the target."""
+    """List the lines that may come next in a right answer: a candidate with its value, or the answer that hits the
+    target.
+    """
     if lines and lines[-1].startswith("<answer>"):
         return set()
     found = set()

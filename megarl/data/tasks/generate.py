@@ -1,4 +1,6 @@
-"""Parquet files of a built-in task, from one seed: demonstrations, RL prompts, held-out prompts, preference pairs."""
+"""Write Parquet files of a built-in task from one seed: demonstrations, RL prompts, held-out prompts, preference
+pairs.
+"""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping

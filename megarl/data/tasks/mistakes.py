@@ -1,4 +1,4 @@
-"""Find the first mistake of an answer to a built-in task, by the lines that may stand next in a right one."""
+"""Find the first mistake in an answer to a built-in task, from the lines that may come next in a right answer."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Sums of one-digit numbers: `5+7+3+6=?`, answered by running totals and `#### 21`.
+"""Define the task of sums of one-digit numbers: `5+7+3+6=?` is answered by running totals and `#### 21`.
 
 Level n adds n + 1 numbers from 1 to 9. The cheap answer is the sum to the nearest ten.
 """
@@ -45,7 +45,7 @@ def _cheap(problem: Problem, rng: random.Random) -> str:
 
 
 def _corrupted_worked(problem: Problem, rng: random.Random) -> str:
-    """Misread numbers and get totals wrong, each followed by what follows from it, and at last the answer."""
+    """Write a wrong answer: misread numbers and wrong totals, whose consequences follow, and the resulting number."""
     while True:
         numbers, totals = [*problem.numbers[:1]], [*problem.numbers[:1]]
         for number in problem.numbers[1:]:
@@ -61,7 +61,9 @@ def _corrupted_direct(problem: Problem, rng: random.Random) -> str:
 
 
 def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
-    """List the answer and, for each number that is left, the step that adds it; numbers may come in any order."""
+    """List the lines that may come next in a right answer: the next total for each number that is left, or the
+    answer.
+    """
     answer = f"#### {problem.target}"
     if answer in lines:
         return set()
@@ -81,7 +83,7 @@ def _worked(numbers: Sequence[int], totals: Sequence[int], answer: int) -> str:
 
 
 def _slipped(total: int, rng: random.Random, slip_frac: float) -> int:
-    """Return the total, or with some probability one near it, as one errs: a few off, or a carry; none below 1."""
+    """Return the total or, with probability `slip_frac`, a wrong one at least 1: a few off, or a forgotten carry."""
     if rng.random() >= slip_frac:
         return total
     slip = rng.choice(SLIPS) * rng.choice((-1, 1))
