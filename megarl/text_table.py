@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
-    """Lay out rows as lines with columns of equal width, flush right except for the columns `left`.
+    """Lay out rows as lines with columns of equal width, aligned right except for the columns `left`.
 
     >>> align([["a", "1"], ["bb", "10"]])
     ['a    1', 'bb  10']

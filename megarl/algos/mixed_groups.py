@@ -57,7 +57,7 @@ def without_truncated(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
 
 
 def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> Tensor:
-    """Return [B, T] bool, true on loss tokens of probability ≤ `drop_above`; the others neither train nor count.
+    """Return [B, T] bool, true on loss tokens of probability ≤ `drop_above`. The other tokens neither train nor count.
 
     The old policy's probability decides, so that the count is known before the first backward pass and the objective
     does not depend on how rows are split. The current policy's is the same at the first optimizer step of a batch.

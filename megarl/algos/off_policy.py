@@ -102,7 +102,7 @@ class ImitationMasks:
 def imitation_masks(
     loss_mask: Tensor, demonstration_mask: Tensor, tokens: Literal["demonstration", "row"]
 ) -> ImitationMasks:
-    """In rows with a demonstration, mark its tokens or the whole row as imitated; other rows get the policy loss.
+    """Mark which tokens get the imitation loss: in rows with a demonstration, its tokens or the whole row.
 
     loss = agg(policy loss over `policy`) − sft_coef · mean over `imitated` of logprobs
 

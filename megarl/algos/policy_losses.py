@@ -124,7 +124,8 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("reinforce")
 def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute REINFORCE (Williams, 1992): l = −A·logprobs, no ratio, no clip: the policy gradient on its own samples.
+    """Compute REINFORCE (Williams, 1992): l = −A·logprobs, the policy gradient on its own samples, without ratio or
+    clip.
 
     >>> reinforce(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]

@@ -48,7 +48,7 @@ _LENGTH_EPS = 1e-9
 
 @PREFIX_STRATEGIES.register("none")
 def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Use nothing of the demonstration.
+    """Use no part of the demonstration.
 
     >>> none(Slot(step=1, index=0, count=2), DemonstrationConfig())
     Window(low=0.0, high=0.0)

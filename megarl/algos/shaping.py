@@ -44,7 +44,7 @@ def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 
 def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Shape advantages with CPO, or if that needs the current entropy, send its inputs to the loss as scores.
+    """Shape advantages with CPO; if CPO needs the current entropy, pass its inputs on to the loss, which shapes there.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)

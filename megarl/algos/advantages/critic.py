@@ -73,7 +73,7 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Use the critic as its own reward: A_t = V_last − V_t (0 on the last token), and returns V_last.
+    """Use the critic's value of the last token as the reward: A_t = V_last − V_t, and returns V_last.
 
     This is GAE with γ = λ = 1 and the reward V_last. The rewards of the batch are not read.
 

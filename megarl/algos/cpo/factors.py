@@ -164,7 +164,7 @@ def row_entropy(entropy: Tensor, active: Tensor) -> Tensor:
 
 
 def credit_ratio(advantages: Tensor, delta: Tensor) -> Tensor:
-    """Return exp(sign(A)·clip(d, ±10)): above 1 where the hint speaks for a token's credit, or against one with blame.
+    """Return exp(sign(A)·clip(d, ±10)): above 1 for rewarded tokens the hint favours and penalised ones it disfavours.
 
     >>> credit_ratio(tensor([[1.0, -1.0]]), tensor([[1.0, 1.0]])).round(decimals=2).tolist()
     [[2.72, 0.37]]

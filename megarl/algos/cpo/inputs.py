@@ -99,7 +99,7 @@ def inputs_from_batch(
     *,
     vocab_size: int,
 ) -> CpoInputs:
-    """Gather the inputs of a whole step from the scores that the step has.
+    """Gather CPO's inputs for a whole step from the batch's scores.
 
     >>> batch, advantages = step("ab", [1.0, 0.0]), tensor([[1.0], [0.0]])
     >>> inputs_from_batch(batch, advantages, CpoConfig(), vocab_size=10).difficulty.tolist()

@@ -29,7 +29,7 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute statistics, over the active tokens, of what the configured method reads of the hint.
+    """Compute statistics, over the active tokens, of the hint's quantities that the configured method reads.
 
     `cpo/delta_*` are of d, `cpo/mi_*` of MI if the formula reads it: mean, standard deviation, range, share of positive
     values, and means over rows by verdict and by difficulty. Shares of tokens: with d beyond ±ln λ, and of
@@ -78,7 +78,7 @@ def _means_by_rows(name: str, values: Tensor, x: CpoInputs) -> dict[str, float]:
 
 
 def cpo_metrics(before: Tensor, after: Tensor, x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute `hint_metrics`, the means of `shift_diagnostics` over loss tokens, and those of the change by rows.
+    """Compute all of CPO's metrics: `hint_metrics`, means of `shift_diagnostics`, and the change by kind of row.
 
     >>> x = terms([[1.0, -2.0]]).inputs
     >>> before, after = tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]])

@@ -56,7 +56,7 @@ def make_terms(
     uses_entropy: bool,
     coefficients: Mapping[str, float] = MappingProxyType({}),
 ) -> Terms:
-    """Compute the terms of a formula; those that it does not use are 0, and their inputs may be missing.
+    """Compute the tensors that a formula reads. Tensors that it does not read are 0, and their inputs may be missing.
 
     Raises NonFiniteError for NaN or infinity on a token that is read.
 
