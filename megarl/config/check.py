@@ -126,6 +126,19 @@ def _require_train_data(config: Config) -> None:
         raise ConfigError("data.train: is empty; list parquet or JSONL files, as in data.train=[a.parquet]")
 
 
+def _require_sound_validation(config: Config) -> None:
+    validation = config.validation
+    if config.trainer.total_steps == 0 and not config.data.val:
+        raise ConfigError(
+            "trainer.total_steps: got 0, which only validates, but data.val is empty; set data.val, or take more steps"
+        )
+    if any(k > validation.num_samples for k in validation.pass_at):
+        raise ConfigError(
+            f"validation.pass_at: got {list(validation.pass_at)}, expected at most validation.num_samples="
+            f"{validation.num_samples}; raise that, or lower these"
+        )
+
+
 def _require_profile_within_run(config: Config) -> None:
     if (steps := config.logging.profile_steps) is None:
         return
@@ -227,6 +240,7 @@ COMMON_RULES: tuple[Rule, ...] = (
 TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
     _require_profile_within_run,
+    _require_sound_validation,
     _require_scores_for_keep_best,
     _require_sound_rollout,
     check_rewards,

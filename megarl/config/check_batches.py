@@ -46,6 +46,12 @@ def check_row_fits_engine(config: Config) -> None:
             f"rollout.engine.max_model_tokens: got {limit}, expected >= {longest} "
             f"({max_row_terms(config)}); raise it, shorten the two, or set it to null"
         )
+    validated = config.data.max_prompt_tokens + (config.validation.max_response_tokens or 0)
+    if limit is not None and limit < validated:
+        raise ConfigError(
+            f"rollout.engine.max_model_tokens: got {limit}, expected >= {validated} (data.max_prompt_tokens + "
+            "validation.max_response_tokens); raise it, lower the latter, or set it to null"
+        )
 
 
 def check_whole_mini_batches(config: Config) -> None:
@@ -103,8 +109,10 @@ def check_pair_fits_micro_batch(config: Config) -> None:
 
 
 def check_train_outlasts_warmup(config: Config) -> None:
-    """Raise ConfigError unless actor and critic have optimizer steps left after their warm-up."""
+    """Raise ConfigError if a run with steps ends before actor and critic have passed their warm-up."""
     trainer, critic = config.trainer, config.critic
+    if not trainer.total_steps:
+        return
     if critic.warmup_steps > trainer.total_steps:
         raise ConfigError(
             f"critic.warmup_steps: got {critic.warmup_steps}, expected <= trainer.total_steps={trainer.total_steps}, "

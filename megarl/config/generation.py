@@ -96,8 +96,13 @@ class ValidationConfig:
     # Steps between validations; the last step is always validated.
     every_steps: int = setting(10, Range(expected=">= 1 (data.val=[] skips validation)", at_least=1))
     num_samples: int = setting(1, AT_LEAST_1)  # Sampled answers per prompt.
+    pass_at: tuple[int, ...] = setting((), AT_LEAST_1)  # Report pass@k for these k, at most num_samples.
     # Temperature of the sampled answers.
     temperature: float = setting(1.0, Range(expected="> 0 (validation.greedy=true is argmax)", above=0))
+    top_p: float = setting(1.0, SHARE)  # Nucleus sampling threshold of the sampled answers.
+    # Number of most likely tokens to sample from.
+    top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1))
+    max_response_tokens: int | None = setting(None, AT_LEAST_1)  # Maximum length; null: rollout.max_response_tokens.
     greedy: bool = True  # Also score one greedy answer per prompt.
     # Use only the first prompts of data.val, at most this many; null: all.
     max_prompts: int | None = setting(None, AT_LEAST_1)

@@ -107,7 +107,8 @@ class DataConfig:
 class TrainerConfig:
     """Set the length and batch sizes of the training loop. Sizes count prompts, each with rollout.num_samples rows."""
 
-    total_steps: int = setting(100, AT_LEAST_1)  # Number of training steps: rollout, update, sync.
+    # Number of training steps: rollout, update, sync. 0 validates the model and ends.
+    total_steps: int = setting(100, AT_LEAST_0)
     prompts_per_step: int = setting(128, AT_LEAST_1)  # Prompts of one rollout batch.
     # Prompts per optimizer step; null: one optimizer step per batch.
     mini_batch_prompts: int | None = setting(None, AT_LEAST_1)

@@ -56,6 +56,12 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
     return mask
 
 
+def final_answer(text: str) -> str | None:
+    r"""Return the final answer of a response: the last of \boxed{…}, <answer>…</answer> and #### …, or None."""
+    spans = [(end, start) for start, end in _spans(text) if start < end]
+    return text[max(spans)[1] : max(spans)[0]] if spans else None
+
+
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield the character range [start, end) of each kind of final answer in the text, without surrounding spaces."""
     found = []

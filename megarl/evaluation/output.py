@@ -7,12 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.evaluation.estimates import Answer, SourceResult
+from megarl.record.answers import Answer, SourceResult, write_answers
 from megarl.text_table import align
 
 TABLE, SAMPLES = "table.parquet", "samples.parquet"
-_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64(), bool: pa.bool_()}
-_ANSWER_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
 
 
 def results_text(results: Sequence[SourceResult]) -> str:
@@ -24,6 +22,7 @@ def results_text(results: Sequence[SourceResult]) -> str:
         "prompts",
         f"avg@{first.num_samples}",
         *(f"pass@{k}" for k in first.pass_at),
+        f"maj@{first.num_samples}",
         "greedy",
         "tokens",
         "truncated",
@@ -39,7 +38,8 @@ def _row(result: SourceResult) -> tuple[str, ...]:
         str(result.num_prompts),
         f"{result.avg:.3f}{error}",
         *(f"{value:.3f}" for value in result.pass_at.values()),
-        f"{result.greedy:.3f}",
+        f"{result.maj:.3f}",
+        "" if result.greedy is None else f"{result.greedy:.3f}",
         f"{result.response_tokens:.1f}",
         f"{result.truncated_frac:.1%}",
     )
@@ -48,7 +48,7 @@ def _row(result: SourceResult) -> tuple[str, ...]:
 def write_results(directory: Path, results: Sequence[SourceResult], answers: Sequence[Answer]) -> list[Path]:
     """Write both result files, the table last: an existing table means that the evaluation is complete."""
     samples, table = directory / SAMPLES, directory / TABLE
-    pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_ANSWER_SCHEMA), samples)
+    write_answers(samples, answers)
     partial = table.with_suffix(".partial")
     # Each pass@k is a column of its own: pass_at_1, pass_at_4, …
     rows = [asdict(r) | {f"pass_at_{k}": value for k, value in r.pass_at.items()} for r in results]

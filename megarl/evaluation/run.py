@@ -12,9 +12,9 @@ from megarl.cluster.roles import actor_role
 from megarl.config import dump
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
-from megarl.evaluation.estimates import Answer, results_by_source
 from megarl.evaluation.inputs import EvalInputs, EvalRequest, open_eval_inputs
 from megarl.evaluation.output import results_text, write_results
+from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import installed_versions
 from megarl.rewards.build import open_rewards
@@ -98,19 +98,8 @@ def _answers(inputs: EvalInputs, cluster: "Cluster") -> Iterator[Answer]:
                     num_dropped += 1
                     continue
                 num_tokens += len(sample.response_token_ids)
-                yield Answer(
-                    data=labels[sample.uid],
-                    data_source=prompt.data_source,
-                    uid=sample.uid,
-                    sample_index=sample.sample_index,
-                    greedy=greedy,
-                    prompt=str(inputs.tokenizer.decode(sample.prompt_token_ids)),
-                    response=str(inputs.tokenizer.decode(sample.response_token_ids)),
-                    ground_truth=prompt.ground_truth,
-                    reward=reward.score,
-                    correct=reward.correct,
-                    finish_reason=sample.finish_reason.value,
-                    num_response_tokens=len(sample.response_token_ids),
+                yield Answer.of(
+                    prompt, sample, reward, greedy=greedy, tokenizer=inputs.tokenizer, data=labels[sample.uid]
                 )
             num_done += len(batch.samples)
             progress.update(num_done, ProgressValues(tokens_per_s=num_tokens / (time.monotonic() - began)))

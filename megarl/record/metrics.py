@@ -51,6 +51,9 @@ class RunPaths:
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.parquet"
 
+    def validation(self, step: int) -> Path:
+        return self.root / "validation" / f"step_{step:06d}.parquet"
+
     def recorded_rollouts(self) -> list[Path]:
         """Return the rollout files that exist, in the order of their steps."""
         paths = self.root.glob("rollouts/step_*.parquet")

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from markupsafe import Markup
 
+from megarl.record.answers import Answer
 from megarl.record.metrics import RolloutRecord
 
 # A response counts as right from this reward on: splits 0/1, -1/1 and 0/0.1 (format only)/1 rewards alike.
@@ -19,16 +21,20 @@ _SPECIAL_TOKEN = re.compile(r"(<\|[^|<>\n]{1,60}\|>|</?[A-Za-z_][A-Za-z0-9_]{0,3
 _CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
-def is_right(row: RolloutRecord) -> bool:
-    return row.reward >= RIGHT_REWARD
+# A response with its verdict: of training, or of a validation.
+Response = TypeVar("Response", RolloutRecord, Answer)
 
 
-def pick_examples(rows: Sequence[RolloutRecord], num: int = NUM_EXAMPLES) -> list[RolloutRecord]:
+def is_right(row: RolloutRecord | Answer) -> bool:
+    return row.correct if isinstance(row, Answer) else row.reward >= RIGHT_REWARD
+
+
+def pick_examples(rows: Sequence[Response], num: int = NUM_EXAMPLES) -> list[Response]:
     """Pick up to `num` right, then up to `num` wrong rows, of different prompts as far as there are enough."""
     return [row for right in (True, False) for row in _pick([r for r in rows if is_right(r) is right], num)]
 
 
-def _pick(rows: Sequence[RolloutRecord], num: int) -> list[RolloutRecord]:
+def _pick(rows: Sequence[Response], num: int) -> list[Response]:
     seen: dict[str, int] = {}
     ranked = []
     for row in rows:

@@ -7,8 +7,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from megarl.record.answers import Answer
 from megarl.record.metrics import RolloutRecord, summarize
-from megarl.report.examples import FULL_GAIN, gain_text, is_right, pick_examples, visible_text
+from megarl.report.examples import FULL_GAIN, Response, gain_text, is_right, pick_examples, visible_text
 from megarl.report.figures import available_panels, panel_svg
 from megarl.report.run import Run
 from megarl.report.style import PALETTE
@@ -68,9 +69,9 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A rollout as the page shows it."""
+    """A response as the page shows it."""
 
-    row: RolloutRecord
+    row: RolloutRecord | Answer
     is_right: bool
     prompt: Markup
     response: Markup
@@ -78,11 +79,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleGroup:
-    """The examples of one recorded step."""
+    """Examples of the responses of a step or a validation, under a title that counts the right ones."""
 
-    step: int
-    num_rows: int
-    num_right: int
+    title: str
     examples: tuple[Example, ...]
 
 
@@ -110,7 +109,10 @@ def render_page(runs: Sequence[Run]) -> str:
         comparison=comparison_rows(runs) if len(runs) > 1 else [],
         scores=score_rows(run),
         figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
-        examples=[example_group(rows) for rows in (run.first_rollouts, run.last_rollouts) if rows],
+        examples=[
+            *(example_group(f"Step {rows[0].step}", rows) for rows in (run.first_rollouts, run.last_rollouts) if rows),
+            *([example_group("Last validation", run.answers)] if run.answers else []),
+        ],
         full_gain=FULL_GAIN,
         has_gains=any(row.tokens for row in (*run.first_rollouts, *run.last_rollouts)),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],
@@ -155,8 +157,8 @@ def comparison_rows(runs: Sequence[Run]) -> list[ScoreRow]:
     return rows
 
 
-def example_group(rows: Sequence[RolloutRecord]) -> ExampleGroup:
-    """Pick right and wrong responses of one recorded step."""
+def example_group(name: str, rows: Sequence[Response]) -> ExampleGroup:
+    """Pick right and wrong responses, and count the right ones among all recorded rows."""
     examples = tuple(
         Example(
             row=row,
@@ -167,12 +169,12 @@ def example_group(rows: Sequence[RolloutRecord]) -> ExampleGroup:
         for row in pick_examples(rows)
     )
     num_right = sum(is_right(row) for row in rows)
-    return ExampleGroup(step=rows[0].step, num_rows=len(rows), num_right=num_right, examples=examples)
+    return ExampleGroup(title=f"{name}: {num_right} of {len(rows)} recorded responses right", examples=examples)
 
 
-def _response(row: RolloutRecord) -> Markup:
+def _response(row: RolloutRecord | Answer) -> Markup:
     """Return a response as the page shows it: coloured by the gain of its tokens if the run recorded a hint's."""
-    if not row.tokens:
+    if isinstance(row, Answer) or not row.tokens:
         return visible_text(row.response)
     pairs = zip(row.base_advantage, row.advantage, strict=True)
     notes = [f"advantage {before:+.3f} → {after:+.3f}" for before, after in pairs]

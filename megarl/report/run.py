@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megarl.errors import DataError
+from megarl.record.answers import Answer, read_answers
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
 
 
@@ -29,7 +30,7 @@ class Series:
 class Run:
     """The contents of a run directory, read back for a report.
 
-    elapsed_s: seconds from the first to the last metrics line, pauses included.
+    elapsed_s: seconds from the first to the last metrics line, pauses included. answers: those of the last validation.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Run:
     versions: Mapping[str, str]
     first_rollouts: tuple[RolloutRecord, ...]
     last_rollouts: tuple[RolloutRecord, ...]
+    answers: tuple[Answer, ...] = ()
 
     def get(self, name: str) -> Series:
         return self.series.get(name, Series())
@@ -80,6 +82,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
     if not records:
         raise DataError(f"{paths.metrics} holds no metrics yet, expected at least one line; wait for the first step")
     rollouts = paths.recorded_rollouts()
+    validations = sorted(run_dir.glob("validation/step_*.parquet"))
     return Run(
         label=label,
         series=build_series(records),
@@ -89,6 +92,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         versions=json.loads(paths.versions.read_text()) if paths.versions.is_file() else {},
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
+        answers=tuple(read_answers(validations[-1])) if validations else (),
     )
 
 

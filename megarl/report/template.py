@@ -126,14 +126,14 @@ PAGE = """\
 {% endfor %}
 </div>
 {% if examples %}
-<h2>Example rollouts</h2>
+<h2>Example responses</h2>
 {% if has_gains %}
 <p class="note">Tokens that the hint makes <span style="background: color-mix(in srgb, var(--good) 60%, transparent)">
 likelier</span> or <span style="background: color-mix(in srgb, var(--bad) 60%, transparent)">less likely</span>; the
 colour is full from {{ full_gain }} nats on. Point at a token for its gain and its advantage before and after CPO.</p>
 {% endif %}
 {% for group in examples %}
-<h3>Step {{ group.step }}: {{ group.num_right }} of {{ group.num_rows }} recorded responses right</h3>
+<h3>{{ group.title }}</h3>
 <div class="examples">
 {% for example in group.examples %}
 <article{% if example.is_right %} class="right"{% endif %}>

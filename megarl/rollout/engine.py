@@ -71,7 +71,8 @@ def engine_spec(config: Config) -> EngineSpec:
 
     Where the context length is left open, it covers the longest prompt and response.
     """
-    needed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
+    needed = config.data.max_prompt_tokens + longest
     engine = config.rollout.engine
     if config.run.deterministic:
         # A cached prefix was computed in another batch than a new one would be: bits would depend on earlier requests.

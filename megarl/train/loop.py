@@ -5,7 +5,7 @@ needs, and the cluster for passes over rows. `megarl.train.wiring` makes its par
 """
 
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from megarl.cluster import Cluster, EngineSupervisor, residency
@@ -64,13 +64,10 @@ class Trainer:
     profiler: StepProfiler
     meter: PerformanceMeter
     timers: Timers
-    state: AlgoState = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.state = self.inputs.algorithm.initial_state()
+    state: AlgoState
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train up to step `trainer.total_steps`, validate, and export the trained models.
+        """Train up to step `trainer.total_steps`, validate, and export the trained models; 0 steps only validate.
 
         checkpoint: where to continue from; None starts at step 0.
 
@@ -93,7 +90,7 @@ class Trainer:
             if config.placement.offload:
                 progress.note(residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)))
             self.engines.push(start)
-            if start == 0 and config.validation.before_train:
+            if start == 0 and (config.validation.before_train or total == 0):
                 self._validate(0, log, progress)
             for step in range(start + 1, total + 1):
                 with self.profiler.around(step):
@@ -105,7 +102,7 @@ class Trainer:
                     score = self._validate(step, log, progress)
                 self.checkpoints.after_step(step, total=total, stop=stop, state=partial(self._run_state, step, score))
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
-        for role in (role for role in inputs.roles if role.trainable):
+        for role in (role for role in inputs.roles if role.trainable and total):
             self.memory.enter(residency.exporting(role.role))
             export_model(self.cluster.workers, role, paths[role.role])
         self.engines.close()
@@ -113,10 +110,8 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run one step, from prompts to engines that generate with the new weights."""
         inputs, config = self.inputs, self.inputs.config
-        seed, replayed = (
-            batch_seed(config.run.seed, step),
-            inputs.spec.dims if config.actor.moe.replay_routing else None,
-        )
+        seed = batch_seed(config.run.seed, step)
+        replayed = inputs.spec.dims if config.actor.moe.replay_routing else None
         collected = self.collector.collect(step)
         training = training_rows(collected, config.algo, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}

@@ -1,15 +1,20 @@
 """Validate the current policy on its answers to held-out prompts, sampled and greedy."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.cluster import residency
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
+from megarl.record.answers import Answer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import RolloutSource, SamplingPlan
 from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,59 +28,83 @@ class Validation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validator:
-    """A measurement of a policy on validation prompts.
+    """A measurement of a policy on validation prompts, with the estimates that `megarl eval` makes.
 
-    enter: called with the phase before each generation, so that the engines are on their devices.
+    answers: returns the file that takes the answers of a step. enter: called with the phase before each generation, so
+    that the engines are on their devices.
     """
 
     config: Config
     data: PromptDataset
+    tokenizer: "PreTrainedTokenizerBase"
     source: RolloutSource
     rewards: RewardManager
+    answers: Callable[[int], Path]
     enter: Callable[[residency.Phase], None]
 
     def validate(self, step: int) -> Validation:
-        """Compute the mean score per data source, over the answers that could be judged.
+        """Answer the prompts and estimate accuracy, over the answers that could be judged.
 
-        Metrics: `val/test_score/{data_source}` (sampled), `val/test_score_greedy/…` and `val/num_prompts/…`.
+        Metrics by data source are those of `validation_metrics`. All answers are written to the step's file.
         """
         settings = self.config.validation
         count = min(len(self.data), settings.max_prompts or len(self.data))
         prompts = [self.data[i] for i in range(count)]
-        sampled = self._mean_scores(prompts, step, greedy=False)
-        metrics = {f"val/test_score/{name}": score for name, score in sampled.items()}
-        for name in sampled:
-            metrics[f"val/num_prompts/{name}"] = sum(p.data_source == name for p in prompts)
-        summary = ", ".join(f"{name} {score:.3f}" for name, score in sampled.items())
+        answers = self._answers(prompts, step, greedy=False)
         if settings.greedy:
-            greedy = self._mean_scores(prompts, step, greedy=True)
-            metrics |= {f"val/test_score_greedy/{name}": score for name, score in greedy.items()}
-            summary += f" (greedy {', '.join(f'{score:.3f}' for score in greedy.values())})"
+            answers += self._answers(prompts, step, greedy=True)
+        write_answers(self.answers(step), answers)
+        results = results_by_source(answers, settings.pass_at)
+        metrics = {name: value for result in results for name, value in validation_metrics(result).items()}
         prefix = f"{self.config.checkpoint.best_metric}/"
         scores = [value for name, value in metrics.items() if name.startswith(prefix)]
+        summary = ", ".join(f"{result.data_source} {result.avg:.3f}" for result in results)
+        if settings.greedy:
+            greedy = (result.greedy for result in results if result.greedy is not None)
+            summary += f" (greedy {', '.join(f'{score:.3f}' for score in greedy)})"
         return Validation(
             metrics=metrics,
             score=sum(scores) / len(scores) if scores else None,
             summary=f"validation on {count} prompts: {summary}",
         )
 
-    def _mean_scores(self, prompts: Sequence[Prompt], step: int, *, greedy: bool) -> dict[str, float]:
+    def _answers(self, prompts: Sequence[Prompt], step: int, *, greedy: bool) -> list[Answer]:
         settings, rollout = self.config.validation, self.config.rollout
         plan = SamplingPlan(
             step=step,
             num_samples=1 if greedy else settings.num_samples,
             temperature=0.0 if greedy else settings.temperature,
-            top_p=1.0,
-            top_k=-1,
-            max_response_tokens=rollout.max_response_tokens,
+            top_p=1.0 if greedy else settings.top_p,
+            top_k=-1 if greedy else settings.top_k,
+            max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
             run_seed=self.config.run.seed,
         )
         self.enter(residency.GENERATE)
         judging = self.rewards.begin()
         self.source.submit(prompts, plan)
         batch = self.source.collect(len(prompts), timeout_s=rollout.timeout_s, on_sample=judging.add)
-        scores: dict[str, list[float]] = defaultdict(list)
-        for sample, reward in zip(batch.samples, judging.finish(batch.samples).rewards, strict=True):
-            if not reward.dropped:
-                scores[batch.prompts[sample.uid].data_source].append(reward.score)
-        return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
+        return [
+            Answer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)
+            for sample, reward in zip(batch.samples, judging.finish(batch.samples).rewards, strict=True)
+            if not reward.dropped
+        ]
+
+
+def validation_metrics(result: SourceResult) -> dict[str, float]:
+    """Return the metrics `val/…/{data source}` of one data source.
+
+    test_score: share of correct answers (avg@n), with test_score_std_error over prompts; test_score_greedy: the same of
+    greedy answers; pass@k, maj@n; reward, response_length and truncated_frac: means over sampled answers; num_prompts.
+    """
+    values = {
+        "val/test_score": result.avg,
+        "val/test_score_std_error": result.avg_std_error,
+        "val/test_score_greedy": result.greedy,
+        **{f"val/pass@{k}": value for k, value in result.pass_at.items()},
+        f"val/maj@{result.num_samples}": result.maj,
+        "val/reward": result.reward,
+        "val/response_length": result.response_tokens,
+        "val/truncated_frac": result.truncated_frac,
+        "val/num_prompts": float(result.num_prompts),
+    }
+    return {f"{name}/{result.data_source}": value for name, value in values.items() if value is not None}

@@ -64,12 +64,15 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         validator = Validator(
             config=config,
             data=inputs.val,
+            tokenizer=inputs.tokenizer,
             source=VllmSource(engines),
             rewards=validation_rewards,
+            answers=paths.validation,
             enter=memory.enter,
         )
     return Trainer(
         inputs=inputs,
+        state=inputs.algorithm.initial_state(),
         cluster=cluster,
         recorder=recorder,
         memory=memory,

@@ -167,6 +167,7 @@ def test_files_of_a_run(runs: Runs) -> None:
     expected = {"config.yaml", "metrics.jsonl", "report.html", "report.png"}
     expected |= {f"rollouts/step_00000{step}.parquet" for step in (1, 3)}
     expected |= {f"records/step_00000{step}.parquet" for step in (1, 2, 3)}
+    expected |= {f"validation/step_00000{step}.parquet" for step in (0, 2, 3)}
     expected |= {f"export/{file.name}" for file in runs.paths("sft").export.iterdir()}
     assert expected <= names
     assert {name.split("/")[0] for name in names - expected} <= {

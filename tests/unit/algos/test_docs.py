@@ -223,6 +223,7 @@ LOGGED_IN = (
     "parallel/moe/routing.py",
     "cluster/bridge.py",
     "train/loop.py",
+    "train/validate.py",
     "train/update.py",
 )
 

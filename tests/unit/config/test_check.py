@@ -64,7 +64,6 @@ AT_LEAST_1 = [
     "rollout.engine.max_model_tokens",
     "rollout.engine.kv_cache_mib",
     "rollout.engine.block_size",
-    "trainer.total_steps",
     "trainer.prompts_per_step",
     "trainer.mini_batch_prompts",
     "trainer.num_epochs",
@@ -394,3 +393,16 @@ def test_profiled_steps_lie_in_the_run() -> None:
             f"logging.profile_steps: got {steps}, expected first and last step with "
             "1 <= first <= last <= trainer.total_steps=100"
         )
+
+
+def test_a_run_without_steps_only_validates() -> None:
+    """So a warm-up that no step follows is no error, but a run that does nothing is one."""
+    fine = config(trainer__total_steps=0, actor__optimizer__warmup_steps=5, data__val=("val.parquet",))
+    check_train(fine)
+    got = message(check_train, trainer__total_steps=0, data__val=())
+    assert got.startswith("trainer.total_steps: got 0, which only validates, but data.val is empty")
+
+
+def test_pass_at_needs_so_many_answers() -> None:
+    got = message(check_train, validation__pass_at=(1, 4), validation__num_samples=2)
+    assert got.startswith("validation.pass_at: got [1, 4], expected at most validation.num_samples=2")

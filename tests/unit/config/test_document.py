@@ -74,7 +74,7 @@ def test_the_defaults_fit_the_json_schema() -> None:
     "tree",
     [
         {"trainer": {"total_step": 3}},
-        {"trainer": {"total_steps": 0}},
+        {"trainer": {"total_steps": -1}},
         {"trainer": {"total_steps": 1.5}},
         {"rollout": {"top_k": 0}},
         {"rollout": {"temperature": 0.0}},

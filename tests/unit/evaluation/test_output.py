@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from megarl.evaluation.estimates import SourceResult, results_by_source
 from megarl.evaluation.output import results_text, write_results
-from tests.unit.evaluation.test_estimates import answers
+from megarl.record.answers import SourceResult, results_by_source
+from tests.unit.record.test_answers import answers
 
 
 def result(name: str, *, error: float | None) -> SourceResult:
@@ -18,6 +18,7 @@ def result(name: str, *, error: float | None) -> SourceResult:
         avg=0.441,
         avg_std_error=error,
         pass_at={1: 0.441, 4: 0.8125},
+        maj=0.5,
         greedy=0.05,
         reward=0.441,
         response_tokens=17.25,
@@ -27,9 +28,9 @@ def result(name: str, *, error: float | None) -> SourceResult:
 
 def test_table() -> None:
     assert results_text([result("sums", error=0.0124), result("openai/gsm8k", error=None)]).splitlines() == [
-        "data         source        prompts          avg@8  pass@1  pass@4  greedy  tokens  truncated",
-        "val.parquet  sums              256  0.441 ± 0.012   0.441   0.812   0.050    17.2       1.2%",
-        "val.parquet  openai/gsm8k      256          0.441   0.441   0.812   0.050    17.2       1.2%",
+        "data         source        prompts          avg@8  pass@1  pass@4  maj@8  greedy  tokens  truncated",
+        "val.parquet  sums              256  0.441 ± 0.012   0.441   0.812  0.500   0.050    17.2       1.2%",
+        "val.parquet  openai/gsm8k      256          0.441   0.441   0.812  0.500   0.050    17.2       1.2%",
     ]
 
 
@@ -45,6 +46,8 @@ def test_files(tmp_path: Path) -> None:
         "num_samples": 2,
         "avg": 0.5,
         "avg_std_error": None,
+        # Neither response states a final answer.
+        "maj": 0.0,
         "greedy": 0.0,
         "reward": 0.25,
         "response_tokens": 7.0,

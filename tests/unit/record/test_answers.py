@@ -3,12 +3,21 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.evaluation.estimates import Answer, pass_at_k, results_by_source
+from megarl.record.answers import (
+    Answer,
+    majority_correct,
+    pass_at_k,
+    read_answers,
+    results_by_source,
+    write_answers,
+)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +124,36 @@ def test_prompts_are_told_apart_by_uid_not_by_order() -> None:
     ]
     shuffled = [ordered[i] for i in (4, 1, 5, 0, 2, 3)]
     assert results_by_source(shuffled, (1, 2)) == results_by_source(ordered, (1, 2))
+
+
+def voted(response: str, correct: bool) -> Answer:
+    (answer,) = answers("sums", "a", [correct], greedy=False)[1:]
+    return replace(answer, response=response)
+
+
+@pytest.mark.parametrize(
+    ("responses", "expected"),
+    [
+        # Two of three say 7.
+        ([(r"\boxed{7}", True), (r"so \boxed{ 7 }", True), (r"\boxed{8}", False)], 1.0),
+        ([("#### 8", False), ("#### 8", False), ("#### 7", True)], 0.0),
+        # A tie of a right and a wrong answer; the response without an answer has no vote.
+        ([("#### 8", False), ("<answer>7</answer>", True), ("no idea", False), ("none", False)], 0.5),
+        ([("no idea", True)], 0.0),
+    ],
+)
+def test_the_majority_of_final_answers(responses: list[tuple[str, bool]], expected: float) -> None:
+    assert majority_correct([voted(*response) for response in responses]) == expected
+
+
+def test_answers_that_nobody_could_judge_may_be_missing() -> None:
+    """Prompt a has one of two answers left, which is right; prompt b has one right one of two."""
+    left = [answer for answer in answers("sums", "a", [True, False], greedy=True) if answer.greedy or answer.correct]
+    [found] = results_by_source([*left, *answers("sums", "b", [True, False], greedy=True)], ks=(2,))
+    assert (found.num_samples, found.avg, found.pass_at) == (2, 0.75, {2: 1.0})
+
+
+def test_answers_come_back_from_their_file(tmp_path: Path) -> None:
+    written = answers("sums", "a", [True, False], greedy=False)
+    write_answers(tmp_path / "validation/step_000003.parquet", written)
+    assert read_answers(tmp_path / "validation/step_000003.parquet") == written

@@ -1,0 +1,170 @@
+"""Record judged answers of validations and evaluations, and estimate accuracy from them."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.data.answer_span import final_answer
+from megarl.types import FinishReason, Prompt, Reward, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One judged answer. A prompt has at most one `greedy` answer, and several sampled ones.
+
+    data: the data file, named by the shortest ending of its path that tells it from the others.
+    """
+
+    data: str
+    data_source: str
+    uid: str
+    sample_index: int
+    greedy: bool
+    prompt: str
+    response: str
+    ground_truth: str
+    reward: float
+    correct: bool
+    finish_reason: str
+    num_response_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        sample: Sample,
+        reward: Reward,
+        *,
+        greedy: bool,
+        tokenizer: "PreTrainedTokenizerBase",
+        data: str = "",
+    ) -> "Answer":
+        """Make the record of a sample that was judged."""
+        return cls(
+            data=data,
+            data_source=prompt.data_source,
+            uid=sample.uid,
+            sample_index=sample.sample_index,
+            greedy=greedy,
+            prompt=str(tokenizer.decode(sample.prompt_token_ids)),
+            response=str(tokenizer.decode(sample.response_token_ids)),
+            ground_truth=prompt.ground_truth,
+            reward=reward.score,
+            correct=reward.correct,
+            finish_reason=sample.finish_reason.value,
+            num_response_tokens=len(sample.response_token_ids),
+        )
+
+
+_ARROW_TYPES = {int: pa.int64(), str: pa.string(), float: pa.float64(), bool: pa.bool_()}
+_SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in Answer.__annotations__.items()])
+
+
+def write_answers(path: Path, answers: Sequence[Answer]) -> None:
+    """Write answers as parquet; the file appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist([asdict(answer) for answer in answers], schema=_SCHEMA), partial)
+    partial.replace(path)
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Read the answers that `write_answers` wrote."""
+    return [Answer(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceResult:
+    """The results on one data source of one file.
+
+    avg: share of correct answers among `num_samples` per prompt, mean over prompts (avg@n). avg_std_error: its standard
+    error over prompts, sd / √num_prompts; None for a single prompt. pass_at: k → pass@k, mean over prompts. maj:
+    accuracy of the majority of a prompt's answers (maj@n), see `majority_correct`. greedy: accuracy of greedy answers,
+    None without any. reward, response_tokens, truncated_frac: means over sampled answers.
+    """
+
+    data: str
+    data_source: str
+    num_prompts: int
+    num_samples: int
+    avg: float
+    avg_std_error: float | None
+    pass_at: Mapping[int, float]
+    maj: float
+    greedy: float | None
+    reward: float
+    response_tokens: float
+    truncated_frac: float
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Estimate, without bias, the probability that at least one of k answers is correct.
+
+    From n answers of which c are correct: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374).
+    """
+    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_correct} correct answers among {num_samples}: expected 1 <= k <= n, c <= n")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_correct(answers: Sequence[Answer]) -> float:
+    """Return the share of correct answers in the majority, the answers of a prompt whose final answer is most frequent.
+
+    Final answers (see `final_answer`) are compared as text without spaces; responses without one have no vote. Among
+    equally frequent final answers the share is their mean. It is 0 if no response has a final answer.
+    """
+    votes: dict[str, list[bool]] = defaultdict(list)
+    for answer in answers:
+        if text := final_answer(answer.response):
+            votes["".join(text.split())].append(answer.correct)
+    most = max(map(len, votes.values()), default=0)
+    return _mean([_mean([float(c) for c in group]) for group in votes.values() if len(group) == most] or [0.0])
+
+
+def results_by_source(answers: Sequence[Answer], ks: Sequence[int]) -> list[SourceResult]:
+    """Compute a result for each data source of each file, sorted by name.
+
+    Answers that nobody could judge may be missing: pass@k of a prompt with fewer answers than k takes all it has.
+    """
+    by_source: dict[tuple[str, str], list[Answer]] = defaultdict(list)
+    for answer in answers:
+        by_source[answer.data, answer.data_source].append(answer)
+    return [_result(data, source, by_source[data, source], ks) for data, source in sorted(by_source)]
+
+
+def _result(data: str, source: str, answers: Sequence[Answer], ks: Sequence[int]) -> SourceResult:
+    sampled = [answer for answer in answers if not answer.greedy]
+    by_prompt: dict[str, list[Answer]] = defaultdict(list)
+    for answer in sampled:
+        by_prompt[answer.uid].append(answer)
+    counts = [(len(group), sum(answer.correct for answer in group)) for group in by_prompt.values()]
+    shares = [correct / total for total, correct in counts]
+    greedy = [float(answer.correct) for answer in answers if answer.greedy]
+    return SourceResult(
+        data=data,
+        data_source=source,
+        num_prompts=len(by_prompt),
+        num_samples=max(total for total, _ in counts),
+        avg=_mean(shares),
+        avg_std_error=statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None,
+        pass_at={k: _mean([pass_at_k(total, correct, min(k, total)) for total, correct in counts]) for k in ks},
+        maj=_mean([majority_correct(group) for group in by_prompt.values()]),
+        greedy=_mean(greedy) if greedy else None,
+        reward=_mean([answer.reward for answer in sampled]),
+        response_tokens=_mean([float(answer.num_response_tokens) for answer in sampled]),
+        truncated_frac=_mean([float(answer.finish_reason == FinishReason.LENGTH) for answer in sampled]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,116 @@
+"""What a validation reports: accuracy, whatever the rewards are, with numbers by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.config.generation import ValidationConfig
+from megarl.config.schema import Config
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.record.answers import read_answers
+from megarl.rewards.judge import Judged
+from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
+from megarl.train.validate import Validator
+from megarl.types import DROPPED, FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment
+from tests.helpers.segments import policy_segment
+
+TOKENIZER = make_byte_tokenizer()
+# Per prompt, whether its sampled answers are right. Rewards are 1 and −1; None: nobody could judge it.
+SAMPLED: tuple[tuple[bool | None, ...], ...] = ((True, False, False, False), (True, True, True, None), (False,) * 4)
+
+
+class World(RolloutSource):
+    """Prompts whose sampled answers are right as SAMPLED says, and whose greedy ones are all right."""
+
+    def __init__(self) -> None:
+        self.plans: list[SamplingPlan] = []
+        self.prompts = [
+            Prompt(uid=f"q:{i}", token_ids=(65,), data_source="dapo", ground_truth="7") for i in range(len(SAMPLED))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+        plan = self.plans[-1]
+        samples = [
+            Sample(
+                uid=prompt.uid,
+                sample_index=i,
+                seed=0,
+                segments=(
+                    prompt_segment([65]),
+                    policy_segment(TOKENIZER.encode("#### 7" if self.is_right(prompt.uid, i, plan) else "#### 88")),
+                ),
+                finish_reason=FinishReason.STOP,
+            )
+            for prompt in self.prompts
+            for i in range(plan.num_samples)
+        ]
+        return RolloutBatch(prompts={prompt.uid: prompt for prompt in self.prompts}, samples=tuple(samples))
+
+    def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
+        return True if plan.temperature == 0 else SAMPLED[int(uid[2:])][sample_index]
+
+    def begin(self) -> "World":
+        return self
+
+    def add(self, prompt: Prompt, sample: Sample) -> None:
+        """Nothing: `finish` judges."""
+
+    def finish(self, samples: Sequence[Sample]) -> Judged:
+        verdicts = [self.is_right(sample.uid, sample.sample_index, self.plans[-1]) for sample in samples]
+        return Judged(
+            rewards=[DROPPED if right is None else Reward(score=2.0 * right - 1, correct=right) for right in verdicts],
+            tallies={},
+        )
+
+
+def test_the_score_is_accuracy_and_not_the_mean_reward(tmp_path: Path) -> None:
+    world = World()
+    config = Config(
+        validation=ValidationConfig(
+            num_samples=4, pass_at=(1, 2), temperature=0.6, top_p=0.95, top_k=20, max_response_tokens=99
+        )
+    )
+    validator = Validator(
+        config=config,
+        data=world,  # type: ignore[arg-type]
+        tokenizer=TOKENIZER,
+        source=world,
+        rewards=world,  # type: ignore[arg-type]
+        answers=lambda step: tmp_path / f"{step}.parquet",
+        enter=lambda phase: None,
+    )
+    result = validator.validate(3)
+    # Shares of 1/4, 3/3 and 0 are right. pass@2 of one right in four: 1 − C(3,2)/C(4,2) = 1/2.
+    assert result.metrics == pytest.approx(
+        {
+            "val/test_score/dapo": 1.25 / 3,
+            # Deviations −1/6, 7/12 and −5/12 of 5/12: variance (4 + 49 + 25)/144/2, over 3 prompts.
+            "val/test_score_std_error/dapo": (78 / 144 / 2 / 3) ** 0.5,
+            "val/test_score_greedy/dapo": 1.0,
+            "val/pass@1/dapo": 1.25 / 3,
+            "val/pass@2/dapo": 1.5 / 3,
+            "val/maj@4/dapo": 1 / 3,
+            # Four right and seven wrong ones.
+            "val/reward/dapo": (4 - 7) / 11,
+            "val/response_length/dapo": (4 * 6 + 7 * 7) / 11,
+            "val/truncated_frac/dapo": 0.0,
+            "val/num_prompts/dapo": 3.0,
+        }
+    )
+    assert result.score == pytest.approx(1.25 / 3)
+    sampled, greedy = world.plans
+    assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.max_response_tokens) == (0.6, 0.95, 20, 99)
+    assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.num_samples) == (0.0, 1.0, -1, 1)
+    written = read_answers(tmp_path / "3.parquet")
+    assert len(written) == 11 + 3
+    assert sum(answer.correct for answer in written if answer.greedy) == 3
