@@ -33,6 +33,8 @@ class RolloutConfig:
     # Number of most likely tokens to sample from; training requires -1.
     top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1))
     max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
+    stop: tuple[str, ...] = ()  # Texts that end a response, such as </answer>; the response ends with the text.
+    stop_token_ids: tuple[int, ...] = setting((), AT_LEAST_0)  # Tokens besides the eos token that end a response.
     # Time limit of one step's generation, and of one call to the trainer's ranks.
     timeout_s: float = setting(3600.0, POSITIVE, affects=("workers",))
     # Number of engine crashes that a run survives: each time the engine is restarted and its unfinished samples

@@ -109,6 +109,8 @@ class TrainerConfig:
 
     # Number of training steps: rollout, update, sync. 0 validates the model and ends.
     total_steps: int = setting(100, AT_LEAST_0)
+    # Passes over the training prompts, which set total_steps to total_epochs · ⌊prompts / prompts_per_step⌋, or null.
+    total_epochs: int | None = setting(None, AT_LEAST_1)
     prompts_per_step: int = setting(128, AT_LEAST_1)  # Prompts of one rollout batch.
     # Prompts per optimizer step; null: one optimizer step per batch.
     mini_batch_prompts: int | None = setting(None, AT_LEAST_1)

@@ -147,4 +147,6 @@ def _plan(config: Config, *, greedy: bool) -> SamplingPlan:
         top_k=-1 if greedy else rollout.top_k,
         max_response_tokens=rollout.max_response_tokens,
         run_seed=config.run.seed,
+        stop=config.rollout.stop,
+        stop_token_ids=config.rollout.stop_token_ids,
     )

@@ -1,6 +1,6 @@
 """Measure model FLOPs per second against the device's peak, and take profiler traces of chosen steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +10,9 @@ from megarl.device.accelerators import peak_tflops
 from megarl.device.platform import platform
 from megarl.types import Row
 from megarl.weights.families import Dims
+
+# Phases whose time depends on the tokens of a step, by verl's names.
+_TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 # Backward computes gradients of inputs and of weights: two matrix products for each one of forward.
 FORWARD_AND_BACKWARD = 3
@@ -79,6 +82,22 @@ class PerformanceMeter:
         tflops = self._num_epochs * update_flops(self._dims, rows) / update_s / self._num_ranks / 1e12
         measured = {"perf/tflops_per_rank": tflops}
         return measured | ({"perf/mfu": tflops / self._peak_tflops} if self._peak_tflops else {})
+
+
+def token_times(times: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float]:
+    """Return the throughput of a step, and milliseconds per token of its phases.
+
+    perf/tokens_per_s: tokens of the rows over the seconds of the step. timing_per_token_ms/PHASE: of generation over
+    response tokens, of the other phases over all tokens. `times`: timing_s/PHASE of the phases that took place.
+    """
+    num_response = max(1, sum(len(row.loss_mask) for row in rows))
+    num_tokens = max(1, sum(row.num_tokens for row in rows))
+    phases = {name.removeprefix("timing_s/"): seconds for name, seconds in times.items()}
+    return {"perf/tokens_per_s": num_tokens / phases["step"]} | {
+        f"timing_per_token_ms/{phase}": 1000 * seconds / (num_response if phase == "gen" else num_tokens)
+        for phase, seconds in phases.items()
+        if phase in _TOKEN_PHASES
+    }
 
 
 class ProfiledWorkers(Protocol):

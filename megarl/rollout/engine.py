@@ -31,6 +31,8 @@ class GenerationRequest:
     top_p: float
     top_k: int
     max_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +176,11 @@ class VllmEngine:
                 top_k=r.top_k,
                 max_tokens=r.max_tokens,
                 seed=r.seed,
+                stop=list(r.stop),
+                stop_token_ids=list(r.stop_token_ids),
                 logprobs=0,
-                detokenize=False,
+                # vLLM looks for stop strings in the text.
+                detokenize=bool(r.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for r in requests

@@ -22,7 +22,8 @@ def ignore_sample(prompt: Prompt, sample: Sample) -> None:
 class SamplingPlan:
     """How one batch of prompts is sampled; `temperature` 0 means greedy.
 
-    prefixes: what responses start with, by (uid, sample index), as far as they start with anything.
+    prefixes: what responses start with, by (uid, sample index), as far as they start with anything. stop,
+    stop_token_ids: texts and tokens besides the eos token that end a response, of which they are the last part.
     """
 
     step: int
@@ -32,6 +33,8 @@ class SamplingPlan:
     top_k: int
     max_response_tokens: int
     run_seed: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
 
     def prefix(self, uid: str, sample_index: int) -> Prefix:

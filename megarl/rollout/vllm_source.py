@@ -54,6 +54,8 @@ class VllmSource:
                 top_p=plan.top_p,
                 top_k=plan.top_k,
                 max_tokens=plan.num_tokens_left(prompt.uid, i),
+                stop=plan.stop,
+                stop_token_ids=plan.stop_token_ids,
             )
             for prompt, i in asked
         ]

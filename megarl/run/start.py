@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Do a reinforcement-learning run, from checks to report. Raises RunStopped if a signal ends it early."""
     inputs = open_train_inputs(config)
+    config = inputs.config
     checkpoint = find_checkpoint(config, "train") if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     for warning in inputs.warnings:

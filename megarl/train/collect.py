@@ -162,6 +162,8 @@ class GroupCollector:
                 top_k=rollout.top_k,
                 max_response_tokens=rollout.max_response_tokens,
                 run_seed=run_seed,
+                stop=rollout.stop,
+                stop_token_ids=rollout.stop_token_ids,
                 prefixes=prefixes,
             )
             self.enter(residency.GENERATE)

@@ -1,7 +1,7 @@
 """Open and check everything that a run reads before any process starts, so that mistakes cost nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,6 +168,10 @@ def open_train_inputs(config: Config) -> TrainInputs:
     demonstrations = config.algo.demonstrations if config.algo.demonstrations.strategy != "none" else None
     train = _open_prompts(config, train_files(config.data.train), tokenizer, demonstrations)
     val = _open_prompts(config, config.data.val, tokenizer) if config.data.val else None
+    if (epochs := config.trainer.total_epochs) is not None:
+        steps = epochs * (len(train) // config.trainer.prompts_per_step)
+        config = replace(config, trainer=replace(config.trainer, total_steps=steps, total_epochs=None))
+        check_train(config)
     if config.algo.off_policy.target_probs and not train.num_target_probs:
         raise DataError(
             "algo.off_policy.target_probs: got true, but no row of data.train has target_probs; add the column, or set "

@@ -13,7 +13,7 @@ from megarl.config.batches import batch_counts
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.metrics import MetricsLogger, Timers
-from megarl.record.performance import PerformanceMeter, StepProfiler
+from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, batch_metrics, resident_memory
 from megarl.seeds import batch_seed
@@ -97,10 +97,10 @@ class Trainer:
                     with self.timers("step"):
                         result = self.step(step)
                     self._log(step, result, log, progress)
-                score = None
-                if step % config.validation.every_steps == 0 or step == total:
-                    score = self._validate(step, log, progress)
-                self.checkpoints.after_step(step, total=total, stop=stop, state=partial(self._run_state, step, score))
+                due = step % config.validation.every_steps == 0 or step == total
+                state = partial(self._run_state, step, self._validate(step, log, progress) if due else None)
+                with self.timers("save_checkpoint"):  # logged with the next step
+                    self.checkpoints.after_step(step, total=total, stop=stop, state=state)
         paths = {Role.ACTOR: self.recorder.paths.export, Role.CRITIC: self.recorder.paths.export_critic}
         for role in (role for role in inputs.roles if role.trainable and total):
             self.memory.enter(residency.exporting(role.role))
@@ -143,7 +143,7 @@ class Trainer:
         metrics = {**result.metrics, **collected.metrics, **times, **self.memory.metrics(), **self.engines.metrics()}
         if rows:
             metrics |= batch_metrics(collected.rollout)
-            metrics["perf/tokens_per_s"] = sum(r.num_tokens for r in rows) / times["timing_s/step"]
+            metrics |= token_times(times, rows)
         if (update_s := times.get("timing_s/update_actor")) is not None:
             metrics |= self.meter.metrics(rows, update_s)
         log.log(step, metrics | resident_memory(self.cluster.pids))

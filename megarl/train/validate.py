@@ -78,6 +78,8 @@ class Validator:
             top_k=-1 if greedy else settings.top_k,
             max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
             run_seed=self.config.run.seed,
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
         )
         self.enter(residency.GENERATE)
         judging = self.rewards.begin()

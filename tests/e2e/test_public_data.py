@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,13 +12,17 @@ import pytest
 from megarl.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.schema import DataConfig
+from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
+from megarl.rollout.source import SamplingPlan
+from megarl.rollout.vllm_source import VllmSource
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
-from tests.e2e.support import RUN_FILE, SMALL, tied_head
+from tests.e2e.support import RUN_FILE, SMALL, random_prompts, tied_head
 from tests.helpers.public_rows import PUBLIC_FORMS
 
+TOKENIZER = make_byte_tokenizer()
 SHORT = ("TinyZero Countdown", "OpenRLHF")
 
 
@@ -50,3 +55,28 @@ def test_two_steps(cluster: Cluster, model: Path, tmp_path: Path, name: str) -> 
     # Every response was judged by the source's scorer; what a random model writes has no answer, or a wrong one.
     for metrics in steps:
         assert metrics["reward/parse_failed_frac"] + metrics["reward/wrong_frac"] == 1.0
+
+
+@tied_head
+def test_stop_strings_and_tokens_end_responses(cluster: Cluster) -> None:
+    """A response ends with the first token whose text completes a stop string, or with a stop token."""
+
+    def sample(**settings: Any) -> list[list[int]]:
+        prompts = random_prompts([5, 9, 12])
+        plan = SamplingPlan(
+            step=1, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=48, run_seed=3, **settings
+        )
+        source = VllmSource(cluster.engines)
+        source.submit(prompts, plan)
+        batch = source.collect(len(prompts), timeout_s=60.0)
+        return [sample.response_token_ids.tolist() for sample in batch.samples]
+
+    free = sample()
+    # A token of the first response, of which every other response may have some, too.
+    stop = free[0][len(free[0]) // 2]
+    expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in free]
+    assert sample(stop_token_ids=(stop,)) == expected
+    # Bytes are tokens, so that a letter is one.
+    letter = next(token for tokens in free for token in tokens if chr(97) <= TOKENIZER.decode([token]) <= chr(122))
+    expected = [tokens[: tokens.index(letter) + 1] if letter in tokens else tokens for tokens in free]
+    assert sample(stop=(TOKENIZER.decode([letter]),)) == expected

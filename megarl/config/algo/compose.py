@@ -7,7 +7,7 @@ from megarl.config.algo.cpo import CpoConfig
 from megarl.config.algo.luffy import DemonstrationConfig, OffPolicyConfig
 from megarl.config.algo.reinforce import AdvantageConfig, CorrectionConfig
 from megarl.config.algo.reward import FilterConfig, RewardConfig
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, PROBABILITY, Range, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class PolicyLossConfig:
     """Choose the per-token policy loss and its clipping range; the loss `reinforce` does not clip."""
 
     name: str = "ppo_clip"  # Name of the policy loss; see docs/algorithms.md.
-    clip_low: float = setting(0.2, PROBABILITY)  # Ratios are clipped below 1 - clip_low.
+    clip_low: float = setting(0.2, SHARE)  # Ratios are clipped below 1 - clip_low; 1: not at all.
     clip_high: float = setting(0.2, POSITIVE)  # Ratios are clipped above 1 + clip_high.
     # ppo_clip: for negative advantages, the loss is at most this × |advantage|; null: no bound.
     dual_clip: float | None = setting(3.0, Range(expected="> 1, or null for no bound", above=1))

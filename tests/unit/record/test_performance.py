@@ -9,7 +9,7 @@ from megarl.config.schema import ActorConfig, Config, LayoutConfig, LoggingConfi
 from megarl.device.accelerators import Device
 from megarl.device.platform import CpuPlatform
 from megarl.record import performance
-from megarl.record.performance import PerformanceMeter, forward_flops, update_flops
+from megarl.record.performance import PerformanceMeter, forward_flops, token_times, update_flops
 from megarl.types import Row
 from megarl.weights.dims import Dims, Experts, LatentAttention
 
@@ -88,3 +88,14 @@ def test_no_utilisation_without_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = PerformanceMeter(config(), DIMS).metrics(rows, update_s=1.0)
     assert measured["perf/mfu"] == pytest.approx(measured["perf/tflops_per_rank"] / 989.4)
     assert "perf/mfu" not in PerformanceMeter(config(dtype="float32"), DIMS).metrics(rows, update_s=1.0)
+
+
+def test_times_per_token() -> None:
+    """Two rows of 10 and 20 tokens, of which 4 and 6 are response: 2 s of generation for 10 tokens, 3 s for 30."""
+    rows = [row(6, [True] * 4), row(14, [True] * 6)]
+    times = {"timing_s/gen": 2.0, "timing_s/update_actor": 3.0, "timing_s/testing": 9.0, "timing_s/step": 6.0}
+    assert token_times(times, rows) == {
+        "perf/tokens_per_s": 5.0,
+        "timing_per_token_ms/gen": 200.0,
+        "timing_per_token_ms/update_actor": 100.0,
+    }

@@ -64,6 +64,12 @@ def test_every_sample_is_a_request_with_its_own_seed() -> None:
         assert (request.temperature, request.top_p, request.top_k, request.max_tokens) == (0.7, 0.9, 5, 3)
 
 
+def test_what_ends_a_response_reaches_the_engine() -> None:
+    engines = EchoEngines()
+    VllmSource(engines).submit(PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))
+    assert {(request.stop, request.stop_token_ids) for request in engines.requests} == {(("</answer>",), (7,))}
+
+
 def test_samples_name_prompt_group_seed_and_weights() -> None:
     engines = EchoEngines()
     source = VllmSource(engines)

@@ -127,6 +127,12 @@ def opened(models: Path, directory: Path, **sections: Any) -> TrainInputs:
     return open_train_inputs(from_dict(Config, {**tree, **sections}))
 
 
+def test_epochs_set_the_number_of_steps(models: Path, tmp_path: Path) -> None:
+    """Three passes over one prompt, one prompt per step."""
+    inputs = opened(models, tmp_path, trainer={"prompts_per_step": 1, "total_epochs": 3})
+    assert (inputs.config.trainer.total_steps, inputs.config.trainer.total_epochs) == (3, None)
+
+
 def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path, tmp_path: Path) -> None:
     """Otherwise it would read other tokens than those that were sampled."""
     reward_model = {"model_path": str(tmp_path / "critic")}
