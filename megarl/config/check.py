@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from megarl.config.check_batches import (
-    check_dp_divides_pairs,
-    check_dp_divides_rows,
-    check_dp_divides_sft_batch,
     check_pair_fits_micro_batch,
     check_row_fits_engine,
     check_row_fits_micro_batch,
@@ -248,7 +245,6 @@ TRAIN_RULES: tuple[Rule, ...] = (
     _require_other_hints,
     check_role_layouts,
     check_whole_mini_batches,
-    check_dp_divides_rows,
     _require_reward_model,
     check_replayed_routing,
     check_train_outlasts_warmup,
@@ -258,13 +254,11 @@ TRAIN_RULES: tuple[Rule, ...] = (
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,
-    check_dp_divides_sft_batch,
     check_sft_outlasts_warmup,
 )
 TRAIN_REWARD_RULES: tuple[Rule, ...] = (
     _require_pairs_alone,
     check_pair_fits_micro_batch,
-    check_dp_divides_pairs,
     check_train_reward_outlasts_warmup,
 )
 EVAL_RULES: tuple[Rule, ...] = (

@@ -64,39 +64,6 @@ def check_whole_mini_batches(config: Config) -> None:
         )
 
 
-def check_dp_divides_rows(config: Config) -> None:
-    """Raise ConfigError unless each role's dp divides its rows: per optimizer step if it trains, else per step."""
-    samples = config.rollout.num_samples
-    update, step = (mini_batch_prompts(config), "an optimizer step"), (config.trainer.prompts_per_step, "a step")
-    counted = {"actor": update, "reference": step, "critic": update, "reward_model": step}
-    for role, settings in role_settings(config).items():
-        dp, (prompts, what) = settings.layout.dp, counted[role]
-        if prompts * samples % dp:
-            raise ConfigError(
-                f"{role}.layout.dp: got {dp}, which does not divide the {prompts * samples} rows of {what} "
-                f"({prompts} prompts × rollout.num_samples={samples}); change dp, rollout.num_samples, "
-                "trainer.mini_batch_prompts or trainer.prompts_per_step"
-            )
-
-
-def check_dp_divides_sft_batch(config: Config) -> None:
-    """Raise ConfigError unless the actor's dp divides the batch of demonstrations."""
-    dp, batch_size = config.actor.layout.dp, config.sft.batch_size
-    if batch_size % dp:
-        raise ConfigError(
-            f"sft.batch_size: got {batch_size}, expected a multiple of actor.layout.dp={dp}; change either"
-        )
-
-
-def check_dp_divides_pairs(config: Config) -> None:
-    """Raise ConfigError unless the actor's dp divides the batch of preference pairs."""
-    dp, batch_size = config.actor.layout.dp, config.train_reward.batch_size
-    if batch_size % dp:
-        raise ConfigError(
-            f"train_reward.batch_size: got {batch_size}, expected a multiple of actor.layout.dp={dp}; change either"
-        )
-
-
 def check_pair_fits_micro_batch(config: Config) -> None:
     """Raise ConfigError unless one micro-batch holds both sides of the longest preference pair, as its loss needs."""
     longest = 2 * (max_row_tokens(config) + 1)

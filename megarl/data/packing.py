@@ -12,27 +12,27 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(slots=True)
 class _Bin:
-    """The rows of one bin, with the sum of their lengths."""
+    """The rows of one bin, with the sum of their costs or lengths."""
 
     total: int = 0
     indices: list[int] = field(default_factory=list)
 
 
-def balance(lengths: Sequence[int], num_bins: int, *, equal_size: bool) -> Bins:
-    """Split rows into bins of nearly equal sums by the largest differencing method (Karmarkar & Karp, 1982).
+def balance(costs: Sequence[int], num_bins: int) -> Bins:
+    """Split rows into bins of nearly equal costs by the largest differencing method (Karmarkar & Karp, 1982).
 
-    `equal_size`: the bins' row counts differ by at most one. No bin is empty if there are at least `num_bins` rows.
+    Numbers of rows differ: a bin of few long rows may stand beside one of many short rows. No bin is empty if there are
+    at least `num_bins` rows.
     """
-    _require_positive(lengths)
+    _require_positive(costs)
     if num_bins < 1:
         raise ConfigError(f"balance: got {num_bins} bins, expected >= 1")
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    group = num_bins if equal_size else 1
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     # A partial solution is a list of non-empty bins, heaviest first; the heap yields the one with the largest spread.
     heap = []
-    for start in range(0, len(order), group):
-        bins = [_Bin(lengths[i], [i]) for i in order[start : start + group]]
-        heap.append((-_spread(bins, num_bins), start, bins))
+    for number, i in enumerate(order):
+        bins = [_Bin(costs[i], [i])]
+        heap.append((-_spread(bins, num_bins), number, bins))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, number, first = heapq.heappop(heap)
@@ -85,17 +85,17 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
         num_bins = min(num_bins + max(1, num_bins // 50), len(lengths))
 
 
-def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1) -> list[Bins]:
-    """Split rows into the micro-batches of each of `dp` ranks.
+def plan_micro_batches(
+    lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1, costs: Sequence[int] | None = None
+) -> list[Bins]:
+    """Split rows into the micro-batches of each of `dp` ranks, which get nearly equal costs (None: equal lengths).
 
-    Every rank gets the same number of micro-batches, a multiple of `multiple` (for interleaved pipelines), and the
-    ranks' row counts differ by at most one. A micro-batch is empty only if there are fewer rows than `dp` × the number
-    of micro-batches, which happens only if `dp` does not divide the row count. With fewer rows than ranks, some ranks
-    have only empty micro-batches.
+    Ranks stay in step because every rank gets the same number of micro-batches, a multiple of `multiple` (for
+    interleaved pipelines). A rank with fewer rows than micro-batches, such as one with few long rows, has empty ones.
     """
     if not lengths:
         raise DataError("got no rows to split over data-parallel ranks, expected at least one; skip the pass")
-    for_rank = balance(lengths, dp, equal_size=True)
+    for_rank = balance(lengths if costs is None else costs, dp)
     num_bins = multiple
     while True:
         by_rank = [micro_batches([lengths[i] for i in indices], max_tokens, num_bins) for indices in for_rank]
@@ -108,8 +108,24 @@ def plan_micro_batches(lengths: Sequence[int], dp: int, max_tokens: int, *, mult
         num_bins = -(-max(counts) // multiple) * multiple
 
 
+def imbalance_metrics(plan: Sequence[Bins], lengths: Sequence[int], costs: Sequence[int]) -> dict[str, float]:
+    """Return metrics of how evenly a plan loads the data-parallel ranks.
+
+    global_seqlen/{mean,balanced_min,balanced_max}: tokens of a rank. global_seqlen/tokens_imbalance and
+    flops_imbalance: largest over mean, of tokens and of costs; all ranks wait for the one with the most work.
+    """
+    tokens, work = ([sum(values[i] for bins in rank for i in bins) for rank in plan] for values in (lengths, costs))
+    return {
+        "global_seqlen/mean": sum(tokens) / len(plan),
+        "global_seqlen/balanced_min": float(min(tokens)),
+        "global_seqlen/balanced_max": float(max(tokens)),
+        "global_seqlen/tokens_imbalance": max(tokens) * len(plan) / sum(tokens),
+        "global_seqlen/flops_imbalance": max(work) * len(plan) / sum(work),
+    }
+
+
 def _spread(bins: list[_Bin], num_bins: int) -> int:
-    """Return the difference in tokens between the heaviest (first) and the lightest bin of a partial solution."""
+    """Return the difference in cost between the heaviest (first) and the lightest bin of a partial solution."""
     return bins[0].total - (bins[-1].total if len(bins) == num_bins else 0)
 
 

@@ -24,6 +24,7 @@ from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
 from megarl.types.messages import LoadRequest, RoleSpec
+from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -56,7 +57,8 @@ class SupervisedTrainer:
     def __init__(self, task: SupervisedTask, config: Config, cluster: "Cluster", recorder: RunRecorder) -> None:
         self.task, self.config, self.cluster, self.recorder = task, config, cluster, recorder
         self.state, self.timers = AlgoState(), Timers()
-        self.updater = RoleUpdater(cluster.workers, task.role, task.objective, total_steps=task.total_steps)
+        dims = read_model_spec(task.role.model.path).dims
+        self.updater = RoleUpdater(cluster.workers, task.role, task.objective, total_steps=task.total_steps, dims=dims)
         self.sampler = PromptSampler(task.num_examples, task.batch_size, config.run.seed, config.data.shuffle)
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
 

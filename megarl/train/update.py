@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.cluster import residency
 from megarl.config.batches import actor_learns, mini_batch_prompts
 from megarl.config.schema import Config, OptimizerConfig
-from megarl.data.packing import plan_micro_batches
+from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.record.metrics import Timers
+from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
 from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.weights.dims import Dims
 
 if TYPE_CHECKING:
     from megarl.cluster.workers import RoleWorkers
@@ -25,10 +27,15 @@ class CountedObjective(Objective[Any], Protocol):
 
 
 class RoleScorer:
-    """The scoring passes of a role, trained or frozen, in micro-batches for its layout."""
+    """The scoring passes of a role, trained or frozen, in micro-batches for its layout.
 
-    def __init__(self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0) -> None:
-        self._workers, self._role, self._temperature = workers, role, temperature
+    Data-parallel ranks get nearly equal FLOPs of a model with these `dims` (None: nearly equal tokens).
+    """
+
+    def __init__(
+        self, workers: "RoleWorkers", role: RoleSpec, *, temperature: float = 1.0, dims: Dims | None = None
+    ) -> None:
+        self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
 
     def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
         """Compute all scores that the role's model has for the rows in one pass, by name and in row order.
@@ -49,29 +56,37 @@ class RoleScorer:
     def _score(self, rows: Sequence[Row], step: int, *, paired: bool) -> dict[str, list[FloatArray]]:
         request = ScoreRequest(role=self._role.role, temperature=self._temperature, step=step, paired=paired)
         # Do not send the scores of earlier passes along.
-        return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired), request)
+        return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
         """Return the rows without the scores that a pass of this role does not read."""
         return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
 
-    def _plan(self, rows: Sequence[Row], *, paired: bool) -> MicroBatchPlan:
-        """Plan the rows' micro-batches.
+    def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
+        """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.
 
         paired: each micro-batch holds rows of the first half, followed in the same order by their counterparts in the
         second.
         """
         layout, lengths, half = self._role.layout, [row.num_tokens for row in rows], len(rows) // 2
+        costs = lengths
+        if self._dims is not None:
+            sizes = [(row.num_tokens, len(row.loss_mask)) for row in rows]
+            costs = [forward_flops(self._dims, num_tokens=n, num_scored_tokens=r) for n, r in sizes]
         if paired:
-            lengths = [a + b for a, b in zip(lengths[:half], lengths[half:], strict=True)]
+            lengths, costs = (
+                [a + b for a, b in zip(values[:half], values[half:], strict=True)] for values in (lengths, costs)
+            )
         plan = plan_micro_batches(
             lengths,
             layout.dp,
             self._role.settings.micro_batch_tokens,
             # Interleaved pipelines take micro-batches in groups of pp.
             multiple=layout.pp if layout.virtual_pp > 1 else 1,
+            costs=costs,
         )
-        return MicroBatchPlan(plan).paired(half) if paired else MicroBatchPlan(plan)
+        metrics = imbalance_metrics(plan, lengths, costs)
+        return MicroBatchPlan(plan).paired(half) if paired else MicroBatchPlan(plan), metrics
 
 
 class RoleUpdater(RoleScorer):
@@ -85,8 +100,9 @@ class RoleUpdater(RoleScorer):
         *,
         total_steps: int,
         temperature: float = 1.0,
+        dims: Dims | None = None,
     ) -> None:
-        super().__init__(workers, role, temperature=temperature)
+        super().__init__(workers, role, temperature=temperature, dims=dims)
         self._objective, self._total_steps = objective, total_steps
         self.num_optimizer_steps = 0
 
@@ -107,8 +123,11 @@ class RoleUpdater(RoleScorer):
         )
         self.num_optimizer_steps += 1
         needed = self._sent(rows, self._objective.reads)
-        result = self._workers.update(needed, self._plan(rows, paired=paired), request)
-        return replace(result, before={i: result.before[i] for i in range(len(rows))})
+        plan, imbalance = self._plan(rows, paired=paired)
+        result = self._workers.update(needed, plan, request)
+        # The critic's rows are those of the actor.
+        metrics = {**result.metrics, **({} if self._role.role is Role.CRITIC else imbalance)}
+        return replace(result, metrics=metrics, before={i: result.before[i] for i in range(len(rows))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import Cluster, EngineSupervisor, residency
 from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.config.schema import Config
 from megarl.record.metrics import Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
@@ -23,7 +25,8 @@ from megarl.train.model_judge import ModelJudge, ModelRewards
 from megarl.train.score import ScoringPasses
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, UpdateStage
 from megarl.train.validate import Validator
-from megarl.types.messages import Role
+from megarl.types.messages import Role, RoleSpec
+from megarl.weights.families import read_model_spec
 from megarl.weights.safetensors_map import weight_specs
 
 
@@ -45,8 +48,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     if config.rollout.source == "replay":
         assert config.rollout.replay_dir is not None
         source = ReplaySource(Path(config.rollout.replay_dir))
-    temperature = config.rollout.temperature
-    scorers = {role.role: RoleScorer(workers, role, temperature=temperature) for role in inputs.roles}
+    scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
     rewards, validation_rewards = _reward_managers(inputs, scorers, memory)
     collector = GroupCollector(
         config=config,
@@ -125,9 +127,14 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
             role,
             objectives[role.role],
             total_steps=steps[role.role] * per_step,
-            temperature=config.rollout.temperature,
+            **_pass_settings(config, role),
         )
         for role in inputs.roles
         if role.trainable
     }
     return UpdateStage(config=config, updaters=updaters, has_critic=has_critic, enter=memory.enter, timers=timers)
+
+
+def _pass_settings(config: Config, role: RoleSpec) -> dict[str, Any]:
+    """Return what a role's passes need to know besides its layout: the temperature, and the sizes of its model."""
+    return {"temperature": config.rollout.temperature, "dims": read_model_spec(role.model.path).dims}

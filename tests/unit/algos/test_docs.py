@@ -224,6 +224,7 @@ LOGGED_IN = (
     "cluster/bridge.py",
     "train/loop.py",
     "train/validate.py",
+    "data/packing.py",
     "train/update.py",
 )
 

@@ -247,14 +247,9 @@ def test_mini_batches_are_whole() -> None:
     check_train(config(trainer__prompts_per_step=8, trainer__mini_batch_prompts=4))
 
 
-def test_dp_divides_the_rows_of_an_optimizer_step() -> None:
-    batch = {"trainer__prompts_per_step": 6, "rollout__num_samples": 2}
-    assert message(check_train, actor__layout__dp=4, trainer__mini_batch_prompts=3, **batch) == (
-        "actor.layout.dp: got 4, which does not divide the 6 rows of an optimizer step "
-        "(3 prompts × rollout.num_samples=2); change dp, rollout.num_samples, "
-        "trainer.mini_batch_prompts or trainer.prompts_per_step"
-    )
-    check_train(config(actor__layout__dp=4, **batch))  # 12 rows in one mini-batch
+def test_dp_need_not_divide_the_rows() -> None:
+    check_train(config(actor__layout__dp=4, trainer__prompts_per_step=3, rollout__num_samples=2))
+    check_sft(config(sft__batch_size=6, actor__layout__dp=4))
 
 
 def test_replay_needs_a_directory() -> None:
@@ -288,13 +283,6 @@ def test_sft_data_is_for_sft_only() -> None:
         "sft.train: is empty; list parquet or JSONL files, as in sft.train=[a.parquet]"
     )
     check_train(config(sft__train=[]))
-
-
-def test_dp_divides_the_sft_batch() -> None:
-    assert message(check_sft, sft__batch_size=6, actor__layout__dp=4) == (
-        "sft.batch_size: got 6, expected a multiple of actor.layout.dp=4; change either"
-    )
-    check_sft(config(sft__batch_size=8, actor__layout__dp=4))
 
 
 def test_warm_up_ends_before_sft_does() -> None:

@@ -65,18 +65,6 @@ def config(**sections: Any) -> Config:
             "rollout.max_response_tokens=28), or the longest row fits no micro-batch; raise it or shorten the two",
         ),
         (
-            {"critic": {"layout": {"dp": 4}}},
-            "critic.layout.dp: got 4, which does not divide the 6 rows of an optimizer step (2 prompts × "
-            "rollout.num_samples=3); change dp, rollout.num_samples, trainer.mini_batch_prompts or "
-            "trainer.prompts_per_step",
-        ),
-        (
-            {"actor": {"layout": {"tp": 8}}, "reference": {"layout": {"dp": 8}}},
-            "reference.layout.dp: got 8, which does not divide the 12 rows of a step (4 prompts × "
-            "rollout.num_samples=3); change dp, rollout.num_samples, trainer.mini_batch_prompts or "
-            "trainer.prompts_per_step",
-        ),
-        (
             {"critic": {"warmup_steps": 21}},
             "critic.warmup_steps: got 21, expected <= trainer.total_steps=20, or the actor never trains; shorten it or "
             "lengthen the run",
@@ -136,10 +124,6 @@ PAIRS = {"train_reward": {"train": ["pairs.jsonl"]}}
         (
             {"train_reward": {}},
             "train_reward.train: is empty; list parquet or JSONL files, as in train_reward.train=[a.jsonl]",
-        ),
-        (
-            {"train_reward": {"train": ["a.jsonl"], "batch_size": 7}},
-            "train_reward.batch_size: got 7, expected a multiple of actor.layout.dp=2; change either",
         ),
         (
             {**PAIRS, "actor": {"micro_batch_tokens": 257}},

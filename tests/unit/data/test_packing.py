@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import Bins, balance, micro_batches, plan_micro_batches
+from megarl.data.packing import Bins, balance, imbalance_metrics, micro_batches, plan_micro_batches
 from megarl.errors import ConfigError, DataError
 
 lengths_lists = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -21,32 +21,35 @@ def assert_partition(bins: Bins, num_rows: int) -> None:
 def test_balance_is_largest_differencing() -> None:
     # The textbook case: 8−7=1, 6−5=1, then 4−1=3, then 3−1=2. So 16 and 14, where greedy gives 17 and 13.
     lengths = [4, 8, 5, 7, 6]
-    bins = balance(lengths, 2, equal_size=False)
+    bins = balance(lengths, 2)
     assert_partition(bins, 5)
     assert sorted(totals(lengths, bins)) == [14, 16]
 
 
-def test_balance_of_equal_sizes() -> None:
-    # Pairs (9, 5) and (4, 1): differences 4 and 3, joined crosswise: 9+1 and 5+4.
-    assert sorted(balance([9, 1, 5, 4], 2, equal_size=True)) == [[0, 1], [2, 3]]
-    # Unequal sizes would put 9 alone.
-    assert sorted(balance([9, 1, 5, 3], 2, equal_size=False)) == [[0], [1, 2, 3]]
+def test_numbers_of_rows_may_differ() -> None:
+    assert sorted(balance([9, 1, 5, 3], 2)) == [[0], [1, 2, 3]]
 
 
-@given(lengths_lists, st.integers(1, 12), st.booleans())
-def test_balance_properties(lengths: list[int], num_bins: int, equal_size: bool) -> None:
-    bins = balance(lengths, num_bins, equal_size=equal_size)
+@given(st.lists(st.integers(1, 60), min_size=64, max_size=200), st.integers(1, 8))
+def test_balance_is_within_three_percent_where_the_longest_row_allows(lengths: list[int], num_bins: int) -> None:
+    """Costs as FLOPs grow with length, linearly and by the square; there are at least eight rows per bin."""
+    costs = [200 * n + n * n for n in lengths]
+    sums = totals(costs, balance(costs, num_bins))
+    assert max(sums) <= max(1.03 * sum(costs) / num_bins, max(costs))
+
+
+@given(lengths_lists, st.integers(1, 12))
+def test_balance_properties(lengths: list[int], num_bins: int) -> None:
+    bins = balance(lengths, num_bins)
     assert len(bins) == num_bins
     assert_partition(bins, len(lengths))
     sizes = [len(members) for members in bins]
     assert sum(size == 0 for size in sizes) == max(0, num_bins - len(lengths))
     assert all(members == sorted(members) for members in bins)
-    if equal_size:
-        assert max(sizes) - min(sizes) <= 1
     # Differencing never leaves a spread larger than the longest row.
     sums = totals(lengths, bins)
     assert max(sums) - min(sums) <= max(lengths)
-    assert balance(lengths, num_bins, equal_size=equal_size) == bins
+    assert balance(lengths, num_bins) == bins
 
 
 def test_micro_batches_by_hand() -> None:
@@ -80,9 +83,24 @@ def test_micro_batch_properties(lengths: list[int], max_tokens: int, min_bins: i
 
 
 def test_plan_by_hand() -> None:
-    # Ranks: 9+1 and 5+4 (above). The first needs two micro-batches of 9 tokens, so the second has two.
+    # Ranks: 9 and 5+4+1. The second needs two micro-batches of 9 tokens, so the first has two, one of them empty.
     plan = plan_micro_batches([9, 1, 5, 4], 2, 9)
-    assert sorted(plan) == [[[0], [1]], [[2], [3]]]
+    assert sorted(plan) == [[[0], []], [[2], [1, 3]]]
+    # By costs that weigh the 9 less, the ranks are 9+1 and 5+4.
+    assert sorted(plan_micro_batches([9, 1, 5, 4], 2, 9, costs=[8, 1, 5, 4])) == [[[0], [1]], [[2], [3]]]
+
+
+def test_imbalance_by_hand() -> None:
+    # Ranks with 9 and 10 tokens, and costs of 81 and 42.
+    lengths = [9, 1, 5, 4]
+    plan = [[[0], []], [[1, 3], [2]]]
+    assert imbalance_metrics(plan, lengths, [n * n for n in lengths]) == {
+        "global_seqlen/mean": 9.5,
+        "global_seqlen/balanced_min": 9.0,
+        "global_seqlen/balanced_max": 10.0,
+        "global_seqlen/tokens_imbalance": 20 / 19,
+        "global_seqlen/flops_imbalance": 162 / 123,
+    }
 
 
 def test_plan_of_an_odd_row_count_may_leave_a_micro_batch_empty() -> None:
@@ -120,7 +138,6 @@ def test_plan_properties(lengths: list[int], dp: int, max_tokens: int, multiple:
     assert num_bins % multiple == 0
     assert all(total <= max_tokens for bins in plan for total in totals(lengths, bins))
     sizes = [sum(len(members) for members in bins) for bins in plan]
-    assert max(sizes) - min(sizes) <= 1
     # A rank leaves a micro-batch empty only for want of rows.
     empty = [sum(not members for members in bins) for bins in plan]
     assert empty == [max(0, num_bins - size) for size in sizes]
