@@ -1,7 +1,7 @@
 """Define RL algorithms as pure functions of log-probs, rewards and masks.
 
-An algorithm is a composition of named choices (advantage estimator × policy loss × KL × aggregation), and each choice
-has a registry of functions. Nothing here knows about processes, devices, layouts or packing.
+An algorithm combines an advantage estimator, a policy loss, a KL estimator and an aggregation of token losses. Each is
+chosen by name from a registry of functions. None of them depends on processes, devices, parallel layouts or packing.
 
 `tests/unit/algos/test_examples.py` runs the examples in docstrings. They create float64 tensors with `tensor`, and
 inputs with the other short names that `tests/helpers/examples.py` defines.

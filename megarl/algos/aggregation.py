@@ -1,8 +1,8 @@
-"""Aggregate per-token losses into the objective: Σ local sums / one global denominator.
+"""Aggregate per-token losses into the objective: the sum of all micro-batches' local sums, divided by one denominator.
 
-Every micro-batch on every data-parallel rank contributes a local sum. The denominator counts the whole optimizer
+Every micro-batch on every data-parallel rank contributes a local sum. The denominator covers the whole optimizer
 mini-batch and is known before the first backward pass. The objective therefore does not depend on how rows are split.
-Rows without loss tokens add nothing to a sum and are not counted.
+Rows without loss tokens are neither summed nor counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from megarl.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Row counts are global numbers of an optimizer mini-batch: its rows with loss tokens, and its loss tokens."""
+    """The numbers of rows with loss tokens and of loss tokens in an optimizer mini-batch, over all ranks."""
 
     num_rows: int
     num_tokens: int
 
 
 def count_rows(rows: Sequence[Row]) -> RowCounts:
-    """Count the rows that have loss tokens, and those tokens.
+    """Count the rows that have at least one loss token, and count all loss tokens.
 
     >>> count_rows([row([1, 0, 1]), row([0])])
     RowCounts(num_rows=1, num_tokens=2)
@@ -35,10 +35,10 @@ def count_rows(rows: Sequence[Row]) -> RowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """An aggregation turns per-token losses into one number.
+    """An aggregation reduces per-token losses to a number: the sum of `local_sum` over micro-batches / `denominator`.
 
-    local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (global counts, horizon_tokens) → float; it may be 0
-    for an empty mini-batch, see `global_denominator`. uses_horizon: whether the denominator reads the horizon.
+    local_sum: (loss [B, T], mask [B, T]) → scalar. denominator: (counts over all ranks, horizon_tokens) → float, 0 for
+    an empty mini-batch (see `global_denominator`). uses_horizon: whether `denominator` reads `horizon_tokens`.
     """
 
     local_sum: Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ class Aggregation:
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the loss over loss tokens.
+    """Return the sum of the per-token loss over the loss tokens.
 
     >>> token_sum(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).item()
     3.0
@@ -94,7 +94,7 @@ AGGREGATIONS.register("dr_grpo")(
 
 
 def global_denominator(aggregation: Aggregation, counts: RowCounts, *, horizon_tokens: int) -> float:
-    """Return the number that local sums are divided by: at least 1, so that an empty mini-batch gives 0/1, not 0/0.
+    """Return the divisor of the local sums: at least 1, so that an empty mini-batch has the loss 0 and not NaN.
 
     >>> counts = RowCounts(num_rows=2, num_tokens=7)
     >>> global_denominator(AGGREGATIONS.get("dr_grpo"), counts, horizon_tokens=10)

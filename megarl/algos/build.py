@@ -1,4 +1,4 @@
-"""Build the algorithm that a configuration describes."""
+"""Build the algorithm object from the configuration section `algo`."""
 
 from megarl.algos.advantages import ADVANTAGE_ESTIMATORS, estimator_of
 from megarl.algos.composed import ComposedAlgorithm
@@ -16,9 +16,9 @@ from megarl.types import Algorithm
 
 
 def build_algorithm(cfg: AlgoConfig, *, max_response_tokens: int, vocab_size: int | None = None) -> Algorithm:
-    """Build the algorithm that `cfg` describes; raise ConfigError for unknown names and conflicts.
+    """Build the algorithm that `cfg` describes; raise ConfigError for unknown names and for conflicting settings.
 
-    Without `vocab_size` the algorithm can say which scores it requires, but CPO cannot shape advantages.
+    Without `vocab_size`, the algorithm can only say which scores it requires: CPO cannot then shape advantages.
 
     >>> build_algorithm(AlgoConfig(), max_response_tokens=8).token_local
     True

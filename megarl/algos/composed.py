@@ -50,11 +50,11 @@ ENTROPY_METRIC = "actor/entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposedAlgorithm:
-    """A composed algorithm implements `megarl.types.Algorithm` with the choices of an `AlgoConfig`.
+    """A policy-gradient algorithm made of the choices in an `AlgoConfig`; it implements `megarl.types.Algorithm`.
 
-    loss = agg(policy loss × correction) + kl_coef·agg(KL, if in the loss) − entropy_coef·agg(entropy). With
-    off_policy.loss=sft an imitation loss is added.
-    horizon_tokens: the length that some aggregations divide by. vocab_size: the model's, for CPO's uncertainty.
+    loss = agg(policy loss × correction) + kl_coef·agg(KL) − entropy_coef·agg(entropy), where the KL term exists only
+    with kl.where=loss. With off_policy.loss=sft, an imitation loss is added.
+    horizon_tokens: a fixed length by which some aggregations divide. vocab_size: the model's; CPO's certainty reads it.
     """
 
     cfg: AlgoConfig
@@ -95,9 +95,9 @@ class ComposedAlgorithm:
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
         """Compute advantages in this order: reward shaping → KL penalty → estimator → `ADVANTAGE_SHAPERS`.
 
-        Metrics: those of every stage; critic/advantages/{mean,max,min} over loss tokens, as the loss gets them, with
-        their population deviation `std`; critic/group_reward_std, the mean over rows of their group's deviation; this
-        step's KL coefficient. Scores: a critic's `returns`, and what the loss reads besides the advantages.
+        The metrics are those of each stage, this step's KL coefficient, critic/advantages/{mean,max,min,std} of the
+        final advantages over loss tokens (population std), and critic/group_reward_std (the groups' std, averaged over
+        rows). The scores are a critic's `returns` and further tensors that the loss reads.
         """
         cfg, mask = self.cfg, batch.loss_mask
         shaped = shape_rewards(batch, cfg.reward, max_response_tokens=self.max_response_tokens)
@@ -132,8 +132,8 @@ class ComposedAlgorithm:
     # --- the loss, per micro-batch
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Compute a mini-batch's denominators: `loss` is the aggregation's, the others count tokens (all loss tokens,
-        the policy's, those of demonstrations, imitated ones).
+        """Compute a mini-batch's denominators by name. `loss` is that of the configured aggregation. The others are
+        numbers of tokens: all loss tokens, those that the policy wrote, demonstration tokens, and imitated tokens.
         """
         counts = count_mixed(trained_rows(rows, self.cfg.off_policy), self.cfg.off_policy)
         aggregation = AGGREGATIONS.get(self.cfg.aggregation)
@@ -146,10 +146,10 @@ class ComposedAlgorithm:
         }
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
-        """Sum the loss terms of a micro-batch.
+        """Compute the local sums of all loss terms over a micro-batch.
 
-        If `rows` have no `old_logprobs`, the current log-probs take their place, which is correct if and only if
-        exactly one optimizer step uses the batch. Every ratio is then 1 and the gradient is the policy gradient.
+        Rows without `old_logprobs` use the current log-probs in their place. This is correct if and only if exactly one
+        optimizer step uses the batch: every ratio is then 1, and the gradient is the policy gradient.
         """
         cfg = self.cfg
         if out.logprobs.shape != rows.loss_mask.shape:
@@ -195,9 +195,9 @@ class ComposedAlgorithm:
         return LossSums(objective=objective, metrics=metrics)
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
-        """Update the coefficients of KL and entropy.
+        """Return the state for the next step, with updated coefficients of KL and entropy.
 
-        `metrics` are those of the step's update and of `advantages`; `KL_METRICS` names the KL among them.
+        `metrics` holds the metrics of this step's update and of `advantages`; `KL_METRICS` gives the name of the KL.
         """
         cfg = self.cfg
         follows_kl, follows_entropy = cfg.kl.where != "none", cfg.entropy.controller != "fixed"

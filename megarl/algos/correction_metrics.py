@@ -9,15 +9,15 @@ from megarl.algos.policy_losses import MAX_LOG_RATIO
 def correction_metrics(
     *, log_ratio: Tensor, sampled: Tensor, weights: Tensor, accepted: Tensor, advantages: Tensor
 ) -> dict[str, float]:
-    """Compute the metrics is/* over the n sampled tokens (or the rows that have some); all are 0 if there are none.
+    """Compute the metrics is/* over the n tokens that the engine sampled; all are 0 if there are none.
 
-    `log_ratio` is ln ρ [B, T] in float64 and 0 outside `sampled`; `weights` are those before gate and veto.
+    `log_ratio` is ln ρ [B, T] in float64, and 0 outside `sampled`. `weights` are from before gate and veto.
 
     accept_frac: share of tokens accepted. w_mean, w_max and ess = (Σ w)² / (n Σ w²) describe `weights`.
     chi2_token = mean ρ² − 1 and chi2_seq = mean over rows of (Π ρ)² − 1: χ²(trainer ‖ engine).
     k3 = mean(ρ − 1 − ln ρ): KL(engine ‖ trainer). log_ppl_gap: mean over rows of −mean ln ρ, the trainer's
-    log-perplexity minus the engine's. rejected_advantage_pos and _neg: Σ of the positive and of the negative
-    advantages of rejected tokens / n. Where they do not cancel, the gate itself pushes the policy.
+    log-perplexity minus the engine's. rejected_advantage_pos and _neg: the sums of positive and of negative advantages
+    of rejected tokens, each / n. If the two do not cancel, rejecting tokens biases the policy gradient.
 
     >>> both, zeros = tensor([[True, True]]), tensor([[0.0, 0.0]])
     >>> metrics = correction_metrics(

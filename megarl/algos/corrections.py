@@ -25,7 +25,7 @@ CORRECTION = "correction"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionInputs:
-    """The inputs hold all rows of a step, [B, T] each; `demonstration_mask`: loss tokens the engine did not sample."""
+    """All rows of a step, in tensors [B, T]. `demonstration_mask`: loss tokens that the engine did not sample."""
 
     old_logprobs: Tensor
     rollout_logprobs: Tensor
@@ -36,11 +36,11 @@ class CorrectionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A correction holds what the updates need, each [B, T], and the metrics to log.
+    """The result of `compute_correction`: tensors [B, T] that the updates read, and metrics to log.
 
-    weights: factors of the policy loss, in the dtype of the log-probs; 1 on demonstration tokens, 0 outside the loss
-    mask. accepted: bool, loss tokens that neither the gate nor the veto rejected. old_logprobs: the log-probs in the
-    denominator of the policy loss's ratio: the trainer's, or under `rollout_ratio` the engine's where it sampled.
+    weights: factors of the policy loss; 1 on demonstration tokens, 0 outside the loss mask. accepted: bool, the loss
+    tokens that neither gate nor veto rejected. old_logprobs: those in the policy loss's ratio, from the trainer, or
+    with `rollout_ratio` from the engine on the tokens that the engine sampled.
     """
 
     weights: Tensor
@@ -51,20 +51,20 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRatios:
-    """Log-ratios hold ln ρ [B, T] between trainer and engine, in float64 and clamped to ±20.
-
-    They are 0 where `sampled` (bool) is not set; sums and means are over sampled tokens."""
+    """The log-ratios ln ρ = ln π_trainer − ln π_engine [B, T], float64, clamped to ±20, and 0 outside `sampled`
+    (bool).
+    """
 
     token: Tensor
     sampled: Tensor
 
     @property
     def row_mean(self) -> Tensor:
-        """Return each row's mean of ln ρ, [B, 1]; it is 0 for a row without sampled tokens."""
+        """Return each row's mean of ln ρ over sampled tokens, [B, 1]; it is 0 for a row without sampled tokens."""
         return row_means(self.token, self.sampled)[:, None]
 
     def prefix_mean(self, *, own: bool) -> Tensor:
-        """Return the mean of ln ρ [B, T] over the sampled tokens before each position (`own`: or at it), 0 for none."""
+        """Return, per position, the mean of ln ρ over earlier sampled tokens (with `own`: and its own), 0 for none."""
         total, count = self.token.cumsum(-1), self.sampled.cumsum(-1)
         if not own:
             total, count = total - self.token, count - self.sampled.long()
@@ -76,7 +76,7 @@ Gate: TypeAlias = Callable[[LogRatios, CorrectionConfig], Tensor]
 
 
 def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh every token by 1.
+    """Give every token the weight 1.
 
     >>> one(ratios([[2.0, 0.5]]), CorrectionConfig()).tolist()
     [[1.0, 1.0]]
@@ -85,7 +85,7 @@ def one(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh tokens by ρ, or by min(ρ, token_cap) if `token_cap` is set.
+    """Give each token the weight ρ, or min(ρ, token_cap) if `token_cap` is set.
 
     >>> token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(token_cap=1.5)).tolist()
     [[1.5, 0.5]]
@@ -95,7 +95,7 @@ def token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh tokens by clip(ρ, low, high).
+    """Give each token the weight clip(ρ, low, high).
 
     >>> clipped_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(low=0.75, high=1.5)).tolist()
     [[1.5, 0.75]]
@@ -104,7 +104,7 @@ def clipped_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh tokens by min(ρ, high).
+    """Give each token the weight min(ρ, high).
 
     >>> truncated_token_ratio(ratios([[2.0, 0.5]]), CorrectionConfig(high=1.5)).tolist()
     [[1.5, 0.5]]
@@ -113,7 +113,7 @@ def truncated_token_ratio(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh all tokens of a row by min(Π ρ, high).
+    """Give all tokens of a row the weight min(Π ρ, high), with the product over the row's sampled tokens.
 
     >>> truncated_row_product(ratios([[2.0, 0.5], [2.0, 2.0]]), CorrectionConfig(high=1.5)).tolist()
     [[1.0, 1.0], [1.5, 1.5]]
@@ -123,7 +123,7 @@ def truncated_row_product(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def row_geometric_mean(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Weigh all n tokens of a row by (Π ρ)^(1/n).
+    """Give all tokens of a row the weight (Π ρ)^(1/n): the geometric mean of ρ over the row's n sampled tokens.
 
     >>> row_geometric_mean(ratios([[4.0, 1.0]]), CorrectionConfig()).tolist()
     [[2.0, 2.0]]
@@ -155,7 +155,7 @@ def token_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept whole rows with low ≤ geometric mean of the row's ρ ≤ high.
+    """Accept all tokens of a row if low ≤ geometric mean of the row's ρ ≤ high, otherwise none of them.
 
     >>> row_within(ratios([[4.0, 1.0], [4.0, 4.0]]), CorrectionConfig(high=3.0)).tolist()
     [[True, True], [False, False]]
@@ -164,7 +164,7 @@ def row_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept tokens with low ≤ g_t ≤ high, even after rejected ones; g_t is the geometric mean of ρ_1 … ρ_t.
+    """Accept tokens with low ≤ g_t ≤ high, with g_t the geometric mean of ρ_1 … ρ_t, even after a rejected token.
 
     >>> prefix_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[False, True]]
@@ -173,7 +173,7 @@ def prefix_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept the first token, and others with low ≤ g_{t−1} ≤ high (see `prefix_within`), known before y_t is drawn.
+    """Accept token t if low ≤ g_{t−1} ≤ high (g as in `prefix_within`), whatever token t is; always accept the first.
 
     >>> earlier_within(ratios([[4.0, 0.25]]), CorrectionConfig(high=3.0)).tolist()
     [[True, False]]
@@ -182,7 +182,7 @@ def earlier_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 
 def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
-    """Accept whole rows whose mean of −ln ρ, an estimate of KL(engine ‖ trainer), is at most `max_kl_nats`.
+    """Accept all tokens of a row if the row's mean of −ln ρ, which estimates KL(engine ‖ trainer), is ≤ `max_kl_nats`.
 
     >>> row_kl_within(ratios([[0.5, 0.5], [1.0, 0.5]]), CorrectionConfig(max_kl_nats=0.5)).tolist()
     [[False, False], [True, True]]
@@ -192,9 +192,9 @@ def row_kl_within(x: LogRatios, cfg: CorrectionConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionRule:
-    """A correction rule is a preset of weight and gate; `options` names the fields of `CorrectionConfig` that it reads.
-
-    rollout_ratio: whether the policy loss's own ratio is taken to the engine's log-probs."""
+    """A rule gives a correction's name its weight and gate (which tokens are accepted), and says which `options` it
+    reads. With `rollout_ratio`, the policy loss uses the engine's log-probs as the old log-probs.
+    """
 
     weight: Weight
     gate: Gate = every_token
@@ -236,7 +236,7 @@ CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_wit
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:
-    """Compute a step's correction, with statistics in float64; rows do not affect each other, except with `normalise`.
+    """Compute a step's correction weights, with statistics in float64. Rows are independent, except with `normalise`.
 
     Raises:
         NonFiniteError: a log-prob of a sampled token is not finite.
@@ -287,7 +287,7 @@ def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction
 
 
 def check_correction(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown correction, thresholds that reject a ratio of 1, and options that do not fit.
+    """Raise ConfigError for an unknown correction, bounds that reject a ratio of 1, or options that are not read.
 
     >>> check_correction(AlgoConfig(correction=CorrectionConfig(low=2.0)))
     Traceback (most recent call last):

@@ -1,7 +1,7 @@
 """Control the coefficient of the entropy bonus: loss = policy loss − coef · entropy.
 
-The entropy H is the mean over the step's policy tokens on all ranks, without a gradient; a coefficient learned from a
-rank's own entropy would differ between ranks. Each step uses the coefficient that was set after the previous step.
+A controller reads the entropy H: the mean over the step's policy tokens on all ranks, without a gradient. (Learned from
+each rank's own entropy, coefficients would differ between ranks.) It sets the coefficient for the next step.
 """
 
 import math
@@ -25,9 +25,9 @@ ENTROPY_CONTROLLERS: Registry[EntropyController] = Registry("entropy controller"
 
 
 def next_entropy_state(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """Compute the state for the next step with the configured controller; its coefficient is at most `max_coef`.
+    """Return the state for the next step from the configured controller; its coefficient is at most `max_coef`.
 
-    The first state is `EntropyState(coef=algo.entropy_coef)`. Raises NonFiniteError for an entropy that is not finite.
+    The first step's state is `EntropyState(coef=algo.entropy_coef)`. Raises NonFiniteError for a non-finite entropy.
 
     >>> cfg = AlgoConfig(entropy_coef=0.5, entropy=EntropyConfig(controller="proportional", target_nats=1.0))
     >>> next_entropy_state(EntropyState(coef=0.5), 2.0, cfg).coef
@@ -54,8 +54,8 @@ def fixed(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyS
 def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
     """Take one AdamW step of ln α on alpha_loss = (H − target)·α, whose gradient in ln α is (H − target)·α.
 
-    SAC learns its temperature this way (arXiv:1812.05905). α is held at or below `max_coef`, and leaves the bound as
-    soon as H exceeds the target. There is no weight decay, which would pull ln α to 0 and hence α to 1.
+    α is the coefficient. SAC learns its temperature in this way (arXiv:1812.05905). Weight decay is 0, because it would
+    pull α to 1. `next_entropy_state` bounds α by `max_coef`; α leaves the bound as soon as H exceeds the target.
 
     >>> cfg = AlgoConfig(entropy=EntropyConfig(controller="learned", target_nats=1.0, lr=0.1))
     >>> round(learned(EntropyState(coef=1.0), 0.5, cfg).coef, 3)
@@ -72,7 +72,7 @@ def learned(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> Entrop
 
 @ENTROPY_CONTROLLERS.register("proportional")
 def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> EntropyState:
-    """Set the coefficient to entropy_coef · target / H, at most `max_coef`; H counts as at least 1e-4 nats.
+    """Set the coefficient to entropy_coef · target / H, with H at least 1e-4 nats; `next_entropy_state` bounds it.
 
     >>> cfg = AlgoConfig(entropy_coef=0.5, entropy=EntropyConfig(controller="proportional", target_nats=1.0))
     >>> proportional(EntropyState(coef=0.5), 2.0, cfg).coef
@@ -83,7 +83,7 @@ def proportional(state: EntropyState, entropy_nats: float, cfg: AlgoConfig) -> E
 
 
 def check_entropy(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown entropy controller, or a coefficient that it cannot change.
+    """Raise ConfigError for an unknown controller, or an `entropy_coef` of 0 (never changes) or above `max_coef`.
 
     >>> check_entropy(AlgoConfig(entropy=EntropyConfig(controller="proportional")))
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Select the groups that train: remove those without signal, too easy or too hard, before rows are scored."""
+"""Remove groups (all samples of a prompt) that are too easy, too hard or without signal, before rows are scored."""
 
 import math
 from collections.abc import Mapping, Sequence

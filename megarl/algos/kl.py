@@ -1,8 +1,8 @@
-"""Estimate the KL to the reference per token, penalise rewards with it, and control its coefficient.
+"""Estimate the KL to the reference per token, subtract it from rewards as a penalty, and control its coefficient.
 
 With Δ = logprobs − ref_logprobs, k1 = Δ, k2 = Δ²/2 and k3 = e^−Δ + Δ − 1 estimate KL(policy ‖ reference) on
 tokens that the policy sampled (J. Schulman, "Approximating KL divergence", 2020). As *losses* they differ: in
-expectation, the gradient of k2 is that of the reverse KL, the gradient of k3 is not, and the gradient of k1 is zero.
+expectation, k2 has the gradient of the reverse KL, k3 has a different gradient, and the gradient of k1 is zero.
 """
 
 import math
@@ -29,7 +29,7 @@ _MAX_K3 = 10.0
 
 @KL_ESTIMATORS.register("k1", "kl")
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return Δ, an unbiased estimate of the KL that may be negative.
+    """Return Δ = logprobs − ref_logprobs, an unbiased estimate of the KL that may be negative.
 
     >>> k1(tensor([-1.0]), tensor([-2.0])).tolist()
     [1.0]
@@ -39,7 +39,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("abs")
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return |Δ|, which in expectation bounds the KL from above but does not estimate it.
+    """Return |Δ|, Δ = logprobs − ref_logprobs. Its mean is an upper bound of the KL, not an estimate.
 
     >>> absolute(tensor([-2.0]), tensor([-1.0])).tolist()
     [1.0]
@@ -49,7 +49,7 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k2", "mse")
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return Δ²/2, a biased estimate of low variance whose expected gradient is that of the reverse KL.
+    """Return Δ²/2, a biased, low-variance KL estimate whose expected gradient is that of the reverse KL.
 
     >>> k2(tensor([-1.0]), tensor([-2.0])).tolist()
     [0.5]
@@ -59,7 +59,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k3", "low_var_kl")
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return e^−Δ + Δ − 1 clamped to ±10, an estimate that only the clamp biases; beyond it the gradient is 0.
+    """Return e^−Δ + Δ − 1, clamped to ±10: an unbiased KL estimate but for the clamp, where its gradient is 0.
 
     >>> k3(tensor([-1.0]), tensor([-2.0])).round(decimals=3).tolist()
     [0.368]
@@ -70,7 +70,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k3_straight_through")
 def k3_straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return the value of k3 with the gradient of k2.
+    """Return the value of `k3` with the gradient of `k2`, which in expectation is that of the reverse KL.
 
     >>> k3_straight_through(tensor([-1.0]), tensor([-2.0])).round(decimals=3).tolist()
     [0.368]
@@ -88,14 +88,14 @@ LOSS_REFUSALS: Mapping[KLEstimator, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenalisedRewards:
-    """Penalised rewards come with the KL, in nats: the mean over rows with loss tokens of their token means."""
+    """Token rewards after the KL penalty; `current_kl` (nats) is the mean over rows of each row's token mean."""
 
     token_level_rewards: Tensor  # [B, T]
     current_kl: float
 
 
 def apply_kl_penalty(token_level_scores: Tensor, kl: Tensor, loss_mask: Tensor, *, coef: float) -> PenalisedRewards:
-    """Subtract the KL penalty from token rewards: scores − coef·kl on the loss mask, all [B, T].
+    """Return token rewards [B, T]: scores − coef·kl on loss tokens, and unchanged scores elsewhere.
 
     >>> scores, kl, mask = tensor([[0.0, 1.0]]), tensor([[1.0, 2.0]]), tensor([[True, True]])
     >>> apply_kl_penalty(scores, kl, mask, coef=0.5).token_level_rewards.tolist()
@@ -109,7 +109,7 @@ def apply_kl_penalty(token_level_scores: Tensor, kl: Tensor, loss_mask: Tensor, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLObservation:
-    """An observation is what a KL controller sees of a step: the KL in nats and the number of rows it comes from."""
+    """What a KL controller reads after a step: the step's mean KL in nats, and the number of rows behind that mean."""
 
     kl_nats: float
     num_rows: int
@@ -135,7 +135,7 @@ def fixed(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
 
 @KL_CONTROLLERS.register("adaptive")
 def adaptive(state: AlgoState, seen: KLObservation, cfg: KLConfig) -> AlgoState:
-    """Steer β to the target KL (arXiv:1909.08593): β ← β·(1 + e·num_rows/horizon) with e = clip(KL/target − 1, ±0.2).
+    """Steer β to the target KL (arXiv:1909.08593): β ← β·(1 + e·num_rows/horizon), e = clip(KL/target − 1, ±0.2).
 
     >>> cfg = KLConfig(controller="adaptive", target_nats=0.1, horizon=1000)
     >>> adaptive(AlgoState(kl_coef=1.0), KLObservation(kl_nats=0.2, num_rows=100), cfg).kl_coef

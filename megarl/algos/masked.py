@@ -1,4 +1,4 @@
-"""Compute masked sums and means, statistics of groups keyed by uid, and a tensor's mean, maximum and minimum."""
+"""Compute sums and means over masks, statistics of groups (rows with one uid), and the metrics mean, max and min."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean [B] of `values` [B, T] over the mask of each row; it is 0 for a row whose mask is empty.
+    """Return, per row, the mean [B] of `values` [B, T] where the row's mask is set; 0 for a row with an empty mask.
 
     >>> row_means(tensor([[1.0, 2.0, 9.0]]), tensor([[True, True, False]])).tolist()
     [1.5]
@@ -28,7 +28,7 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """Group statistics hold, for each row, those of its group, [B] each."""
+    """Number of values, mean and standard deviation of each row's group (the rows with its uid), [B] each."""
 
     size: Tensor
     mean: Tensor
@@ -47,10 +47,10 @@ def group_index(uids: Sequence[str], device: torch.device) -> tuple[Tensor, int]
 
 
 def group_stats(values: Tensor, uids: Sequence[str], where: Tensor | None = None) -> GroupStats:
-    """Compute size, mean and unbiased standard deviation (0 for one value) of `values` [B] over rows of equal uid.
+    """Compute size, mean and unbiased standard deviation of `values` [B] over each group (rows of equal uid).
 
-    If `where` [B] is given, only rows where it is set count. Every row gets the statistics of its group, 0 for a group
-    without counted rows. They are computed in float64: the deviation of equal values is 0 up to about 1e-16.
+    If `where` [B] is given, only its rows count. Every row gets the statistics of its group: the deviation of a single
+    value is 0, and a group without values has zeros. In float64, the deviation of equal values is at most about 1e-16.
 
     >>> stats = group_stats(tensor([1.0, 3.0, 5.0]), "aab")
     >>> stats.mean.tolist(), stats.std.square().round(decimals=2).tolist()

@@ -1,6 +1,6 @@
 """Measure how far the rollout engine's log-probs are from the trainer's, for the same tokens and model weights.
 
-The two run different kernels, so the policy that sampled is not exactly the policy that is trained.
+Engine and trainer run different kernels, so the policy that sampled is not exactly the policy that is trained.
 """
 
 import math
@@ -16,9 +16,8 @@ from megarl.algos.masked import masked_sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchSums:
-    """Mismatch sums cover loss tokens, and rows that have some; `merged` reduces them over micro-batches and ranks.
-
-    Δ = rollout_logprobs − logprobs, in nats.
+    """Sums of Δ = rollout_logprobs − logprobs, in nats, over loss tokens and over rows that have loss tokens.
+    Micro-batches and ranks compute their own sums, and `merged` adds them up.
     """
 
     num_tokens: int = 0
@@ -45,8 +44,9 @@ class MismatchSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Compute token means of |Δ|, Δ (k1) and k3 (both estimate KL(rollout ‖ trainer)); max |Δ|; the share of tokens
-        whose probabilities differ by more than 2×; the mean over rows of |Σ Δ|. All are 0 without loss tokens."""
+        """Compute the token means of |Δ|, Δ (k1) and k3, max |Δ|, the share of tokens whose probabilities differ by
+        more than 2×, and the mean over rows of |Σ Δ|. k1 and k3 estimate KL(rollout ‖ trainer).
+        """
         tokens, rows = max(self.num_tokens, 1), max(self.num_rows, 1)
         return {
             "mismatch/abs_mean": self.abs_sum / tokens,
@@ -59,7 +59,7 @@ class MismatchSums:
 
 
 def mismatch_sums(rollout_logprobs: Tensor, logprobs: Tensor, loss_mask: Tensor) -> MismatchSums:
-    """Compare the log-probs [B, T] of two engines for the same tokens on a bool mask [B, T], in float64.
+    """Compare log-probs [B, T] of engine and trainer for the same tokens, on `loss_mask` (bool [B, T]), in float64.
 
     >>> mismatch_sums(tensor([[-1.0]]), tensor([[-1.5]]), tensor([[True]])).metrics()["mismatch/k1"]
     0.5

@@ -10,7 +10,7 @@ from megarl.types import RowBatch, ScoredBatch
 
 
 def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
-    """Return [B, T] bool, true on loss tokens that come from a demonstration and not from the policy.
+    """Return [B, T] bool, true on the loss tokens that a demonstration provided and the policy did not sample.
 
     >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
     >>> demonstration_mask(batch).tolist()
@@ -22,11 +22,11 @@ def demonstration_mask(batch: ScoredBatch | RowBatch) -> Tensor:
 
 
 def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:
-    """Return new advantages [B, T], 0 outside the loss mask, after the changes of `algo.off_policy` in this order.
+    """Return advantages [B, T], 0 outside the loss mask, after these changes of `algo.off_policy`, in this order.
 
-    1. On demonstration tokens A becomes prefix_reward / group size, if set, then max(A, 0) with `only_positive`.
-    2. A is multiplied by `demonstration_weight` (α) on demonstration tokens and by `policy_weight` (β) on all others,
-    even those that follow a demonstration (LUFFY, arXiv:2504.14945). 3. `without_truncated` applies.
+    1. On demonstration tokens, A becomes prefix_reward / group size if `prefix_reward` is set, and then, with
+    `only_positive`, max(A, 0). 2. A is multiplied by `demonstration_weight` (α) on demonstration tokens and by
+    `policy_weight` (β) on all other tokens (LUFFY, arXiv:2504.14945). 3. `without_truncated` is applied.
 
     >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])
     >>> cfg = OffPolicyConfig(demonstration_weight=0.5)
@@ -45,7 +45,7 @@ def weight_advantages(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
 
 
 def without_truncated(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConfig) -> Tensor:
-    """Return advantages [B, T]; with `drop_truncated` they are 0 in rows that were cut at the length limit.
+    """Return advantages [B, T]. With `drop_truncated`, rows that were cut at the length limit have advantage 0.
 
     >>> batch = step("aa", [1.0, 0.0], truncated=[True, False])
     >>> without_truncated(tensor([[1.0], [-1.0]]), batch, OffPolicyConfig(drop_truncated=True)).tolist()
@@ -69,10 +69,10 @@ def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> T
 
 
 def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Tensor:
-    """Return [B] bool, true for rows that start with a demonstration although their group does not need one.
+    """Return [B] bool, true for rows that start with a demonstration although the policy solves the prompt without.
 
-    A group needs its demonstration if the accuracy of its samples without one is at most `max_group_accuracy`, or if
-    it has no such samples.
+    The policy does so if the accuracy of the group's samples without demonstration is above `max_group_accuracy`. If
+    a group has no such samples, its rows are false.
 
     >>> batch = step("aaa", [1.0, 1.0, 0.0], demonstration=[[1.0], [0.0], [0.0]])
     >>> unneeded_demonstrations(batch, 0.25).tolist()
@@ -84,9 +84,9 @@ def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Te
 
 
 def mixed_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Compute metrics of demonstrations in the rows that train; `filters.group_metrics` has those of all sampled rows.
+    """Compute metrics of the demonstrations in the rows that train; `filters.group_metrics` covers all sampled rows.
 
-    batch/demonstration_frac: share of demonstration tokens in the loss tokens. on_off_metrics/{on,off}_*_mean: mean
+    batch/demonstration_frac: share of demonstration tokens among loss tokens. on_off_metrics/{on,off}_*_mean: mean
     score and response_tokens of rows without (on) and with (off) a demonstration. A mean over no rows is 0.
 
     >>> batch = step("aa", [1.0, 0.0], demonstration=[[1.0, 0.0], [0.0, 0.0]])

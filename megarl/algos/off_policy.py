@@ -1,6 +1,6 @@
-"""Compute the loss of rows that start with a demonstration: LUFFY's (arXiv:2504.14945), or imitation next to RL.
+"""Compute the loss of rows that start with a demonstration: LUFFY's loss (arXiv:2504.14945), or imitation next to RL.
 
-Demonstration tokens are `demonstration_mask`, policy tokens are the other loss tokens. All tensors are [B, T].
+`demonstration_mask` marks the demonstration tokens. Policy tokens are all other loss tokens. Tensors are [B, T].
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ _PROBABILITY_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedLossTerms:
-    """Mixed loss terms hold the loss per token, with graph, which the configured aggregation sums over loss tokens.
+    """The loss of each token, with graph, and diagnostics of policy tokens and of demonstration tokens, without graph.
 
-    policy, demonstration: diagnostics by metric name, without graph; they are averaged over policy tokens and over
-    demonstration tokens. Values outside the loss mask are undefined.
+    Diagnostics are keyed by metric name and averaged over the tokens of their kind. The configured aggregation sums
+    the loss over loss tokens. Values outside the loss mask are undefined.
     """
 
     loss: Tensor
@@ -44,12 +44,12 @@ def luffy_loss(
 ) -> MixedLossTerms:
     """Compute LUFFY's loss per token (arXiv:2504.14945).
 
-    Policy tokens: the clipped surrogate of `ppo_clip` on the reshaped ratio R', with upper clip
+    Policy tokens: the clipped surrogate of `ppo_clip` on the reshaped ratio R', with the upper clip
     max(1 + clip_high, clip_upper_bound), or −A·R' with `remove_clip`; times the correction weights, if there are any.
-    Demonstration tokens: −A·f(P) with P = exp(logprobs). There is no old policy: the demonstrator's probability counts
-    as 1. Where `target_probs` q is known (≥ 0), P / (q + 1e-6) replaces f(P). f is clamped to [min_clip, max_clip],
-    beyond which it has no gradient.
-    Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, this is `ppo_clip`.
+    Demonstration tokens: −A·f(P) with P = exp(logprobs). No old policy enters: the demonstrator's probability counts
+    as 1. If it is known (`target_probs` q ≥ 0), P / (q + 1e-6) replaces f(P). f is clamped to [min_clip, max_clip],
+    and has no gradient where the clamp acts.
+    Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, the loss equals `ppo_clip`.
 
     >>> x, given = loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), tensor([[False, False]])
     >>> luffy_loss(x, given, OffPolicyConfig(clip_upper_bound=1.0), PolicyLossConfig()).loss.tolist()
@@ -93,7 +93,7 @@ def luffy_loss(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationMasks:
-    """Imitation masks mark the loss tokens of the policy loss and those that are imitated; disjoint, bool [B, T]."""
+    """Two disjoint masks, bool [B, T]: the loss tokens of the policy loss, and the tokens of the imitation loss."""
 
     policy: Tensor
     imitated: Tensor
@@ -119,10 +119,10 @@ def imitation_masks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedCounts:
-    """Mixed counts are global counts of an optimizer mini-batch, known before its first backward pass.
+    """Counts of an optimizer mini-batch over all ranks, known before its first backward pass.
 
     policy_loss: rows and tokens of the policy loss. num_policy_tokens, num_demonstration_tokens: loss tokens by who
-    wrote them. num_imitated_tokens: tokens of the imitation loss, 0 unless `loss` is sft.
+    wrote them. num_imitated_tokens: tokens of the imitation loss, 0 unless off_policy.loss=sft.
     """
 
     policy_loss: RowCounts
@@ -132,7 +132,7 @@ class MixedCounts:
 
 
 def count_mixed(rows: Sequence[Row], cfg: OffPolicyConfig) -> MixedCounts:
-    """Count rows and tokens by kind; the score `demonstration` marks demonstration tokens (without it, there are none).
+    """Count rows and tokens by kind; the score `demonstration`, if rows have it, marks demonstration tokens.
 
     >>> count_mixed([row([1, 1, 1], demonstration=[1, 0, 0])], OffPolicyConfig()).num_demonstration_tokens
     1

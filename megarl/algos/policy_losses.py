@@ -1,4 +1,4 @@
-"""Compute policy losses per token; gradients flow only through the current policy's log-probs."""
+"""Compute policy losses per token. Gradients flow only through the current policy's log-probs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
-    """The inputs hold complete rows, [B, T] each; `loss_mask` is bool, `correction` weights of `compute_correction`."""
+    """Inputs of a policy loss, [B, T] each; `loss_mask` is bool, `correction` the weights of `compute_correction`."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -28,9 +28,9 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossTerms:
-    """A policy loss returns the loss [B, T] with graph, and diagnostics [B, T] without graph by metric name.
+    """The result of a policy loss: the loss [B, T] with graph, and diagnostics [B, T] without graph, by metric name.
 
-    Token means of diagnostics are logged. Values outside the loss mask are undefined.
+    The means of the diagnostics over loss tokens are logged. Values outside the loss mask are undefined.
     """
 
     loss: Tensor
@@ -55,7 +55,7 @@ UNREAD_SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def policy_loss(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute the configured loss, times the correction weights if there are any; diagnostics stay unweighted.
+    """Compute the configured loss, times the correction weights if there are any; diagnostics are not weighted.
 
     >>> policy_loss(loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2]]
@@ -71,7 +71,7 @@ def _log_ratio(x: PolicyLossInputs) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """A surrogate holds the loss [B, T] with graph, and where the clip and the dual clip decided it, [B, T] bool."""
+    """The clipped surrogate loss [B, T] with graph, and bool masks [B, T] of where clip and dual clip determined it."""
 
     loss: Tensor
     clipped: Tensor
@@ -81,7 +81,7 @@ class Surrogate:
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual_clip: float | None
 ) -> Surrogate:
-    """Compute max(−r·A, −clip(r, low, high)·A), at most −dual_clip·A where A < 0 (None: no bound), all [B, T].
+    """Compute max(−r·A, −clip(r, low, high)·A) [B, T], and where A < 0 bound it by −dual_clip·A (None: no bound).
 
     >>> clipped_surrogate(tensor([1.0, 2.0]), tensor([1.0, 1.0]), low=0.5, high=1.5, dual_clip=None).loss.tolist()
     [-1.0, -1.5]
@@ -102,8 +102,8 @@ def ppo_clip(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute PPO's clipped surrogate (arXiv:1707.06347) with the dual clip (arXiv:1912.09729), per token.
 
     r = exp(logprobs − old_logprobs); l = max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A);
-    where A < 0, l = min(l, −dual_clip·A). with `dual_clip` None this bound is off.
-    Diagnostics: whether the clip or the dual clip decided the loss, and the old log-prob minus the new.
+    where A < 0, l = min(l, −dual_clip·A), unless `dual_clip` is None.
+    Diagnostics: whether the clip or the dual clip determined l, and old_logprobs − logprobs.
 
     >>> ppo_clip(loss_inputs([[1.0, 2.0, 2.0]], [[1.0, 1.0, -1.0]]), PolicyLossConfig()).loss.round(decimals=2).tolist()
     [[-1.0, -1.2, 2.0]]
@@ -137,8 +137,8 @@ def reinforce(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     """Compute CISPO (arXiv:2506.13585): l = −clip(r, 1 − clip_low, 1 + clip_high)·A·logprobs, r as in `ppo_clip`.
 
-    The ratio is a constant weight, so a clipped token keeps a gradient. The paper tunes only the upper bound, which
-    corresponds to a `clip_low` near 1.
+    No gradient flows through the clipped ratio, so clipped tokens still train. The paper tunes only the upper bound:
+    choose a `clip_low` near 1 for that.
 
     >>> cispo(loss_inputs([[1.0]], [[2.0]]), PolicyLossConfig()).loss.tolist()
     [[2.0]]
@@ -154,9 +154,9 @@ def cispo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("gspo")
 def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute group sequence policy optimisation (arXiv:2507.18071): all tokens of a row share one ratio.
+    """Compute group sequence policy optimisation (arXiv:2507.18071): all tokens of a row share one ratio s.
 
-    s = exp(Σ m·(logprobs − old_logprobs) / Σ m) over the row; l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
+    s = exp(mean of logprobs − old_logprobs over the row); l = max(−s·A, −clip(s, 1 − clip_low, 1 + clip_high)·A).
     Use it with the aggregation seq-mean-token-mean. The paper clips at 3e-4 and 4e-4, without a `dual_clip`.
 
     >>> gspo(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
@@ -167,9 +167,9 @@ def gspo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
 
 @POLICY_LOSSES.register("gspo_token")
 def gspo_token(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute GSPO-token (arXiv:2507.18071, section 4.3): values of `gspo`, with the gradient of each token's log-prob.
+    """Compute GSPO-token (arXiv:2507.18071, section 4.3): the loss values of `gspo`, with a gradient per token.
 
-    s_t = sg(s)·π(y_t) / sg(π(y_t)). It equals `gspo` where advantages are equal over a row, but lets them differ.
+    The ratio is s_t = sg(s)·π(y_t) / sg(π(y_t)) (sg: stop-gradient). For equal advantages in a row, this is `gspo`.
 
     >>> gspo_token(loss_inputs([[4.0, 1.0]], [[1.0, 1.0]]), PolicyLossConfig(clip_high=0.5)).loss.tolist()
     [[-1.5, -1.5]]
@@ -184,7 +184,7 @@ def _row_log_ratio(x: PolicyLossInputs) -> Tensor:
 
 
 def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute GSPO's clipped surrogate for a log-ratio [B, 1] or [B, T]."""
+    """Compute GSPO's clipped surrogate from a log-ratio, given per row [B, 1] or per token [B, T]."""
     ratio = row_log_ratio.exp().expand_as(x.logprobs)
     surrogate = clipped_surrogate(ratio, x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None)
     return PolicyLossTerms(

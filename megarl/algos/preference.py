@@ -1,4 +1,4 @@
-"""Define the objective of reward models: the likelihood of preferences."""
+"""Define the objective that trains reward models on pairs of a preferred and a rejected response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ MARGIN = "margin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BradleyTerry:
-    """The loss is the mean of −log σ(r_chosen − r_rejected − margin) over pairs (Bradley and Terry 1952).
-
-    Margins follow arXiv:2307.09288. The first half of every batch holds the chosen rows of its pairs, the second half
-    the rejected ones in the same order. A pair is never split, because its gradient needs both scores. Each row has
-    one score (`row_read_at_end`); the rows' score `margin` is set in the chosen rows and 0 in the rejected ones."""
+    """A loss for reward models: the mean of −log σ(r_chosen − r_rejected − margin) over pairs of rows. The source is
+    Bradley and Terry (1952), with the margins of arXiv:2307.09288. The first half of a batch are chosen rows, the
+    second half the rejected rows of the same pairs. A pair is never split, because its gradient needs both scores.
+    Each row has one score r (`row_read_at_end`) and a `margin`, which is 0 in rejected rows.
+    """
 
     entropy_needs_grad: ClassVar[bool] = False
     token_local: ClassVar[bool] = False
@@ -29,9 +29,8 @@ class BradleyTerry:
         return {"pairs": max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
-        """Sum the loss over a micro-batch's pairs; metrics: share of pairs in order, mean difference, mean scores.
-
-        Equal scores count as wrong, because they express no preference.
+        """Sum the loss over a micro-batch's pairs; metrics: share of pairs in order, mean difference and mean scores.
+        Pairs with equal scores count as out of order, because equal scores express no preference.
         """
         num_pairs = len(out.values) // 2
         # Each row has one token; sum(1) also works for a micro-batch without rows, which has none.

@@ -1,6 +1,6 @@
-"""Decide how much of its demonstration each sample of a prompt starts with (LUFFY, arXiv:2504.14945).
+"""Decide how much of a demonstration each sample of a prompt starts with, its prefix (LUFFY, arXiv:2504.14945).
 
-Every random draw is a hash of what identifies the sample, so that a resumed run repeats it without saved state.
+Random numbers are hashes of seed, step, uid and sample index, so that a resumed run repeats them without saved state.
 """
 
 import math
@@ -16,7 +16,7 @@ from megarl.seeds import uniform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """A slot is a prefixed sample: its step (from 1) and its index among the `count` prefixed samples of its prompt."""
+    """A sample with a prefix: its step (from 1), and its index among the `count` such samples of its prompt."""
 
     step: int
     index: int
@@ -25,7 +25,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A window is the range from which the share of the demonstration is drawn uniformly, then clamped to [0, 1]."""
+    """The range from which a sample's share of the demonstration is drawn uniformly, before it is clamped to [0, 1]."""
 
     low: float
     high: float
@@ -58,7 +58,7 @@ def none(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("random")
 def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw the share from U[min_ratio, max_ratio].
+    """Draw the share of the demonstration uniformly from [min_ratio, max_ratio].
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> random(Slot(step=1, index=0, count=2), cfg)
@@ -69,7 +69,7 @@ def random(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear")
 def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Let the share fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
+    """Let the share of the demonstration fall linearly: max_ratio · (1 − min(s / decay_steps, 1)) with s = step − 1.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear(Slot(step=6, index=1, count=2), cfg)
@@ -81,7 +81,7 @@ def linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_max")
 def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[0, (10 − j)·max_ratio / 10] in tenth j (from 0) of decay_steps, and in tenth 9 after them.
+    """Draw the share from U[0, (10 − j)·max_ratio / 10], with j from 0 to 9 the current tenth of decay_steps (then 9).
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> linear_max(Slot(step=1, index=0, count=2), cfg)
@@ -92,7 +92,7 @@ def linear_max(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("reverse_linear")
 def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[0, (j + 1)·max_ratio / 10] in tenth j (from 0) of decay_steps, and in tenth 9 after them.
+    """Draw the share from U[0, (j + 1)·max_ratio / 10], with j from 0 to 9 the current tenth of decay_steps (then 9).
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> reverse_linear(Slot(step=6, index=1, count=2), cfg)
@@ -103,7 +103,7 @@ def reverse_linear(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("fixed")
 def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Space shares equally from min_ratio to max_ratio over the prefixed samples; a single one gets max_ratio.
+    """Space the shares of a prompt's prefixed samples evenly from min_ratio to max_ratio; a single one gets max_ratio.
 
     >>> cfg = DemonstrationConfig(min_ratio=0.25, max_ratio=1.0, decay_steps=10)
     >>> fixed(Slot(step=1, index=0, count=2), cfg), fixed(Slot(step=6, index=1, count=2), cfg)
@@ -116,7 +116,7 @@ def fixed(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 @PREFIX_STRATEGIES.register("linear_variance")
 def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
-    """Draw from U[v − variance, v + variance], where v is the share that `linear` gives.
+    """Draw the share from U[v − variance, v + variance], where v is the share that `linear` computes.
 
     >>> cfg = DemonstrationConfig(max_ratio=1.0, decay_steps=10, variance=0.25)
     >>> linear_variance(Slot(step=6, index=1, count=2), cfg)
@@ -127,13 +127,13 @@ def linear_variance(slot: Slot, cfg: DemonstrationConfig) -> Window:
 
 
 def _tenth(step: int, cfg: DemonstrationConfig) -> int:
-    """Return the tenth of decay_steps that s = step − 1 lies in; a boundary belongs to the earlier tenth."""
+    """Return in which tenth of decay_steps (0 to 9) s = step − 1 lies; a boundary belongs to the earlier tenth."""
     elapsed = (step - 1) * _NUM_WINDOWS
     return min(max(-(-elapsed // cfg.decay_steps) - 1, 0), _NUM_WINDOWS - 1)
 
 
 def num_prefixed(cfg: DemonstrationConfig, num_samples: int) -> int:
-    """Return how many samples of a prompt (the first ones) get a prefix; raise ConfigError if it has fewer samples.
+    """Return how many samples of a prompt, from the first, get a prefix; ConfigError if it exceeds `num_samples`.
 
     >>> num_prefixed(DemonstrationConfig(num_prefixed=-1), 8)
     8
@@ -151,7 +151,7 @@ def prefix_ratios(
 ) -> tuple[float, ...]:
     """Return the share of the demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
-    Draws are seeded by run_seed, step, uid and sample index; with `shared`, the sample index is left out.
+    Random numbers depend on run_seed, step, uid and sample index, or with `shared` not on the sample index.
 
     >>> cfg = DemonstrationConfig(strategy="fixed", min_ratio=0.5, max_ratio=1.0, num_prefixed=2)
     >>> prefix_ratios(cfg, uid="a", step=1, num_samples=3, run_seed=0)
@@ -177,7 +177,7 @@ def prefix_length(num_tokens: int, ratio: float) -> int:
 
 
 def keeps_demonstration(cfg: DemonstrationConfig, *, uid: str, run_seed: int) -> bool:
-    """Return whether a prompt is in the share `keep_frac` that uses its demonstration; it is the same in every epoch.
+    """Return whether a prompt may use its demonstration: a share `keep_frac` of prompts, the same in every epoch.
 
     >>> keeps_demonstration(DemonstrationConfig(keep_frac=1.0), uid="a", run_seed=0)
     True

@@ -1,4 +1,4 @@
-"""Reshape probabilities and ratios: policy losses use f(x) in place of the ratio (LUFFY, arXiv:2504.14945)."""
+"""Reshape probabilities and ratios: replace x in a policy loss by a function f(x) (LUFFY, arXiv:2504.14945)."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from megarl.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshape:
-    """A reshape is a function f(x) = linear·s(x)^exponent + log·ln x, where s(x) = x, or x / (x + half) with `half`.
+    """A function f(x) = linear·s(x)^exponent + log·ln x, with s(x) = x, or s(x) = x / (x + half) if `half` is set.
 
     x / (x + half) has the derivative half·x / (x + half)² with respect to ln x, which is largest at x = half: tokens
     of about that probability learn most.
@@ -33,9 +33,9 @@ class Reshape:
         return self._value(self._log_s(logprobs), logprobs)
 
     def of_ratio(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-        """Compute f(R) with R = exp(logprobs − old_logprobs), or with `half` R = s(P) / s(P_old).
-
-        ln R is clamped to ±20."""
+        """Compute f(R) with R = exp(logprobs − old_logprobs), or with `half` R = s(P) / s(P_old); ln R is clamped to
+        ±20.
+        """
         log_ratio = self._log_s(logprobs) - self._log_s(old_logprobs)
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return self._value(log_ratio, log_ratio)
@@ -49,7 +49,7 @@ class Reshape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshapeArguments:
-    """These arguments turn a reshape's name into a function: two settings, and the number that may end the name."""
+    """The parameters of a named reshape: two settings, and `half`, the number at the end of names that have one."""
 
     weight: float
     exponent: float
@@ -76,7 +76,7 @@ _NUMBERED = re.compile(rf"{_P_DIV_P}_(\d*\.?\d+)")
 
 
 def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """Return the reshape for demonstration tokens; raise ConfigError for an unknown name.
+    """Return the configured reshape for demonstration tokens; raise ConfigError for an unknown name.
 
     >>> square = demonstration_reshape(OffPolicyConfig(reshape="pow", reshape_exponent=2.0))
     >>> square.of_probability(tensor([0.5]).log()).tolist()
@@ -88,7 +88,7 @@ def demonstration_reshape(cfg: OffPolicyConfig) -> Reshape:
 
 
 def ratio_reshape(cfg: OffPolicyConfig) -> Reshape:
-    """Return the reshape for the ratios of all other tokens; raise ConfigError for an unknown name.
+    """Return the configured reshape for the ratios of policy tokens; raise ConfigError for an unknown name.
 
     >>> root = ratio_reshape(OffPolicyConfig(on_policy_reshape="square_root"))
     >>> root.of_ratio(tensor([4.0]).log(), tensor([1.0]).log()).tolist()

@@ -1,4 +1,4 @@
-"""Prepare rewards and turn them into advantages: shape them, choose their source, and hide those of some rows."""
+"""Turn rewards into advantages: shape rewards, choose their source (scorer or critic), and hide those of some rows."""
 
 import math
 from collections import Counter
@@ -22,14 +22,14 @@ _MASK_SALT = "reward mask"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedRewards:
-    """Shaped rewards [B] come with the metrics to log about them."""
+    """The rewards [B] after shaping, and metrics of the shaping to log."""
 
     rewards: Tensor
     metrics: Mapping[str, float]
 
 
 def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens: int) -> ShapedRewards:
-    """Shape the scorer's rewards: add the overlong penalty, apply `truncated`, then clamp to `clip`.
+    """Shape the scorer's rewards in this order: add the overlong penalty, change truncated rows, clamp to `clip`.
 
     Metrics: critic/rule_score/* (before shaping); reward/{overlong_penalty_mean,truncated_frac,clipped_frac}.
 
@@ -61,8 +61,8 @@ def shape_rewards(batch: ScoredBatch, cfg: RewardConfig, *, max_response_tokens:
 
 
 def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
-    """Compute DAPO's soft overlong punishment (arXiv:2503.14476) for `num_tokens`, in float64: 0 up to max_tokens −
-    buffer_tokens, then linear down to −factor at max_tokens.
+    """Compute DAPO's soft overlong punishment (arXiv:2503.14476), in float64: 0 up to max_tokens − buffer_tokens, then
+    falling linearly to −factor at max_tokens.
 
     >>> overlong_penalty(tensor([7, 8]), max_tokens=8, buffer_tokens=2, factor=1.0).tolist()
     [-0.5, -1.0]
@@ -74,14 +74,14 @@ def overlong_penalty(num_tokens: Tensor, *, max_tokens: int, buffer_tokens: int,
 def reward_advantages(
     batch: ScoredBatch, reward: RewardConfig, advantage: AdvantageConfig, *, keep: Tensor | None = None
 ) -> Estimate:
-    """Turn shaped rewards and the KL penalty into advantages, in the order source, mask, estimator, flip.
+    """Turn shaped rewards and the KL penalty into advantages: choose the source, hide rows' rewards, estimate.
 
-    With `source=critic`, a row's reward is the value of its last loss token, there is no KL penalty, and the estimator
-    is `critic_value`. Rows outside `keep` [B] (None: `keep_rows` decides) lose their reward and KL penalty. Their
-    advantages then change sign, unless `mask.flip` is false or `source=critic` (no reward enters); returns never do.
+    With `source=critic`, a row's reward is the critic's value of its last loss token, there is no KL penalty, and the
+    estimator is `critic_value`. Rows outside `keep` [B] (None: `keep_rows` chooses) get reward and KL penalty 0. Their
+    advantages then change sign, unless `mask.flip` is false or `source=critic`. Returns never change sign.
 
-    Metrics: reward_source/{rule_based,critic}, critic/score/* (rewards by their source), critic/rewards/* (after
-    KL penalty and mask), reward_mask/{num_masked,mask_ratio_actual,flip_adv}, and the estimator's.
+    Metrics: reward_source/{rule_based,critic}, critic/score/* (rewards by source), critic/rewards/* (after KL penalty
+    and hiding), reward_mask/{num_masked,mask_ratio_actual,flip_adv}, and the estimator's metrics.
 
     >>> cfg = AdvantageConfig(estimator="dr_grpo")
     >>> reward_advantages(step("aa", [1.0, 0.0]), RewardConfig(), cfg).advantages.tolist()
@@ -110,7 +110,7 @@ def reward_advantages(
 
 
 def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
-    """Return the batch with the value of each row's last loss token as its reward, and without a KL penalty.
+    """Return the batch with rewards replaced by the critic's value of each row's last loss token, without KL penalty.
 
     >>> critic_rewards(step("a", [1.0], values=[[0.5, 0.25]])).rewards.tolist()
     [0.25]
@@ -120,7 +120,7 @@ def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
 
 
 def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
-    """Return the batch with reward and KL penalty 0 in rows outside `keep`, [B] bool.
+    """Return the batch with reward and KL penalty set to 0 in the rows where `keep` [B] is false.
 
     >>> hide_rewards(step("aa", [1.0, 1.0]), tensor([True, False])).rewards.tolist()
     [1.0, 0.0]
@@ -132,10 +132,10 @@ def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
 
 
 def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tensor:
-    """Return [B] bool, true for rows that keep their reward.
+    """Return [B] bool, true for the rows that keep their reward; `cfg.ratio` is the share of the rows that lose it.
 
     Each row has a number in [0, 1), a hash of the seed, its uid and its index within its group. `bernoulli` hides the
-    rows with a number below `ratio`, `fixed` the ⌊rows × ratio⌋ rows with the smallest numbers. A resumed run
+    rows whose number is below `ratio`; `fixed` hides the ⌊rows × ratio⌋ rows with the smallest numbers. A resumed run
     therefore repeats its choices without saved state, and the order of groups does not matter.
 
     >>> keep_rows("aaaa", RewardMaskConfig(kind="fixed", ratio=0.5), seed=7).sum().item()

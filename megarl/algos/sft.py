@@ -1,4 +1,4 @@
-"""Define supervised fine-tuning as an algorithm without rewards, behind the trainer's usual interface."""
+"""Define supervised fine-tuning as an `Algorithm` without advantages, so that the trainer of RL can run it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftAlgorithm:
-    """The loss is the mean of −logprobs over loss tokens, i.e. the cross-entropy with the demonstration, in nats."""
+    """An objective for fine-tuning: the mean of −logprobs over loss tokens, the cross-entropy to the data in nats."""
 
     entropy_needs_grad: ClassVar[bool] = False
     token_local: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Change a step's advantages between the estimator and the loss, by a chain of shapers."""
+"""Change a step's advantages after the estimator and before the loss, by a chain of functions called shapers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megarl.types import Advantages, Score, ScoredBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapingInputs:
-    """The inputs of a shaper describe the step whose advantages are shaped.
+    """The inputs of a shaper, besides the advantages that it changes.
 
     batch: its rewards are those that the estimator read. scored_rewards: [B] rewards as the scorer gave them.
     """
@@ -32,7 +32,7 @@ AdvantageShaper: TypeAlias = Callable[[Tensor, ShapingInputs], Advantages]
 
 
 def weigh_demonstrations(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Weigh the advantages of demonstration and policy tokens as `algo.off_policy` says.
+    """Multiply advantages by the weights that `algo.off_policy` sets for demonstration tokens and for policy tokens.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)
@@ -78,7 +78,7 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 
 def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Keep the advantages, and add the weights by which the loss corrects for the engine that sampled.
+    """Return the advantages unchanged, with importance weights that correct the loss for the engine's other kernels.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)

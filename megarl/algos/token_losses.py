@@ -1,4 +1,4 @@
-"""Compute the loss of every token of a micro-batch, before any sum: policy loss, LUFFY's mixed loss, imitation."""
+"""Compute the loss of every token of a micro-batch, before aggregation: policy loss, LUFFY's mixed loss, imitation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +18,10 @@ from megarl.types import PolicyOutputs, Row, RowBatch, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """Token losses are per-token tensors [B, T]; diagnostics, by metric name, have no graph.
+    """Losses per token [B, T] with graph, and diagnostics [B, T] without graph, by metric name.
 
-    loss: with graph, to be summed over `loss_mask`. policy_mask, demonstration_mask: loss tokens by who wrote them;
-    the diagnostics of each kind are averaged over its mask. imitation: −logprobs with graph, over `imitated_mask`.
+    loss: to be summed over `loss_mask`. policy_mask, demonstration_mask: loss tokens by who wrote them; diagnostics of
+    each kind are averaged over its mask. imitation: −logprobs, to be summed over `imitated_mask`.
     """
 
     loss: Tensor
@@ -35,7 +35,7 @@ class TokenLosses:
 
 
 def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: AlgoConfig) -> TokenLosses:
-    """Compute the configured loss of each token, times its correction weight if rows carry weights.
+    """Compute the configured loss of each token, times the correction weights if the rows carry any.
 
     >>> advantages = tensor([[0.5, 2.0]])
     >>> token_losses(rows([[1, 1]]), outputs([[-1.0, -1.0]]), advantages, AlgoConfig()).loss.tolist()
@@ -88,7 +88,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
 
 
 def trained_rows(rows: Sequence[Row], cfg: OffPolicyConfig) -> Sequence[Row]:
-    """Return the rows with the loss masks that the loss will use, so that tokens it drops are not counted.
+    """Return the rows without the loss tokens that `drop_above` removes, so that denominators do not count them.
 
     >>> kept, = trained_rows([row([1, 1], old_logprobs=[-0.01, -1.0])], OffPolicyConfig(drop_above=0.9))
     >>> kept.loss_mask.tolist()

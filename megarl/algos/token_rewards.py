@@ -20,7 +20,7 @@ def last_token(loss_mask: Tensor) -> Tensor:
 
 
 def place_reward(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return [B, T] with each row's reward on its last loss token, else 0; without loss tokens the reward is lost.
+    """Return [B, T]: each row's reward on its last loss token, else 0; without loss tokens the reward is lost.
 
     >>> place_reward(tensor([2.0]), tensor([[True, True, False]])).tolist()
     [[0.0, 2.0, 0.0]]
@@ -29,7 +29,7 @@ def place_reward(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def kl_penalty(batch: ScoredBatch) -> Tensor:
-    """Return the penalty β·KL, float64 [B, T]: 0 outside the loss mask, and if the reward has no KL penalty.
+    """Return the KL penalty β·KL per token, float64 [B, T]. It is 0 outside the loss mask, or if none is configured.
 
     >>> kl_penalty(step("a", [1.0], [[1, 0]], kl_penalty=[[0.5, 9.0]])).tolist()
     [[0.5, 0.0]]
@@ -40,7 +40,7 @@ def kl_penalty(batch: ScoredBatch) -> Tensor:
 
 
 def token_rewards(batch: ScoredBatch) -> Tensor:
-    """Return token rewards, float64 [B, T]: the row's reward on the last loss token minus the KL penalty on every one.
+    """Return float64 [B, T]: minus the KL penalty on each loss token, plus the row's reward on its last loss token.
 
     >>> token_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
     [[-0.5, 0.75]]
@@ -49,7 +49,7 @@ def token_rewards(batch: ScoredBatch) -> Tensor:
 
 
 def sequence_rewards(batch: ScoredBatch) -> Tensor:
-    """Return each row's reward minus its whole KL penalty, float64 [B]; a row without loss tokens keeps its reward.
+    """Return each row's reward minus the sum of its KL penalties, float64 [B]; without loss tokens, just the reward.
 
     >>> sequence_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
     [0.25]
@@ -58,7 +58,7 @@ def sequence_rewards(batch: ScoredBatch) -> Tensor:
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:
-    """Return the undiscounted sums Σ_{s≥t} of token rewards, which must be 0 outside the loss mask.
+    """Return, per token, the undiscounted sum of its own and all later token rewards, which are 0 on masked tokens.
 
     >>> returns_to_go(tensor([[-0.5, 0.75]])).tolist()
     [[0.25, 0.75]]

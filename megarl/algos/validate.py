@@ -1,4 +1,4 @@
-"""Check that an algorithm's choices exist and agree; `megarl.config` checks types and ranges."""
+"""Check that the choices of the section `algo` exist and fit together; `megarl.config` checks types and ranges."""
 
 import warnings
 from dataclasses import fields
@@ -21,7 +21,7 @@ GSPO_LARGE_CLIP = 0.01
 
 
 def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """Raise ConfigError for an unknown name, a conflict, or a setting that nothing would read.
+    """Raise ConfigError for unknown names, settings that contradict each other, and settings that nothing would read.
 
     >>> check_algo_config(AlgoConfig(aggregation="mean"), max_response_tokens=8)
     Traceback (most recent call last):

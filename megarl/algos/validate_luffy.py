@@ -1,4 +1,4 @@
-"""Check that the settings of demonstrations and of their loss agree."""
+"""Check that the settings of demonstrations agree with the settings of the loss on them."""
 
 import warnings
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ _RESHAPES_OF: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_luffy(cfg: AlgoConfig) -> None:
-    """Raise ConfigError for an unknown name or a conflict; warn about settings that have little effect.
+    """Raise ConfigError for unknown names and contradictions, and warn about settings that have little effect.
 
     >>> demonstrations = DemonstrationConfig(strategy="random", min_ratio=0.9, max_ratio=0.1)
     >>> check_luffy(AlgoConfig(demonstrations=demonstrations))

@@ -1,4 +1,4 @@
-"""Check that rewards and advantage estimator fit together: refuse conflicts, warn about likely mistakes."""
+"""Check that reward settings and advantage estimator agree: refuse contradictions, warn about likely mistakes."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ _MASK = "algo.reward.mask"
 
 
 def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
-    """Raise ConfigError for settings under `algo.reward` and `algo.advantage` that contradict each other or do nothing.
+    """Raise ConfigError for settings of `algo.reward` or `algo.advantage` that contradict each other or do nothing.
 
     >>> check_rewards(AlgoConfig(reward=RewardConfig(clip=(1.0, 0.0))), max_response_tokens=8)
     Traceback (most recent call last):
@@ -96,7 +96,7 @@ def _check_mask(cfg: AlgoConfig) -> None:
 
 
 def reward_warnings(cfg: AlgoConfig, *, critic_frozen: bool, critic_warmup_steps: int) -> list[str]:
-    """Return one warning for each setting that is allowed but most likely a mistake.
+    """Return a warning for each setting of rewards and critic that is allowed but most likely a mistake.
 
     >>> reward_warnings(AlgoConfig(), critic_frozen=True, critic_warmup_steps=2)
     ['a frozen critic needs no warm-up: its 2 steps only delay the policy']

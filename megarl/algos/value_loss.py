@@ -1,4 +1,4 @@
-"""Define the critic's objective: a regression of values on returns."""
+"""Define the critic's objective: regression of its values on the returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """The loss is the token mean of ½·max((v − R)², (clip(v, v_old ± clip) − R)²), as in PPO's reference code.
-
-    The paper is arXiv:1707.06347. R is the row's score `returns`, v_old its `values`; with `clip` None, the second term
-    is off and needs no `values`."""
+    """The critic's loss, PPO's: the mean over loss tokens of ½·max((v − R)², (clip(v, v_old ± clip) − R)²). It follows
+    the reference code of arXiv:1707.06347. R is the row's score `returns`, v_old its score `values`; with `clip`
+    None, there is no second term and no need for `values`.
+    """
 
     clip: float | None = None
 
@@ -25,7 +25,7 @@ class ValueLoss:
     reads: ClassVar[frozenset[str]] = frozenset({"returns", "values"})
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Count the loss tokens of an optimizer mini-batch: the loss is a mean over tokens."""
+        """Count the loss tokens of an optimizer mini-batch, because the loss is a mean over tokens."""
         return {"tokens": float(max(count_rows(rows).num_tokens, 1))}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:

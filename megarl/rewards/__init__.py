@@ -1,4 +1,4 @@
-"""Reward samples: scorers by data source, and the judges that apply them."""
+"""Compute rewards of samples. A data source names its scorer (a function); judges call scorers, services and models."""
 
 from megarl.rewards import code, countdown, luffy, mathematics
 from megarl.rewards.custom import load_reward_function

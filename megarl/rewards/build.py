@@ -1,4 +1,4 @@
-"""Start the judges of a run from the config section `rewards`, and check its data beforehand."""
+"""Start a run's judges from the config section `rewards`, and check in advance that they can judge the run's data."""
 
 from collections.abc import Collection
 from functools import partial
@@ -26,9 +26,9 @@ def open_rewards(
     *,
     model: Judge | None = None,
 ) -> RewardManager:
-    """Start the judges that data sources need; `tokenizer` is the policy's, `model` the reward model if there is one.
+    """Start the judges that the data sources need; `tokenizer` is the policy's, `model` judges by a reward model.
 
-    Raises ConfigError if a data source is judged by a reward model only, and there is none.
+    Raises ConfigError if only a reward model could judge a data source, and `model` is None.
     """
     rules = Rules(rewards)
     judges: dict[str, Judge] = {}
@@ -56,7 +56,7 @@ def open_rewards(
 
 
 def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt, so that unknown sources and malformed ground truths show at the start."""
+    """Judge an empty answer to every prompt, so that unknown sources and malformed ground truths fail at the start."""
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
     for index in range(len(data)):

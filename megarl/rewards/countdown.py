@@ -1,4 +1,4 @@
-"""Score countdown, in which an expression that uses each given number exactly once must reach a target."""
+"""Score the countdown task: an expression that uses each given number exactly once must have a target value."""
 
 import ast
 import json
@@ -29,10 +29,10 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 def score_countdown(
     response: str, ground_truth: str, extra_info: Mapping[str, Any], *, format_score: float = 0.0
 ) -> Reward:
-    """Score 1 if the last `<answer>…</answer>` uses every number once and |value − target| < 1e-5.
+    """Score 1 if the last `<answer>…</answer>` uses each number exactly once and |value − target| < 1e-5.
 
-    Otherwise the score is `format_score` if there is an answer, and 0 if there is none. `ground_truth` is JSON:
-    {"numbers": [...], "target": n}; anything else raises DataError.
+    Otherwise the score is `format_score` if there is an answer, and 0 if not. `ground_truth` is JSON such as
+    {"numbers": [...], "target": n}. DataError is raised for any other ground truth.
     """
     try:
         truth = json.loads(ground_truth)

@@ -37,7 +37,7 @@ def judge_by_file(
     data_source: str,
     prompt: str,
 ) -> Reward:
-    """Score a response by a function of a user's file; jobs of the verifier pool name this function."""
+    """Score a response by a function of a user's file. Workers of the verifier pool import this function by name."""
     return load_reward_function(path, name, data_source=data_source, prompt=prompt)(response, ground_truth, extra_info)
 
 
@@ -47,9 +47,9 @@ def load_reward_function(
     """Load a function of a Python file as a scorer of responses to `prompt`.
 
     verl's `name(data_source, solution_str, ground_truth, extra_info)` returns a number, or a mapping with `score`,
-    optionally `acc` (whether the answer is right; else score > 0), and anything else: finite numbers are logged, the
-    rest is kept in the rollout files. OpenRLHF's `name(queries, prompts, labels, **kwargs)` is called with lists of one
-    entry and returns {"rewards": …, "scores": …, "extra_logs": {…}}, of which the last two may be missing.
+    optionally `acc` (whether the answer is right; else score > 0), and further entries: finite numbers are logged,
+    others are kept in the rollout files. OpenRLHF's `name(queries, prompts, labels, **kwargs)` is called with lists of
+    one entry and returns {"rewards": …, "scores": …, "extra_logs": {…}}; "scores" and "extra_logs" may be missing.
 
     Raises:
         ConfigError: the file cannot be loaded, or has no such function; the message names file and line.
@@ -71,7 +71,7 @@ def load_reward_function(
 
 @cache
 def load_function(path: Path, name: str) -> RewardFunction:
-    """Load a function of a Python file, which is executed once per process."""
+    """Load a function of a Python file; the file is executed at most once per process."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a Python file with a reward function")
     spec = importlib.util.spec_from_file_location(f"megarl_reward_{path.stem}", path)
@@ -103,7 +103,7 @@ def _naming_the_line(path: Path) -> Iterator[None]:
 
 
 def _line(error: Exception, path: Path) -> int:
-    """Return the line of the file that raised an error, or that called the code that did; 1 if there is none."""
+    """Return the line of the user's file where an error passed last; 1 if it did not pass through the file."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1)
 
@@ -118,7 +118,7 @@ def score_batched(
     data_source: str,
     prompt: str,
 ) -> Reward:
-    """Score a response by a function of OpenRLHF's kind, called with lists of one entry each."""
+    """Score a response by a function with OpenRLHF's signature, which is called with lists of one entry each."""
     # Functions that take no further keywords are given none.
     takes_others = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     others = {"data_source": [data_source], "extra_info": [extra_info]} if takes_others else {}
@@ -131,7 +131,7 @@ def score_batched(
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors and arrays to lists; one without dimensions becomes a list of one number."""
+    """Convert tensors and arrays to lists; a tensor or array without dimensions becomes a list of one number."""
     if isinstance(value, Mapping):
         return {name: _plain(entry) for name, entry in value.items()}
     if hasattr(value, "tolist"):
@@ -149,7 +149,7 @@ def score_custom(
     path: Path,
     data_source: str,
 ) -> Reward:
-    """Score a response by a function of verl's kind."""
+    """Score a response by a function with verl's signature."""
     with _naming_the_line(path):
         result = function(
             data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
@@ -174,7 +174,7 @@ def score_custom(
 
 
 def _note(value: Any) -> Any:
-    """Convert a value to JSON types, arrays to lists; what JSON cannot represent, or is too long, becomes text."""
+    """Convert a value to JSON types, arrays to lists; a value that is too long or not possible in JSON becomes text."""
     try:
         text = json.dumps(value, allow_nan=False, default=lambda other: getattr(other, "tolist", other.__str__)())
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Mix rewards: r = Σ_k w_k · f_k(r_k) over the parts of a row's data source."""
+"""Mix the rewards of several judges: r = Σ_k w_k · f_k(r_k), over the judges k that the row's data source names."""
 
 import math
 from collections import defaultdict
@@ -41,7 +41,7 @@ def identity(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("sigmoid")
 def sigmoid(raw: Raw, summand: Summand) -> list[float]:
-    """Return 1 / (1 + e^−r): for a reward model, the probability that the answer is preferred to one of reward 0."""
+    """Return 1 / (1 + e^−r); for a reward model, that is the probability of preference over an answer of reward 0."""
     # e^|r| would overflow.
     small = [math.exp(-abs(value)) for value in raw.values]
     return [1 / (1 + s) if value >= 0 else s / (1 + s) for value, s in zip(raw.values, small, strict=True)]
@@ -49,7 +49,7 @@ def sigmoid(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("clip")
 def clip(raw: Raw, summand: Summand) -> list[float]:
-    """Return the rewards within bounds, min(max(r, low), high)."""
+    """Return the rewards clamped to the bounds of the summand, min(max(r, low), high)."""
     assert summand.clip is not None, "the configuration was checked"
     low, high = summand.clip
     return [min(max(value, low), high) for value in raw.values]

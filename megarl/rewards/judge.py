@@ -1,7 +1,7 @@
 """Define the interface between a run and the judges of its samples: the rule, a service, a reward model.
 
-A judge works on one batch at a time. It receives each sample as soon as that is finished, while others are still
-being generated, and may begin at once; at the end of the batch it returns the rewards of all of them.
+A judge works on one batch at a time. It receives each sample as soon as generation of that sample has finished, so that
+judging and generation overlap. At the end of the batch it returns the rewards of all samples.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class FinishedSample:
 
     @property
     def label(self) -> str:
-        """Return the name of the sample for messages."""
+        """Return a name of the sample for log and error messages."""
         return f"{self.sample.uid}/{self.sample.sample_index}"
 
 
@@ -46,7 +46,7 @@ def mean_of(values: Iterable[float]) -> Tally:
 
 
 def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
-    """Combine the metrics of batches: counts are added, means are over all items, and means over none are left out."""
+    """Combine the tallies of batches: counts are added, means are over all items. A mean over no items is left out."""
     sums: dict[str, Tally] = {}
     for each in tallies:
         for name, tally in each.items():
@@ -69,17 +69,17 @@ class JudgeSession(Protocol):
     """A judge's work on one batch."""
 
     def add(self, item: FinishedSample) -> None:
-        """Accept a finished sample, without waiting for its reward."""
+        """Accept a finished sample and start to judge it, without waiting for its reward."""
 
     def finish(self) -> Judged:
-        """Wait for the rewards of all items, and return them."""
+        """Wait for the rewards of all added samples, and return them."""
 
 
 class Judge(Protocol):
     """A judge gives rewards to samples, a batch at a time."""
 
     def begin(self) -> JudgeSession:
-        """Begin a batch."""
+        """Begin to judge a batch, and return the session that its samples are added to."""
 
     def close(self) -> None:
-        """End the processes and connections of the judge."""
+        """End all processes and connections that the judge has opened."""

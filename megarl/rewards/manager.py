@@ -1,4 +1,4 @@
-"""Reward a whole batch with all judges of its data sources: mix their rewards, and decide correctness separately."""
+"""Reward a batch with all judges of its data sources: mix their rewards, and decide separately what is correct."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,12 +34,12 @@ class RewardManager:
     tokenizer: "PreTrainedTokenizerBase"
 
     def asked(self, data_source: str) -> list[str]:
-        """Return the names of a data source's judges, including the rule if it only decides what is correct."""
+        """Return the names of the judges of a data source, with the rule even if it only decides what is correct."""
         rule = [RULE] if self.knows(data_source) else []
         return list(dict.fromkeys([*self.route(data_source), *rule]))
 
     def by_rule(self) -> "RewardManager":
-        """Return a manager that asks only the rule."""
+        """Return a manager whose only judge is the rule, for evaluation."""
         rule = {RULE: self.judges[RULE]}
         return replace(self, judges=rule, summands={RULE: Summand()}, route=lambda _: (RULE,))
 
@@ -49,7 +49,7 @@ class RewardManager:
         return BatchJudging(manager=self, sessions=sessions, asked={name: [] for name in sessions})
 
     def close(self) -> None:
-        """End all judges."""
+        """End the processes and connections of all judges."""
         for judge in self.judges.values():
             judge.close()
 
@@ -82,10 +82,10 @@ class BatchJudging:
         self.items.append(item)
 
     def finish(self, samples: Sequence[Sample]) -> Judged:
-        """Wait for the rewards of these samples, and return them in this order.
+        """Wait for the rewards of these samples, and return them in the order of `samples`.
 
-        A row is correct if the rule says so or, where there is no rule, if the first judge of its route does. A row
-        is dropped if any judge of its route drops it.
+        The rule decides whether a row is correct, or without a rule the first judge of its data source. A row is
+        dropped if any judge of its data source drops it.
         """
         judged = {name: session.finish() for name, session in self.sessions.items()}
         opinions = {name: dict(zip(self.asked[name], each.rewards, strict=True)) for name, each in judged.items()}

@@ -1,4 +1,4 @@
-"""Score final answers: by meaning, as strings, as letters, and by math-verify."""
+"""Score final answers to mathematical questions: compare them by meaning, as strings, as letters, or by math-verify."""
 
 import logging
 import re
@@ -39,7 +39,7 @@ AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
 
 def gold_answer(ground_truth: str) -> str:
-    """Return the answer in a ground truth, boxed or not; DataError if it is empty or too long to be compared."""
+    """Return the answer in a ground truth, with or without a box; raise DataError if it is empty or too long."""
     boxed = last_boxed(ground_truth, MODES["fix"]) if "boxed" in ground_truth else None
     gold = (boxed or ground_truth).strip()
     if not gold or len(gold) > MAX_ANSWER_CHARS:
@@ -50,7 +50,7 @@ def gold_answer(ground_truth: str) -> str:
 
 
 def compare_strings(answer: str, gold: str, options: AnswerOptions) -> Equality:
-    """Compare answers as strings: normalised in the modes `doc` and `ref`, by `same_string` in `fix`."""
+    """Compare answers as strings: after `normalise` in the modes `doc` and `ref`, by `same_string` in mode `fix`."""
     if options.textual:
         return Equality.of(is_equiv(answer, gold, none_equals_none=options.none_equals_none))
     return Equality.of(same_string(answer, gold))
@@ -63,7 +63,7 @@ def compare_either(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 
 def gold_letter(ground_truth: str) -> str:
-    """Return the single letter of a ground truth; DataError if it has none or several."""
+    """Return the letter of the right choice in a ground truth; raise DataError if it has none or several."""
     letters: list[str] = _LETTER.findall(ground_truth)
     if len(letters) != 1:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected one letter of a choice, such as 'B'")
@@ -81,7 +81,7 @@ def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 
 def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:
-    """Compare an extracted answer to gold; one that is missing, empty or over 512 characters counts as unparsed."""
+    """Compare an extracted answer to gold; a missing, empty or over 512 characters long answer counts as unparsed."""
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return reward_of(False, parse_failed=True)
     verdict = compare(answer, gold, options)
@@ -102,7 +102,7 @@ def score_answer(
 
 
 def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """Score 1 if the last `Answer: …` in the last 300 characters is spelled like the ground truth, else 0."""
+    """Score 1 if the last `Answer: …` in the last 300 characters is spelled like the ground truth, otherwise 0."""
     found = _ANSWER_LINE.findall(response[-ANSWER_LINE_CHARS:])
     answer = found[-1] if found else None
     boxed = last_boxed(answer, MODES["fix"]) if answer else None
@@ -120,7 +120,7 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
 def score_math_verify(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if math-verify 0.9 finds the answer equal to the ground truth, else 0.
 
-    math-verify gets the last box, or else the last 512 characters, unless they are costly to evaluate.
+    math-verify reads the last box, or without a box the last 512 characters; texts that are costly to evaluate score 0.
     """
     gold = _parse_gold(gold_answer(ground_truth))
     text = response.rpartition("</think>")[2]

@@ -45,7 +45,7 @@ class RemoteJudge:
     """
 
     def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote") -> None:
-        """Open a client and its thread; `name` is a part of metric names."""
+        """Open an HTTP client and the thread that it runs in; `name` becomes a part of metric names."""
         self.cfg, self.urls, self.name = cfg, tuple(urls), name
         # Unlike other randomness, jitter must differ between runs, lest all retry a recovered service at the same time.
         self._jitter = random.SystemRandom()
@@ -66,7 +66,7 @@ class RemoteJudge:
         self._loop.close()
 
     def ask(self, rows: Sequence[FinishedSample], first: int, failed: Counter[str]) -> Future[_Answer]:
-        """Send rows, trying service number `first` before the others; `failed` counts failures by URL.
+        """Send rows to a service, first to number `first`; `failed` counts the failures of each URL.
 
         Raises DataError if JSON cannot represent the rows.
         """
@@ -135,7 +135,7 @@ class RemoteSession:
         self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))
 
     def finish(self) -> Judged:
-        """Wait for all answers; RunError with `on_error=raise` if no service answered."""
+        """Wait for all answers; raise RunError with `on_error=raise` if no service answered a request."""
         cfg = self.judge.cfg
         size = -(-len(self._waiting) // len(self.judge.urls))
         for start in range(0, len(self._waiting), max(size, 1)):

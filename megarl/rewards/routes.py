@@ -1,4 +1,4 @@
-"""Decide from the config section `rewards` which judges are asked about a data source."""
+"""Read from the config section `rewards` which judges reward which data source."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from megarl.rewards.rule import Rules
 
 
 def summands_of(rewards: RewardsConfig) -> dict[str, Summand]:
-    """Return the weight and transform of each judge's reward by the judge's name; the rule's name is always `rule`."""
+    """Return, by judge's name, the weight and transform of each judge's reward; the rule has the name `rule`."""
     if rewards.manager != "hybrid":
         return {rewards.manager: Summand()}
     return {
@@ -40,7 +40,7 @@ def without_training(rewards: RewardsConfig, sources: Collection[str]) -> Reward
 
 
 def check_sources(rewards: RewardsConfig, data_sources: Collection[str]) -> None:
-    """Raise ConfigError for a custom file that does not load, settings that do not fit, and unknown sources."""
+    """Raise ConfigError for unknown data sources, contradictory settings, or a custom file that does not load."""
     rules = Rules(rewards)
     if rewards.custom.path is not None:
         load_reward_function(rewards.custom.path, rewards.custom.name, data_source="")

@@ -1,4 +1,4 @@
-"""Judge by rule: run the scorers of data sources, and a user's function, in the worker processes of a pool."""
+"""Judge samples by rule: run the data sources' scorers, or a user's function, in the worker processes of a pool."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -33,14 +33,14 @@ class Question:
 
 
 class Rules:
-    """Choose a scorer or the custom file for each data source, by the config section `rewards`."""
+    """How each data source is judged, by the section `rewards`: which scorer, or the function of the user's file."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
         self.cfg = cfg
         self._specs: dict[str, SourceSpec] = {}
 
     def knows(self, data_source: str) -> bool:
-        """Return whether there is a rule for a data source."""
+        """Return whether a scorer or the user's file can judge a data source."""
         own = self.cfg.sources.get(data_source)
         if own is None or own.scorer is None:
             return self.cfg.custom.path is not None or data_source in {*SOURCES, *SCORERS}
@@ -59,9 +59,9 @@ class Rules:
         return self._specs[data_source]
 
     def reward(self, data_source: str, result: JobResult) -> Reward:
-        """Return the reward for a job's result; an answer that its scorer could not judge in time counts as wrong.
+        """Return the reward for a job's result. A response that its scorer could not judge counts as wrong.
 
-        Only a custom function knows its own score of wrong answers, so a row that it gave no reward does not train.
+        If a user's function could not judge it, the row is dropped: only the function knows the score of wrong answers.
         """
         if result.reward is not None:
             return result.reward
@@ -73,7 +73,7 @@ class RuleJudge:
     """A judge that runs scorers in a pool of processes, for each sample as soon as it is added."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
-        """Start the pool for texts without waiting for it; the pool for programs starts with the first program."""
+        """Start the pool that judges texts, without waiting. The pool for programs starts with the first program."""
         self.rules = Rules(cfg)
         options = VerifierOptions(
             num_workers=cfg.verifier.workers,
@@ -95,7 +95,7 @@ class RuleJudge:
         )
 
     def submit(self, question: Question) -> Future[JobResult]:
-        """Return a future of the result for one response; errors are those of `VerifierPool.submit`."""
+        """Start to judge a response, and return a future of the result; errors are those of `VerifierPool.submit`."""
         cfg, pool = self.rules.cfg, self._texts
         spec = self.rules.spec(question.data_source)
         arguments: dict[str, Any] = {"data_source": question.data_source}
@@ -118,7 +118,7 @@ class RuleJudge:
         return pool.submit(job)
 
     def _program_pool(self) -> VerifierPool:
-        """Return the pool whose workers run programs, each in a sandbox of its own."""
+        """Return the pool whose workers run programs, each in its own sandbox; start it on first use."""
         if self._programs is None:
             cfg, deadline_s = self.rules.cfg, self.rules.cfg.code.deadline_s
             options = VerifierOptions(
@@ -163,7 +163,7 @@ class RuleSession:
         self._pending.append(self.judge.submit(question))
 
     def finish(self) -> Judged:
-        """Wait for all results; DataError names the first sample whose ground truth is malformed."""
+        """Wait for all rewards; raise DataError that names the first sample whose ground truth is malformed."""
         early = mean_of(float(pending.done()) for pending in self._pending)
         results = []
         for item, pending in zip(self._items, self._pending, strict=True):
@@ -186,7 +186,7 @@ class RuleSession:
 
 
 def outcome_of(result: JobResult) -> JobOutcome | str:
-    """Return the outcome of a job, with "correct" or "wrong" in place of "scored"."""
+    """Return the outcome of a job by which it is counted: for "scored", whether it is "correct" or "wrong"."""
     if result.outcome != "scored" or result.reward is None:
         return result.outcome
     return "correct" if result.reward.correct else "wrong"

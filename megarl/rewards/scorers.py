@@ -39,7 +39,7 @@ _NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
 
 
 def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
-    """Make a reward of 1 or 0 that also records whether an answer could be parsed."""
+    """Return the reward 1 (correct) or 0, whose details also record whether parsing of the answer failed."""
     return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})
 
 
@@ -72,7 +72,7 @@ _FORMATS: Mapping[str, tuple[tuple[str, ...], FormatCheck]] = {
 
 
 def score_format(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, check: FormatCheck) -> Reward:
-    """Score 1 if the response has the format, else 0, whatever the ground truth."""
+    """Score 1 if the response passes the format check, else 0; the ground truth is ignored."""
     well_formed = check(response)
     return reward_of(well_formed, parse_failed=not well_formed)
 
@@ -127,7 +127,7 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
 
 @SCORERS.register("megarl/sums")
 def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """Score 1 if the response ends in `#### ` and the ground truth, and has no other `####`, else 0."""
+    """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0."""
     before, mark, number = response.rpartition(_MARK)
     well_formed = bool(mark) and _MARK.strip() not in before and re.fullmatch("[0-9]+", number) is not None
     return reward_of(well_formed and number == ground_truth, parse_failed=not well_formed)

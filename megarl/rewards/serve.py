@@ -1,4 +1,4 @@
-"""Serve the rule over HTTP in the format of `rewards.wire` (the command `megarl serve-reward`)."""
+"""Serve the rule's rewards over HTTP in the format of `rewards.wire` (the command `megarl serve-reward`)."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _LOGGED_OUTCOMES = ("timed_out", "parse_failed", "crashed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Set where a service listens (port 0: any free one), and how many rows it judges at a time.
+    """The address where a reward service listens (port 0: any free port), and how many rows it judges at a time.
 
     data_source: the data source of requests that do not name one.
     """
@@ -53,7 +53,7 @@ class RewardService:
         self._num_in_work, self._num_judged = 0, 0
 
     def app(self) -> Starlette:
-        """Build the application: POST `PATH`, GET /health."""
+        """Build the ASGI application with its two routes: POST `PATH` and GET /health."""
         return Starlette(
             routes=[
                 Route(PATH, self._answer, methods=["POST"]),
@@ -96,7 +96,7 @@ class RewardService:
 
 
 def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dict[str, Any]:
-    """Encode rewards, correctness as `scores`, outcomes and details as `extra_logs`; RunError for a dropped row."""
+    """Build the reply: rewards, correctness as `scores`, other numbers as `extra_logs`; RunError for a dropped row."""
     for row, (reward, result) in enumerate(zip(rewards, results, strict=True)):
         if reward.dropped:
             raise RunError(f"row {row}: the reward function has no answer: {result.outcome}, {result.reason}")
@@ -114,7 +114,7 @@ def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dic
 
 
 def decode_request(body: Any, data_source: str | None) -> list[Question]:
-    """Parse the questions of a request, whose queries are prompt + response; BadRequestError if it is malformed."""
+    """Parse a request into questions; its queries are prompt + response. Raise BadRequestError if it is malformed."""
     if not isinstance(body, Mapping):
         raise BadRequestError("got no object, expected query, prompts and labels")
     texts = {name: _texts(body, name) for name in ("query", "prompts", "labels")}

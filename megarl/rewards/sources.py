@@ -1,4 +1,4 @@
-"""Define for each data source which scorer judges it, and the rewards of correct and wrong answers."""
+"""Define how each data source is rewarded: which scorer judges it, and the rewards of correct and wrong answers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ class SourceSpec:
 
     @property
     def variant(self) -> str:
-        """Return the name in `SCORERS` of the scorer in this mode."""
+        """Return the name in `SCORERS` under which this scorer is registered for this mode."""
         return self.scorer if self.mode == "fix" else f"{self.scorer}@{self.mode}"
 
 
@@ -79,8 +79,8 @@ SOURCES: Mapping[str, SourceSpec] = {
 def source_spec(data_source: str, **changes: Any) -> SourceSpec:
     """Return the specification of a data source, with `changes` of its fields.
 
-    A scorer's name is a data source too, with rewards 1 and 0. A change of `scorer` starts from that scorer's values.
-    For an unknown `data_source` or scorer, ConfigError lists the known names.
+    A scorer's name can also be used as a data source, with rewards 1 and 0. With a change of `scorer`, the other fields
+    start from that scorer's specification. ConfigError for an unknown data source or scorer lists the known names.
     """
     name = changes.get("scorer", data_source)
     if name not in SOURCES and name not in SCORERS:
@@ -101,10 +101,10 @@ def score(
     source: SourceSpec | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Reward:
-    """Score a response by `source` or, without it, by the data source's entry in `SOURCES`.
+    """Score a response as `source` specifies, or without it by the data source's entry in `SOURCES`.
 
-    `arguments` are passed on to the scorer. `details["parse_failed"]` is 1 if no answer could be parsed. For an
-    unknown `data_source`, ConfigError lists the known ones; a malformed ground truth raises DataError.
+    `arguments` are passed on to the scorer. `details["parse_failed"]` is 1 if no answer could be parsed. Raises
+    ConfigError for an unknown `data_source`, and DataError for a malformed ground truth.
     """
     spec = source_spec(data_source) if source is None else source
     scorer: Callable[..., Reward] = SCORERS.get(spec.variant)
@@ -128,5 +128,5 @@ def judge_by_source(
     source: SourceSpec,
     arguments: Mapping[str, Any],
 ) -> Reward:
-    """Call `score` for one response; jobs of the verifier pool name this function."""
+    """Call `score` for one response. Workers of the verifier pool import this function by name."""
     return score(data_source, response, ground_truth, extra_info, source=source, arguments=arguments)

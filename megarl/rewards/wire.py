@@ -2,7 +2,7 @@
 
 Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
-"extra_logs": {name: [number, …] or number}}, of which the last two may be missing.
+"extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing.
 """
 
 import sys
@@ -38,7 +38,7 @@ class ServiceReply:
 
 
 def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
-    """Make the body of a request to judge samples."""
+    """Build the body of a request that asks a service to judge samples."""
     return {
         "query": [item.prompt_text + item.response for item in items],
         "prompts": [item.prompt_text for item in items],
@@ -67,7 +67,7 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
 
 
 def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
-    """Check a column of an answer: a finite number per row."""
+    """Return a list of an answer, checked to hold one finite number per row; BadReplyError if it does not."""
     if not isinstance(values, list):
         raise BadReplyError(f"{name}: got {values!r:.80}, expected a list of {num_rows} numbers")
     if len(values) != num_rows:

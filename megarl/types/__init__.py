@@ -2,8 +2,8 @@
 
 Per-token arrays cover the *response*: entry t belongs to the token (the label) at position `num_prompt_tokens + t`, not
 to the position that predicts it. The shift by one happens in a single place, when rows are packed for the model.
-Host-side types hold numpy arrays, which travel through Ray's shared memory without a copy. `ScoredBatch` and
-`RowBatch`, with which algorithms compute, hold torch tensors padded to [B, T].
+Types on the host hold numpy arrays, which Ray's shared memory passes on without a copy. `ScoredBatch` and `RowBatch`,
+on which algorithms compute, hold torch tensors padded to [B, T].
 
 Glossary: `rollout_logprobs` come from the sampling engine, `old_logprobs` from the trainer at rollout time, `logprobs`
 from the current policy, `ref_logprobs` from a frozen reference. A *group* is all samples of one prompt, found by uid,
@@ -83,7 +83,7 @@ __all__ = [
 if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import names that need torch on first use, because processes that only score text run without it."""
+        """Import names that need torch on first use, so that processes without torch can import this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from megarl.types import batches, objectives, rows

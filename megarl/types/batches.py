@@ -1,4 +1,4 @@
-"""Define what algorithms compute with: rows padded to [B, T], model outputs for them, and their advantages."""
+"""Define the tensors that algorithms read and return: rows padded to [B, T], model outputs for them, and advantages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from megarl.types.samples import Reward
 
 
 class _PaddedScores:
-    """This base holds padded [B, T] scores by name; reading one that was not computed raises KeyError with a remedy."""
+    """A base class with scores [B, T] by name; reading one that was not computed raises a KeyError with a remedy."""
 
     __slots__ = ()
     loss_mask: torch.Tensor
@@ -30,10 +30,10 @@ class _PaddedScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch(_PaddedScores):
-    """A scored batch holds all rows of a step for advantage estimators: complete groups, padded to [B, T].
+    """All rows of a step with their rewards, as advantage estimators read them: complete groups, padded to [B, T].
 
-    uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool,
-    responses cut at the length limit (None: none was). seed: determines this step's random choices.
+    uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool, rows
+    cut at the length limit (None: no row). seed: determines this step's random choices.
     """
 
     uids: tuple[str, ...]
@@ -57,7 +57,7 @@ class ScoredBatch(_PaddedScores):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch(_PaddedScores):
-    """A row batch holds one micro-batch for the loss: complete rows padded to [B, T], whatever the parallel layout."""
+    """One micro-batch as loss functions read it: complete rows padded to [B, T], whatever the parallel layout is."""
 
     labels: tuple[str, ...]
     loss_mask: torch.Tensor
@@ -81,7 +81,7 @@ def scored_batch(
     step: int = 0,
     seed: int = 0,
 ) -> ScoredBatch:
-    """Pad the rows of a step for the advantage estimator, with float32 scores on the host.
+    """Pad the rows of a step and add their rewards, for the advantage estimator; scores are float32 on the host.
 
     >>> verdicts = [Reward(score=1.0, correct=True)]
     >>> scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts).scores["values"].tolist()
@@ -100,7 +100,7 @@ def scored_batch(
 
 
 def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Pad the scores of rows; raise ValueError unless all rows have scores of the same names."""
+    """Pad the scores of rows to [B, T], by name; raise ValueError unless all rows have the same names of scores."""
     names = rows[0].scores.keys() if rows else frozenset()
     for row in rows:
         if row.scores.keys() != names:
@@ -110,7 +110,7 @@ def _pad_scores(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
-    """Pad the rows of a micro-batch for the loss.
+    """Pad the rows of a micro-batch to [B, T] for the loss, on the given device.
 
     >>> row_batch([row([1, 0]), row([1])], device=torch.device("cpu")).loss_mask.tolist()
     [[True, False], [True, False]]
@@ -124,7 +124,7 @@ def row_batch(rows: Sequence[Row], *, device: torch.device) -> RowBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutputs:
-    """Policy outputs are the current policy's log-probs of a `RowBatch`'s labels and its entropies, in nats, [B, T].
+    """The current policy's outputs for a `RowBatch`: log-probs of the labels and entropies in nats, [B, T] each.
 
     Both are 0 outside the loss mask. `entropy` carries a gradient only if the algorithm asked for it.
     """
@@ -135,7 +135,7 @@ class PolicyOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOutputs:
-    """Value outputs are a scalar head's float32 values [B, T] for a `RowBatch`, 0 outside the loss mask."""
+    """The float32 values [B, T] of a scalar head (critic or reward model) for a `RowBatch`, 0 outside the loss mask."""
 
     values: torch.Tensor
 
@@ -145,9 +145,9 @@ ModelOutputs: TypeAlias = PolicyOutputs | ValueOutputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """Advantages [B, T] are 0 outside the loss mask, and come with metrics to log.
+    """The advantages [B, T] of a batch, 0 outside the loss mask, with metrics to log.
 
-    scores: further tensors [B, T] that the updates need (`returns`, `correction`), by name.
+    scores: further tensors [B, T] that the updates need, by name, such as `returns` and `correction`.
     """
 
     values: torch.Tensor

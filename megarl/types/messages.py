@@ -1,4 +1,4 @@
-"""Define the messages between the driver and the trainer's ranks, without megatron: the driver unpickles them."""
+"""Define the messages between the driver and the trainer's ranks. The driver unpickles them without megatron."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megarl.types import AlgoState, Denominators, FloatArray, Objective
 
 
 class Role(StrEnum):
-    """A role says what a model is for."""
+    """The purpose of a model in a run: policy, reference, critic or reward model."""
 
     ACTOR = "actor"
     REFERENCE = "reference"
@@ -19,14 +19,14 @@ class Role(StrEnum):
 
 
 class Head(StrEnum):
-    """A head is what a model's last layer outputs per token: log-probs over the vocabulary, or one value."""
+    """The output of a model's last layer per token: log-probs over the vocabulary, or a single value."""
 
     LM = "lm"
     SCALAR = "scalar"
 
 
 class Part(StrEnum):
-    """A part is the kind of a role's memory that moves between device and host independently of the others."""
+    """A kind of a role's memory; each kind moves between device and host independently of the others."""
 
     PARAMS = "params"
     GRADS = "grads"
@@ -35,9 +35,9 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """A role spec describes a model of the run; if not `trainable`, it has neither gradient buffers nor an optimizer.
+    """A model of the run and its role. If it is not `trainable`, it has neither gradient buffers nor an optimizer.
 
-    settings: its layout and training, in the actor's config class whatever the role.
+    settings: parallel layout and training; for every role they have the config class of the actor.
     """
 
     role: Role
@@ -52,13 +52,13 @@ class RoleSpec:
 
     @property
     def replays_routing(self) -> bool:
-        """Return whether tokens go to the experts that the rollout engine recorded; only the actor can replay them."""
+        """Return whether the model sends tokens to the experts that the rollout engine recorded; only the actor can."""
         return self.role is Role.ACTOR and self.settings.moe.replay_routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A load request lists the models of a run; a group of ranks is asked only for those with its layout."""
+    """A request to load the models of a run; a group of ranks gets only the models that have the group's layout."""
 
     roles: tuple[RoleSpec, ...]
     seed: int
@@ -67,9 +67,9 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """A plan assigns a batch's rows to data-parallel ranks and micro-batches: `ranks[dp][micro_batch]` lists indices.
-
-    All ranks have the same number of micro-batches."""
+    """A plan that assigns row indices to data-parallel ranks and micro-batches: `ranks[dp][micro_batch]`.
+    All ranks have the same number of micro-batches.
+    """
 
     ranks: Sequence[Sequence[Sequence[int]]]
 
@@ -84,10 +84,10 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """A score request asks for one scoring pass of one role, with log-probs and entropies at `temperature`.
-
-    paired: the second half of each micro-batch repeats the first with other prompts, and the KL between the two is
-    computed as well."""
+    """A request for one forward pass of a role over a batch; log-probs and entropies are taken at `temperature`.
+    paired: the second half of a micro-batch repeats its responses after other prompts; the KL between both is
+    computed.
+    """
 
     role: Role
     step: int
@@ -97,9 +97,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """Row scores are per-token float32 results of a scoring pass for some rows, 0 outside the loss mask.
+    """The per-token results of a scoring pass for some rows, float32 and 0 outside the loss mask.
 
-    scores: name (`logprobs` and `entropy`, `values` of a scalar head, or `kl` of pairs) → index in the batch → [R].
+    scores: name (`logprobs` and `entropy`, `values` of a scalar head, or `kl` of pairs) → row index in the batch → [R].
     """
 
     scores: Mapping[str, Mapping[int, FloatArray]]
@@ -107,7 +107,7 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreResult:
-    """A store result holds elements written per Hugging Face tensor, and position-weighted checksums if requested."""
+    """What a rank wrote, by Hugging Face tensor: elements and, if requested, position-weighted checksums."""
 
     num_elements: Mapping[str, int]
     checksums: Mapping[str, int]
@@ -126,7 +126,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRequest:
-    """An update request asks for one optimizer step of one role."""
+    """A request for one optimizer step of one role."""
 
     role: Role = Role.ACTOR
     step: int
@@ -139,9 +139,9 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """An update result holds the metrics of the whole mini-batch, and the role's outputs from before the step.
-
-    before: a policy's log-probs or a critic's values, by index of the row."""
+    """The metrics of an update's mini-batch over all ranks, and the model's outputs from before the optimizer step.
+    before: a policy's log-probs or a critic's values, by index of the row.
+    """
 
     metrics: Mapping[str, float]
     before: Mapping[int, FloatArray]

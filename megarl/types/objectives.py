@@ -1,4 +1,4 @@
-"""Define the interface between trainer and algorithms: objectives, their sums and denominators, and their state."""
+"""Define the interface between trainer and algorithms: losses, their sums and denominators, and their state."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Denominators: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """Loss sums are local sums over a micro-batch, each stored under the name of its denominator.
+    """Local sums over a micro-batch. Each is stored under the name of the denominator that it will be divided by.
 
     objective: scalars with graph; the objective is Σ sum / denominator, added in this order.
     metrics: detached scalars by denominator and metric name; a metric is sum / denominator.
@@ -38,7 +38,7 @@ class LossSums:
         return functools.reduce(torch.add, (value / denominators[name] for name, value in self.objective.items()))
 
     def shares(self, denominators: Denominators) -> dict[str, float]:
-        """Compute this micro-batch's share of every metric."""
+        """Return this micro-batch's share of every metric, sum / denominator, by metric name."""
         return {
             metric: float(value) / denominators[name]
             for name, sums in self.metrics.items()
@@ -48,7 +48,7 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyState:
-    """The state holds the coefficient of the entropy bonus, and its optimizer's moments after `num_updates` updates."""
+    """The coefficient of the entropy bonus, and the moments of its optimizer after `num_updates` updates."""
 
     coef: float = 0.0
     exp_avg: float = 0.0
@@ -58,7 +58,7 @@ class EntropyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoState:
-    """The state of an algorithm is what it carries from one batch to the next: the coefficients of KL and entropy."""
+    """What an algorithm keeps from one batch to the next: the KL coefficient, and the state of the entropy bonus."""
 
     kl_coef: float = 0.0
     entropy: EntropyState = field(default_factory=EntropyState)
@@ -73,7 +73,7 @@ OutputsT = TypeVar("OutputsT", contravariant=True)
 
 
 class Objective(Protocol[OutputsT]):
-    """An objective is what a worker differentiates: a picklable, stateless loss of a model's outputs."""
+    """A loss of a model's outputs that the trainer's ranks differentiate; it is picklable and stateless."""
 
     @property
     def entropy_needs_grad(self) -> bool:
@@ -81,30 +81,30 @@ class Objective(Protocol[OutputsT]):
 
     @property
     def token_local(self) -> bool:
-        """Return whether the loss is a sum over tokens in which each term depends only on the outputs for its token."""
+        """Return whether the loss is a sum over tokens, each term depending only on the outputs for its token."""
 
     @property
     def reads(self) -> frozenset[str]:
-        """Return the names of the scores that the loss reads if rows have them; others are not sent to the workers."""
+        """Return the names of the scores that the loss reads if rows have them; other scores are not sent to ranks."""
 
     def loss(self, rows: RowBatch, out: OutputsT, state: AlgoState) -> LossSums:
-        """Return the local sums over a micro-batch."""
+        """Return the local sums of the loss and of its metrics over a micro-batch."""
 
 
 class Algorithm(Objective[PolicyOutputs], Protocol):
-    """An algorithm tells the trainer what to optimise; implementations are picklable and stateless."""
+    """An RL algorithm: the loss, the advantages and the denominators. Implementations are picklable and stateless."""
 
     def requires(self) -> frozenset[Score]:
-        """Return the scores that must be computed for the whole batch before `advantages`."""
+        """Return the names of the scores that must be computed for the whole batch before `advantages` is called."""
 
     def initial_state(self) -> AlgoState:
         """Return the state before the first step."""
 
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
-        """Compute the advantages of complete groups, on the host."""
+        """Compute the advantages of a step, given complete groups; this runs on the host."""
 
     def denominators(self, rows: Sequence[Row]) -> Denominators:
-        """Compute the denominators of an optimizer mini-batch from its rows on all ranks, before the first backward."""
+        """Compute a mini-batch's denominators from its rows on all ranks, before the first backward pass."""
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
-        """Compute the state for the next step from this step's reduced metrics."""
+        """Return the state for the next step, given this step's metrics over all ranks."""

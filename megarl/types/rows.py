@@ -1,4 +1,4 @@
-"""Define the row, the form of a sample that the trainer's workers get, and the scores that passes add to it."""
+"""Define `Row`, the form of a sample that the trainer's ranks get, and the per-token scores that can be added to it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from megarl.types.samples import BoolArray, ExpertArray, FloatArray, IntArray, S
 
 
 class Score(StrEnum):
-    """A score is a per-token quantity that a scoring pass can compute before the update."""
+    """A per-token quantity that a forward pass can compute for a batch before the update."""
 
     OLD_LOGPROBS = "old_logprobs"
     OLD_ENTROPY = "old_entropy"
@@ -28,9 +28,9 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row is one sample in the form that the trainer's workers need; per-token arrays are [R], R = response length.
+    """One sample in the form that the trainer's ranks get; per-token arrays are [R], with R the response length.
 
-    `scores` holds what was computed so far (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
+    `scores` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
     `routed_experts` is that of `Sample`.
     """
 
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Return the name of this row in messages."""
+        """Return a name of this row for log and error messages."""
         return f"{self.uid}/{self.sample_index}"
 
     @property
@@ -69,7 +69,7 @@ class Row:
         return int(self.loss_mask.sum())
 
     def with_scores(self, **scores: FloatArray) -> "Row":
-        """Return the row with these scores added; they replace its own scores of the same name."""
+        """Return the row with these scores added; a score that exists under the same name is replaced."""
         return replace(self, scores={**self.scores, **scores})
 
     def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
@@ -88,7 +88,7 @@ Rows: TypeAlias = Sequence[Row] | Mapping[int, Row]
 
 
 def row_from_sample(sample: Sample) -> Row:
-    """Make the row of a sample, in which everything after the prompt segment is response.
+    """Make the row of a sample; all tokens after its prompt segment are the response.
 
     >>> from megarl.types import FinishReason, prompt_segment
     >>> prompt = prompt_segment([5, 6])
@@ -108,10 +108,10 @@ def row_from_sample(sample: Sample) -> Row:
 
 
 def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: float) -> Row:
-    """Make a row of a whole sequence that a scalar head scores at its last token; its response has a single token.
+    """Make a row of a whole sequence, to which a scalar head gives one score at the sequence's last token.
 
-    A head's output for a token is read at the token before. The response is therefore one more token after the
-    sequence, on which no score depends.
+    The head's output for a response token is read at the token before it. The response is therefore a single token
+    after the sequence; its id does not affect the score.
 
     >>> row_read_at_end("a", 0, np.array([5, 6]), margin=0.5).token_ids.tolist()
     [5, 6, 6]

@@ -1,4 +1,4 @@
-"""Define prompts, the samples that answer them (as segments), and rewards."""
+"""Define prompts, the samples that answer them (each a sequence of segments), and rewards."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ ExpertArray: TypeAlias = npt.NDArray[np.int16]
 
 
 class FinishReason(StrEnum):
-    """A finish reason says why the engine stopped a sample."""
+    """The reason why the generation of a sample ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
 
 
 class SegmentSource(StrEnum):
-    """A source says who wrote a segment of a sample."""
+    """The author of a segment of a sample: prompt, policy, demonstration or environment."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -34,7 +34,7 @@ class SegmentSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message is one turn of a chat."""
+    """One turn of a chat: who speaks, and the text."""
 
     role: str
     content: str
@@ -45,9 +45,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt is a question as the model reads it, with what a scorer needs to judge an answer.
+    """A question as the model reads it, with the data that a scorer needs to judge an answer.
 
-    messages: the chat that `token_ids` were made from, for scorers with a chat template of their own.
+    messages: the chat that `token_ids` were made from, for judges with a chat template of their own.
     demonstration_ids: an answer to start samples with, which ends in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
     """
@@ -64,9 +64,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A segment is a stretch of a sample written by one source, in arrays of shape [n] with one entry per token.
+    """A contiguous part of a sample that one source wrote, in arrays of shape [n] with one entry per token.
 
-    `weight_versions` is -1 where no policy weights were involved.
+    `weight_versions` says which version of the policy's weights sampled each token; it is -1 where none was involved.
     """
 
     source: SegmentSource
@@ -84,7 +84,7 @@ class Segment:
 
 
 def prompt_segment(token_ids: Sequence[int]) -> Segment:
-    """Make the segment that every sample starts with, without loss tokens or policy weights.
+    """Make the prompt segment that every sample starts with. It has no loss tokens, and weight versions -1.
 
     >>> prompt_segment([5, 6]).weight_versions.tolist()
     [-1, -1]
@@ -100,7 +100,7 @@ def prompt_segment(token_ids: Sequence[int]) -> Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A sample is a finished sequence: a prompt segment, then what a demonstration, the policy or an environment wrote.
+    """A finished sequence: a prompt segment, then segments that a demonstration, the policy or an environment wrote.
 
     routed_experts: [tokens, layers, k] int16, the experts to which the engine sent each token of prompt and response in
     each layer (layers without experts may hold anything); -1 where unknown, as for a last token that the engine never
@@ -135,7 +135,7 @@ class Sample:
 
     @property
     def has_demonstration(self) -> bool:
-        """Return whether a part of the response is a demonstration."""
+        """Return whether any part of the response comes from a demonstration."""
         return any(segment.source is SegmentSource.DEMONSTRATION for segment in self.segments)
 
     @property
@@ -149,7 +149,7 @@ class Sample:
 
 
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
-    """Raise ValueError unless recorded experts have one entry for every token.
+    """Raise ValueError unless `experts`, if it was recorded, has one entry for each of `num_tokens` tokens.
 
     >>> require_experts_of_tokens(np.zeros((2, 1, 1), np.int16), 3, "sample a/0")
     Traceback (most recent call last):
@@ -164,7 +164,7 @@ def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """A rollout batch holds the samples of one step, and by uid the prompts that they answer."""
+    """The samples of one step, and the prompts that they answer, by uid."""
 
     prompts: Mapping[str, Prompt]
     samples: tuple[Sample, ...]

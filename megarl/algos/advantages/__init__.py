@@ -1,4 +1,4 @@
-"""Estimate advantages: turn the rewards of complete groups into one number per token."""
+"""Estimate advantages: turn rewards into one number per token, given all samples of each prompt (complete groups)."""
 
 from megarl.algos.advantages import critic, group, reinforce  # noqa: F401 - they fill the registry
 from megarl.algos.advantages.estimator import (

@@ -15,7 +15,7 @@ _EXPLAINED_EPS = 1e-5
 
 
 def masked_values(batch: ScoredBatch) -> Tensor:
-    """Return the critic's values, float64 [B, T], 0 outside the loss mask.
+    """Return the critic's values as float64 [B, T], set to 0 outside the loss mask.
 
     >>> masked_values(step("a", [1.0], [[1, 0]], values=[[0.5, 9.0]])).tolist()
     [[0.5, 0.0]]
@@ -24,7 +24,7 @@ def masked_values(batch: ScoredBatch) -> Tensor:
 
 
 def last_values(batch: ScoredBatch) -> Tensor:
-    """Return the value of each row's last loss token, 0 for a row without any.
+    """Return [B]: the critic's value of each row's last loss token, or 0 for a row without loss tokens.
 
     >>> last_values(step("a", [1.0], [[1, 1, 0]], values=[[0.5, 0.25, 9.0]])).tolist()
     [0.25]
@@ -33,10 +33,10 @@ def last_values(batch: ScoredBatch) -> Tensor:
 
 
 def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute GAE (arXiv:1506.02438) over loss tokens, skipping the other tokens between them.
+    """Compute GAE (arXiv:1506.02438) over loss tokens only, as if the tokens between them did not exist.
 
-    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, with V and A 0 after the last token. Returns are A + V
-    with `lam_critic` as λ and without any normalisation, so they are in units of the reward.
+    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, with V and A 0 after the last token. The returns are A + V
+    with λ = `lam_critic`. Returns are not normalised, so they are in units of the reward.
 
     >>> batch = step("a", [1.0], values=[[0.5, 0.5]])
     >>> gae(batch, AdvantageConfig(estimator="gae", lam=0.5)).advantages.tolist()
@@ -61,7 +61,7 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """Return the discounted sums y_t = x_t + discount·y_{t+1}, y = 0 after the last column.
+    """Return y_t = x_t + discount·y_{t+1} for x [B, T], with y = 0 after the last column.
 
     >>> discounted_sums(tensor([[1.0, 1.0, 1.0]]), 0.5).tolist()
     [[1.75, 1.5, 1.0]]

@@ -1,4 +1,4 @@
-"""Define what an advantage estimator is, and run the configured one."""
+"""Define the interface of advantage estimators, and run the estimator that the configuration names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +17,7 @@ from megarl.types import Score, ScoredBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """An estimate holds the advantages of a batch, with the critic's targets and metrics if there are any.
-
-    advantages: [B, T], 0 outside the loss mask. returns: [B, T] targets of a critic, or None."""
+    """Advantages [B, T], 0 outside the loss mask; `returns` [B, T] are the targets of a critic, or None without one."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -28,7 +26,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A flip selects rows (bool [B]) whose advantages are negated, before or after normalisation; returns stay."""
+    """Rows (bool [B]) whose advantages change sign, before or after normalisation; their returns do not change."""
 
     rows: Tensor
     stage: Literal["before_whiten", "after_whiten"]
@@ -43,10 +41,10 @@ Normaliser: TypeAlias = Callable[[Tensor, ScoredBatch, AdvantageConfig], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
-    """An advantage estimator computes a float64 estimate, then normalises its advantages over the batch.
+    """An advantage estimator: `raw` computes advantages in float64, then `normalise` scales them over the batch.
 
-    Advantages are 0 outside the loss mask. options: the fields of `AdvantageConfig` that it reads. needs_values:
-    whether it reads a critic's values. min_group: how many samples of a prompt it needs to compare them.
+    Advantages are 0 outside the loss mask. options: the fields of `AdvantageConfig` that the estimator reads.
+    needs_values: whether it reads a critic's values. min_group: the smallest number of samples per prompt it accepts.
     """
 
     raw: RawEstimator
@@ -56,7 +54,7 @@ class Estimator:
     min_group: int = 1
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-        """Compute the estimate in the dtype of the rewards."""
+        """Compute advantages and returns, and convert them to the dtype of the rewards."""
         estimate = self.raw(batch, cfg)
         advantages = estimate.advantages
         if flip is not None and flip.stage == "before_whiten":
@@ -74,7 +72,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", key=
 
 
 def estimator_of(cfg: AlgoConfig) -> Estimator:
-    """Return the estimator that will run: with algo.reward.source=critic it is `critic_value`.
+    """Return the configured estimator, or `critic_value` if algo.reward.source=critic overrides the configured one.
 
     >>> estimator_of(AlgoConfig(reward=RewardConfig(source="critic"))).needs_values
     True
@@ -84,7 +82,7 @@ def estimator_of(cfg: AlgoConfig) -> Estimator:
 
 
 def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
-    """Compute the estimate of the configured estimator; raise DataError if an input of a row is not finite.
+    """Run the configured estimator; raise DataError if a reward, KL penalty or critic value is NaN or infinite.
 
     >>> cfg = AdvantageConfig(estimator="dr_grpo")
     >>> compute_advantages(step("aa", [1.0, 0.0]), cfg).advantages.tolist()

@@ -1,6 +1,6 @@
-"""Estimate advantages by comparing a row with its group: one number per row, on each of its loss tokens.
+"""Estimate advantages by comparing the samples of a prompt (a group): all loss tokens of a sample get the same number.
 
-Rewards r include the KL penalty of the row. A group of one has no baseline: its mean counts as 0, its deviation as 1.
+The reward r is a sample's reward minus its KL penalty. In a group of one sample, mean_group is 0 and std_group is 1.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ RowEstimator: TypeAlias = Callable[[ScoredBatch, AdvantageConfig], Tensor]
 
 
 def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator]:
-    """Register a function that returns one float64 number per row, [B]; `options` are those of `Estimator`."""
+    """Register an estimator that returns one float64 number per row, [B]; for `options` see `Estimator`."""
 
     def add(rows: RowEstimator) -> RowEstimator:
         def raw(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
@@ -41,7 +41,7 @@ def _register(name: str, *options: str) -> Callable[[RowEstimator], RowEstimator
 
 
 def centred(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """Return rewards [B] minus the mean of their group.
+    """Return the rewards [B], each minus the mean reward of its group.
 
     >>> centred(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
     [0.5, -0.5]
@@ -55,7 +55,7 @@ def _deviation(stats: GroupStats) -> Tensor:
 
 @_register("grpo", "norm_by_std")
 def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Compute GRPO's A = (r − mean_group) / (std_group + 1e-6) with the unbiased deviation (arXiv:2402.03300).
+    """Compute GRPO's A = (r − mean_group) / (std_group + 1e-6), with the unbiased deviation (arXiv:2402.03300).
 
     Without `norm_by_std`, A = r − mean_group (Dr. GRPO, arXiv:2503.20783).
 
@@ -72,8 +72,8 @@ def grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 def grpo_split(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Compute GRPO's A with mean and deviation over rows without demonstration tokens (LUFFY, arXiv:2504.14945).
 
-    A deviation of 0 counts as 1, so that a demonstration stands out from a group of otherwise equal rewards. A group
-    in which all rows have demonstrations uses all of them. `norm_by_std` acts as in GRPO.
+    A deviation of 0 is replaced by 1: a row with a demonstration then still differs from a group of equal rewards. If
+    all rows of a group have demonstrations, all of them are used. `norm_by_std` acts as in `grpo`.
 
     >>> batch = step("aaa", [1.0, 0.0, 1.0], demonstration=[[1.0], [0.0], [0.0]])
     >>> grpo_split(batch, AdvantageConfig()).round(decimals=2).tolist()
@@ -106,7 +106,7 @@ def dr_grpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("group_norm")
 def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Compute GRPO's advantage as OpenRLHF does: A = (r − mean_group) / (std_group + 1e-9).
+    """Compute GRPO's advantage with OpenRLHF's constant 1e-9: A = (r − mean_group) / (std_group + 1e-9).
 
     >>> group_norm(step("aa", [1.0, 0.0]), AdvantageConfig()).round(decimals=2).tolist()
     [0.71, -0.71]
@@ -117,7 +117,7 @@ def group_norm(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
-    """Return rewards [B] minus the mean reward of the other rows of their group: n/(n − 1)·(r − mean).
+    """Return the rewards [B], each minus the mean reward of the n − 1 other rows of its group: n/(n − 1)·(r − mean).
 
     >>> leave_one_out(tensor([1.0, 0.0]), group_stats(tensor([1.0, 0.0]), "aa")).tolist()
     [1.0, -1.0]
@@ -127,7 +127,7 @@ def leave_one_out(rewards: Tensor, stats: GroupStats) -> Tensor:
 
 @_register("rloo")
 def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Compute RLOO's A_i = r_i − (Σ r − r_i)/(n − 1) (arXiv:2402.14740).
+    """Compute RLOO's A_i = r_i − (Σ r − r_i)/(n − 1) over the n rows of a group (arXiv:2402.14740).
 
     >>> rloo(step("aaa", [1.0, 0.0, 0.0]), AdvantageConfig()).tolist()
     [1.0, -0.5, -0.5]
@@ -138,10 +138,10 @@ def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 @_register("maxrl")
 def maxrl(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Compute MaxRL's A = (r − mean_group) / mean_group, or 0 in a group without success (arXiv:2602.02710).
+    """Compute MaxRL's A = (r − mean_group) / mean_group, or 0 in a group whose mean is 0 (arXiv:2602.02710).
 
-    For r ∈ {0, 1}, the mean estimates the probability p of success, and A gives the gradient of log p instead of p.
-    A group of one has A = 0. Raises DataError for a negative reward, with which the mean is no probability.
+    For r ∈ {0, 1}, mean_group estimates the probability p of success. A then gives the gradient of log p, not of p.
+    A group of one row has A = 0. Raises DataError for a negative reward, because mean_group is then no probability.
 
     >>> maxrl(step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
     [1.0, -1.0]

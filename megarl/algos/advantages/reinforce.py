@@ -1,7 +1,7 @@
 """Estimate advantages by REINFORCE with group baselines, then normalise them over the batch or the group.
 
-Advantages are undiscounted returns of token rewards: the row's reward minus its group's baseline is on the last loss
-token, and the KL penalty is on every loss token.
+An advantage is the undiscounted sum of the rewards of a token and all later tokens. The last loss token gets the
+row's reward minus its group's baseline, and every loss token a KL penalty.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def _equal_rewards(batch: ScoredBatch) -> Tensor:
 
 
 def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group, which `batch_whitened` then scales.
+    """Compute REINFORCE++-baseline (arXiv:2501.03262): returns of r − mean_group, before `batch_whitened` scales them.
 
     >>> batch = step("aa", [1.0, 0.0], [[1, 1], [1, 0]])
     >>> reinforce_baseline(batch, AdvantageConfig()).advantages.tolist()
@@ -51,11 +51,11 @@ def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with μ and population variance σ² over the batch's loss tokens.
+    """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with mean μ and population variance σ² over all loss tokens.
 
-    Long rows have more weight in μ. Where length correlates with reward, μ is therefore not 0 and shifts even groups
-    of equal rewards. Without `center`, μ is 0 and σ² the mean square. With `exclude_equal_groups`, tokens of groups of
-    equal rewards do not count in μ and σ², and are divided but not shifted. Without `norm_by_std` nothing is divided.
+    Long rows weigh more in μ. If length correlates with reward, μ is not 0 and also shifts groups of equal rewards.
+    Without `center`, μ is 0 and σ² is the mean square. With `exclude_equal_groups`, tokens of groups of equal rewards
+    do not enter μ and σ²; they are divided but not shifted. Without `norm_by_std`, no advantage is divided.
 
     >>> batch_whitened(tensor([[0.5], [-0.5]]), step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
     [[1.0], [-1.0]]
@@ -73,9 +73,9 @@ def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
 
 
 def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
-    """Compute REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1), which `max_normalised` then scales.
+    """Compute REINFORCE Max: returns of r_i − (Σ r − r_i)/(n − 1), before `max_normalised` scales them.
 
-    With `uniform_scale`, rows of a group of equal rewards use r/n instead.
+    With `uniform_scale`, rows of a group whose rewards are all equal use r/n instead.
 
     >>> reinforce_max(step("aa", [1.0, 0.0]), AdvantageConfig()).advantages.tolist()
     [[1.0], [-1.0]]
@@ -89,11 +89,11 @@ def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 
 
 def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Scale each group's loss tokens with A ≠ 0 to sum 0 and mean square 1: A > 0 becomes α·A, A < 0 becomes β·A.
+    """Scale positive A to α·A and negative A to β·A, so that the nonzero A of a group have sum 0 and mean square 1.
 
-    S± and Q± are the sums of A and A² over tokens of each sign, N the number of tokens, α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻))
-    and β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, 1e-8 is added to the denominator, and α and β lie in [1e-8, 10].
-    A group with |S⁺| or |S⁻| < 1e-8 stays unchanged, as does, with `uniform_scale`, a group of equal rewards.
+    S± and Q± are the sums of A and A² over the tokens of each sign, and N is the number of both. Then
+    α = √(N / (Q⁺ + (S⁺/S⁻)²·Q⁻)) and β = −α·S⁺/S⁻. Safeguards: (S⁺/S⁻)²·Q⁻ ≤ 1e8, a denominator plus 1e-8, α and β in
+    [1e-8, 10]. A group with |S⁺| or |S⁻| < 1e-8 is not scaled; with `uniform_scale`, nor is a group of equal rewards.
 
     >>> batch = step("aaa", [1.0, 0.0, 0.0])
     >>> advantages = tensor([[2.0], [-1.0], [-1.0]])

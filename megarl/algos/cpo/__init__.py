@@ -1,4 +1,4 @@
-"""Shape advantages with CPO: by how much a hint changes the policy's log-probs.
+"""Shape advantages with CPO: change them by how much a hint in the prompt changes the log-probs of the response.
 
 `shape_advantages` runs on the host over a whole step, or in the loss if it needs current entropies (`shapes_in_loss`).
 """

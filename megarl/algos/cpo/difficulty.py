@@ -1,4 +1,4 @@
-"""Judge how hard a prompt is for the policy from the samples of its group (rows of equal uid)."""
+"""Judge how hard a prompt is for the policy from the correctness and rewards of its samples (rows with one uid)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ _HARD_STD = math.sqrt(0.5)
 
 @DIFFICULTIES.register("three_way")
 def three_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Return level 1 for a group whose samples are all correct, −1 if none is correct, else 0.
+    """Return [B], the level of each row's group: 1 if all its samples are correct, −1 if none is correct, else 0.
 
     >>> three_way("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0])).tolist()
     [0, 0, 1]
@@ -36,7 +36,7 @@ def three_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("five_way")
 def five_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Return the level for c correct samples of n: c = 0 → −2, c ≤ n/4 → −1, c ≤ 5n/8 → 0, more → 1, c = n → 2.
+    """Return the level for c of n samples correct: −2 if c = 0, −1 if c ≤ n/4, 0 if c ≤ 5n/8, 2 if c = n, else 1.
 
     >>> correct = torch.tensor([True, False, False, False])
     >>> five_way("aaaa", correct, tensor([1.0, 0.0, 0.0, 0.0])).tolist()
@@ -50,9 +50,9 @@ def five_way(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
 
 @DIFFICULTIES.register("variance")
 def variance(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Tensor:
-    """Return the level for the unbiased variance of a group's rewards: below 0.1 → 1, above 0.5 → −1, else 0.
+    """Return the level by the unbiased variance of a group's rewards: 1 (easy) below 0.1, −1 (hard) above 0.5, else 0.
 
-    CPO was described this way. A group without a correct sample counts as easy; see `variance_signed`.
+    This is CPO's published rule. It calls a group without any correct sample easy; `variance_signed` does not.
 
     >>> variance("aabb", torch.tensor([True, False, True, True]), tensor([2.0, 0.0, 1.0, 1.0])).tolist()
     [-1, -1, 1, 1]
@@ -76,9 +76,9 @@ def variance_signed(uids: Sequence[str], correct: Tensor, rewards: Tensor) -> Te
 
 
 def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg: CpoConfig) -> Tensor:
-    """Return the difficulty [B] in {−1, 0, 1} that methods read: the sign of the level.
+    """Return the difficulty [B] that CPO's methods read: 1 (easy), 0 or −1 (hard), the sign of the configured level.
 
-    So with five levels, groups that are mostly right are easy and those that are mostly wrong are hard, too.
+    Of the levels of `five_way`, 1 and 2 are therefore both easy, and −1 and −2 are both hard.
 
     >>> group_difficulty("aab", torch.tensor([True, False, True]), tensor([1.0, 0.0, 1.0]), CpoConfig()).tolist()
     [0, 0, 1]
@@ -87,9 +87,9 @@ def group_difficulty(uids: Sequence[str], correct: Tensor, rewards: Tensor, cfg:
 
 
 def difficulty_metrics(uids: Sequence[str], correct: Tensor, difficulty: Tensor) -> Mapping[str, float]:
-    """Compute the shares of prompts (not of rows) whose samples are all wrong, mixed, and all correct.
+    """Compute the shares of prompts with all samples wrong, mixed, or all correct, and of prompts of each difficulty.
 
-    Also those of each `difficulty`, [B] in {−1, 0, 1}, as methods read it. The result is empty if there are no rows.
+    `difficulty` [B] in {−1, 0, 1} is the result of `group_difficulty`. Without rows there are no metrics.
 
     >>> metrics = difficulty_metrics("aab", torch.tensor([True, False, True]), torch.tensor([-1, -1, 1]))
     >>> metrics["cpo/difficulty_mixed_frac"], metrics["cpo/difficulty_hard_frac"]

@@ -16,7 +16,7 @@ _RANGE_EPS = 1e-8
 
 
 def mutual_information(mi: Tensor) -> Tensor:
-    """Return the mutual information of token and hint, by the configured estimator.
+    """Return the mutual information of each token with the hint, as the configured estimator computed it.
 
     >>> mutual_information(tensor([[1.0, -2.0]])).tolist()
     [[1.0, -2.0]]
@@ -34,7 +34,7 @@ def capped_mi(mi: Tensor) -> Tensor:
 
 
 def capped_delta(delta: Tensor) -> Tensor:
-    """Return the log-ratio clipped to ±10: clip(d, ±10).
+    """Return d = hint_logprobs − old_logprobs, clipped to ±10.
 
     >>> capped_delta(tensor([[12.0, -2.0]])).tolist()
     [[10.0, -2.0]]
@@ -43,7 +43,7 @@ def capped_delta(delta: Tensor) -> Tensor:
 
 
 def clamped_ratio(delta: Tensor, ratio_clamp: float) -> Tensor:
-    """Return the clipped likelihood ratio clip(exp(d), 1/λ, λ), with λ = `ratio_clamp`.
+    """Return the ratio of the probabilities with and without the hint, clip(exp(d), 1/λ, λ), with λ = `ratio_clamp`.
 
     >>> clamped_ratio(tensor([[0.0, 5.0]]), ratio_clamp=2.0).round(decimals=2).tolist()
     [[1.0, 2.0]]
@@ -53,7 +53,7 @@ def clamped_ratio(delta: Tensor, ratio_clamp: float) -> Tensor:
 
 
 def token_entropy(entropy: Tensor) -> Tensor:
-    """Return the entropy of each token.
+    """Return the entropy of the policy's distribution at each token, in nats.
 
     >>> token_entropy(tensor([[0.5, 1.5]])).tolist()
     [[0.5, 1.5]]
@@ -62,7 +62,7 @@ def token_entropy(entropy: Tensor) -> Tensor:
 
 
 def entropy_gap(entropy: Tensor) -> Tensor:
-    """Return the highest entropy of the row minus the entropy of the token.
+    """Return, per token, the highest entropy of its row minus the token's entropy.
 
     >>> entropy_gap(tensor([[0.5, 1.5]])).tolist()
     [[1.0, 0.0]]
@@ -72,7 +72,7 @@ def entropy_gap(entropy: Tensor) -> Tensor:
 
 
 def uncertainty(entropy: Tensor, active: Tensor) -> Tensor:
-    """Return uncertainty u = (entropy − lowest of the row) / (highest − lowest + 1e-8), in [0, 1]; 0 if not `active`.
+    """Return u = (H − H_min) / (H_max − H_min + 1e-8) in [0, 1], with H's extremes over the row; 0 where not `active`.
 
     >>> uncertainty(tensor([[0.5, 1.5, 0.0]]), tensor([[True, True, False]])).round(decimals=2).tolist()
     [[0.0, 1.0, 0.0]]
@@ -119,7 +119,7 @@ def vocab_certainty(entropy: Tensor, vocab_size: int) -> Tensor:
 
 
 def row_delta(delta: Tensor, active: Tensor) -> Tensor:
-    """Return the mean of d over the row.
+    """Return the row's mean of d = hint_logprobs − old_logprobs, [B, 1].
 
     >>> row_delta(tensor([[1.0, -2.0]]), tensor([[True, True]])).tolist()
     [[-0.5]]
@@ -128,7 +128,7 @@ def row_delta(delta: Tensor, active: Tensor) -> Tensor:
 
 
 def row_capped_delta(delta: Tensor, active: Tensor) -> Tensor:
-    """Return the mean of clip(d, ±10) over the row.
+    """Return the row's mean of clip(d, ±10), [B, 1], with d = hint_logprobs − old_logprobs.
 
     >>> row_capped_delta(tensor([[12.0, -2.0]]), tensor([[True, True]])).tolist()
     [[4.0]]
@@ -137,7 +137,7 @@ def row_capped_delta(delta: Tensor, active: Tensor) -> Tensor:
 
 
 def row_mi_sum(mi: Tensor, active: Tensor) -> Tensor:
-    """Return the sum of MI over the row, which grows with the row's length.
+    """Return the sum of the mutual information over the row, [B, 1]; it grows with the row's length.
 
     >>> row_mi_sum(tensor([[1.0, -2.0]]), tensor([[True, True]])).tolist()
     [[-1.0]]
@@ -146,7 +146,7 @@ def row_mi_sum(mi: Tensor, active: Tensor) -> Tensor:
 
 
 def row_mi_mean(mi: Tensor, active: Tensor) -> Tensor:
-    """Return the mean of MI over the row.
+    """Return the mean of the mutual information over the row, [B, 1].
 
     >>> row_mi_mean(tensor([[1.0, -2.0]]), tensor([[True, True]])).tolist()
     [[-0.5]]
@@ -155,7 +155,7 @@ def row_mi_mean(mi: Tensor, active: Tensor) -> Tensor:
 
 
 def row_entropy(entropy: Tensor, active: Tensor) -> Tensor:
-    """Return the mean entropy of the row.
+    """Return the mean entropy of the row, [B, 1], in nats.
 
     >>> row_entropy(tensor([[0.5, 1.5]]), tensor([[True, True]])).tolist()
     [[1.0]]
@@ -175,14 +175,14 @@ def credit_ratio(advantages: Tensor, delta: Tensor) -> Tensor:
 def verifier_weights(
     advantages: Tensor, delta: Tensor, active: Tensor, weight_clip: float, mix: float, mix_decay_steps: int, step: int
 ) -> Tensor:
-    """Return weights (1 − λ) + λ·w_t, whose mean over the tokens that may change is 1 in every row.
+    """Return weights (1 − λ) + λ·w_t for the advantages; in every row, their mean over the `active` tokens is 1.
 
-    The verifier gives the sign and the hint only the magnitude (RLSD, arXiv:2604.03128); the row mean of 1 is an
-    addition to the paper. λ is `mix` at step 0 and falls linearly to 0 over `mix_decay_steps` (0: constant).
+    In RLSD (arXiv:2604.03128) the verifier gives the advantage's sign and the hint its magnitude. The row mean of 1 is
+    not in the paper. λ is `mix` at step 0 and falls linearly to 0 over `mix_decay_steps` (0: constant).
     w_t = clip(exp(sign(A_t)·clip(d_t, ±10)), 1 − weight_clip, 1 + weight_clip), divided by its mean over the row.
-    Tokens that the hint makes likelier get more of a row's credit, those it makes less likely more of its blame. Signs
-    are kept, and so is the row's sum where A is constant over the row. Terms added to the advantage would instead
-    pull the policy towards the hinted one, which leaks the hint (arXiv:2604.03128).
+    The weights move a positive A towards tokens that the hint makes likelier, and a negative A towards the others. They
+    keep every sign, and a row's sum if A is constant over the row. A term added to the advantage would instead pull the
+    policy towards the policy with the hint, which leaks the hint (arXiv:2604.03128).
 
     >>> ones, active = tensor([[1.0, 1.0]]), tensor([[True, True]])
     >>> given = {"weight_clip": 0.25, "mix": 1.0, "mix_decay_steps": 0, "step": 0}

@@ -1,4 +1,4 @@
-"""Define CPO formulas, and apply them to advantages."""
+"""Define the formulas by which CPO's methods change advantages, and apply them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ READABLE = TERMS.union(SETTINGS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A term adds sign · weight · Π factors to the advantage of tokens on which all scopes hold.
+    """A summand of a formula: sign · weight · Π factors, added to the advantages of the tokens that all scopes select.
 
-    weight: one of `WEIGHTS`, or a coefficient of the method. max_share: the term adds at most `max_share` · |A|
+    weight: one of `WEIGHTS`, or a coefficient of the method. max_share: the summand is bounded by max_share · |A|
     (None: no bound).
     """
 
@@ -40,7 +40,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """A gain multiplies the advantage by a number, or by a factor that reads the hint, where all scopes hold."""
+    """A factor of a formula: it multiplies the advantages of the tokens that all scopes select by `value`."""
 
     scopes: tuple[Reader, ...] = ()
     value: float | Reader
@@ -48,9 +48,9 @@ class Gain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """A formula computes A' = A·Π gains + Σ terms; an empty formula leaves advantages unchanged.
+    """A formula computes the new advantage A' = A·Π gains + Σ terms. An empty formula leaves advantages unchanged.
 
-    accuracy_clamp: the sign may not contradict the verifier: max(A', 0) on correct rows, min(A', 0) on the others.
+    accuracy_clamp: whether A' is kept ≥ 0 in rows that the verifier accepts, and ≤ 0 in rows that it rejects.
     """
 
     gains: tuple[Gain, ...] = ()
@@ -80,7 +80,7 @@ class Formula:
 
 
 def apply_formula(formula: Formula, x: Terms) -> Tensor:
-    """Compute A' [B, T] from a formula; advantages outside `x.active` do not change.
+    """Compute A' [B, T] by a formula; the advantages of tokens outside `x.active` do not change.
 
     >>> apply_formula(Formula(gains=(Gain(value=0.5),)), terms([[0.0]], advantages=[[2.0]])).tolist()
     [[1.0]]

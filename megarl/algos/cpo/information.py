@@ -14,9 +14,9 @@ MAX_DELTA = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiEstimator:
-    """An estimator computes the mutual information of token and hint from the log-ratio d, clamped to a range.
-
-    of: (d, hint_logprobs, hint_kl or None) → [B, T]. bounds: λ (`ratio_clamp`) → the range that d is clamped to."""
+    """An estimator of the mutual information of token and hint, from d clamped to the range `bounds(ratio_clamp)`.
+    of: (d, hint_logprobs, hint_kl or None) → [B, T].
+    """
 
     of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     bounds: Callable[[float], tuple[float, float]] = lambda ratio_clamp: (-MAX_DELTA, MAX_DELTA)
@@ -27,7 +27,7 @@ MI_ESTIMATORS: Registry[MiEstimator] = Registry("mutual-information estimator", 
 
 
 def p_weighted(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Return exp(hint_logprobs)·d as CPO was described; not a mutual information, since it down-weights rare tokens.
+    """Return exp(hint_logprobs)·d, CPO's published formula. It down-weights rare tokens, unlike mutual information.
 
     >>> p_weighted(tensor([2.0]), tensor([0.0]), None).tolist()
     [2.0]
@@ -45,7 +45,7 @@ def pmi(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
 
 
 def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Return exp(d)·d, on tokens of the old policy an unbiased estimate of KL(with hint ‖ without) unless d is clamped.
+    """Return exp(d)·d, unless d is clamped an unbiased estimate of KL(with hint ‖ without) on the old policy's tokens.
 
     >>> kl_is(tensor([1.0]), tensor([0.0]), None).round(decimals=3).tolist()
     [2.718]
@@ -54,7 +54,7 @@ def kl_is(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tenso
 
 
 def full_kl(delta: Tensor, hint_logprobs: Tensor, hint_kl: Tensor | None) -> Tensor:
-    """Return KL(with hint ‖ without) over the whole vocabulary, which a scoring pass of its own computed.
+    """Return `hint_kl`, the KL(with hint ‖ without) over the whole vocabulary, computed by a scoring pass beforehand.
 
     >>> full_kl(tensor([2.0]), tensor([0.0]), tensor([0.25])).tolist()
     [0.25]

@@ -39,14 +39,14 @@ LOSS_SCORES: frozenset[str] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpoInputs:
-    """CPO's inputs describe the rows of a step or a micro-batch, in tensors [B, T] read only on `loss_mask` (bool).
+    """CPO's inputs for the rows of a step or a micro-batch, in tensors [B, T] read only on `loss_mask` (bool).
 
-    advantages: those of the base estimator. correct: [B] bool, the verifier's verdict. difficulty: [B] int, the levels
-    −1, 0 and 1 of `group_difficulty`. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the same tokens scored by
-    the same weights without the hint, with it, and with another prompt's hint; rows without a hint repeat the old ones.
-    hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats, detached. vocab_size: the model's,
-    without padding. excluded: [B, T] bool, tokens that keep their advantage. step: counts from 0. Scores that the
-    method does not require (`required_scores`) may be None.
+    advantages: from the estimator, before CPO. correct: [B] bool, whether the verifier accepts the row. difficulty: [B]
+    int, the levels −1, 0 and 1 of `group_difficulty`. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the response
+    scored by the same weights without the hint, with it, and with another prompt's hint; rows without a hint repeat
+    `old_logprobs`. hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats, detached. vocab_size:
+    the model's, without padding. excluded: [B, T] bool, tokens that keep their advantage. step: counts from 0. Scores
+    that the method does not read (`required_scores`) may be None.
     """
 
     advantages: Tensor
@@ -127,7 +127,7 @@ def inputs_from_batch(
 
 
 def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
-    """Return the scores [B, T] that rows must carry to the loss, where `inputs_from_rows` reads them.
+    """Return the tensors [B, T] that CPO needs in the loss, where `inputs_from_rows` reads them as scores of the rows.
 
     >>> scores = loss_scores(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
     >>> sorted(scores), scores[DIFFICULTY].tolist()
@@ -150,7 +150,7 @@ def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
 
 
 def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> CpoInputs:
-    """Gather the inputs of a micro-batch: rows carry `advantages` and `loss_scores`; `entropy` is the current policy's.
+    """Gather CPO's inputs for a micro-batch from `advantages`, `loss_scores` and the current policy's `entropy`.
 
     >>> row = {DIFFICULTY: [[1.0, 1.0]], CORRECT: [[1.0, 1.0]], OLD: [[-1.0, -1.0]], "hint_logprobs": [[0.0, 0.0]]}
     >>> batch = rows([[1, 1]], advantages=[[0.5, 0.5]], **row)

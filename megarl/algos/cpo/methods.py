@@ -1,10 +1,10 @@
-"""Define CPO's methods as data: one formula for each formula set.
+"""Define CPO's methods as data. Each method has up to three formulas, one for each formula set: doc, ref and fix.
 
-doc: as CPO was described, for the methods whose formula was given. ref: as its public code computes them
-(github.com/26hzhang/verl, verl/cpo), except that the verifier decides which rows are correct (there, a reward of
-exactly 1) and that the highest entropy of a row is taken over its loss tokens. fix: means replace sums over a row,
-log-ratios that a formula reads directly are clipped, and wrong samples are the negative ones. The estimator of mutual
-information decides how that is bounded; the default, `p_weighted`, has no bound.
+doc: CPO's published description, for methods whose formula it gives. ref: the formula of its public code
+(github.com/26hzhang/verl, verl/cpo), with two differences: the verifier decides which rows are correct (there, a reward
+of exactly 1), and a row's highest entropy is taken over its loss tokens. fix: means replace sums over a row,
+log-ratios are clipped, and negative rows are wrong samples. `algo.cpo.mi_estimator` decides how mutual information is
+bounded; the default, `p_weighted`, has no bound.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ _NEG_SCOPES: Mapping[FormulaSet, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method has a formula for each formula set; `default` names the set for configurations that choose none.
+    """A CPO method: one formula per formula set. `default` is the set used if the configuration names none.
 
-    coefficients: numbers of its own that formulas read by name, with their defaults; `algo.cpo.coefficients` sets them.
+    coefficients: names and defaults of numbers that only its formulas read; `algo.cpo.coefficients` sets them.
     """
 
     default: FormulaSet
@@ -52,7 +52,7 @@ CPO_METHODS: Registry[Method] = Registry("CPO method", key="algo.cpo.method")
 
 
 def formula_set(cfg: CpoConfig) -> FormulaSet:
-    """Return the configured formula set, or the method's default.
+    """Return the configured formula set, or the default set of the configured method.
 
     >>> formula_set(CpoConfig(method="mi3"))
     'ref'
@@ -61,7 +61,7 @@ def formula_set(cfg: CpoConfig) -> FormulaSet:
 
 
 def formula(cfg: CpoConfig) -> Formula:
-    """Return the configured formula; raise ConfigError for an unknown method or one without a formula in that set.
+    """Return the configured method's formula in the configured set; raise ConfigError if there is no such formula.
 
     >>> formula(CpoConfig(method="none"))
     Formula(gains=(), terms=(), accuracy_clamp=False)
@@ -77,7 +77,7 @@ def formula(cfg: CpoConfig) -> Formula:
 
 
 def neg_scope(cfg: CpoConfig) -> str:
-    """Return the configured name of the rule for negative rows, or the one that the formula set uses.
+    """Return the name of the rule for which rows count as negative: the configured one, or the formula set's.
 
     >>> neg_scope(CpoConfig(method="mi3"))
     'all_wrong_group'
@@ -86,7 +86,7 @@ def neg_scope(cfg: CpoConfig) -> str:
 
 
 def coefficients(cfg: CpoConfig) -> Mapping[str, float]:
-    """Return the method's coefficients, as configured or as it declares them; raise ConfigError for an unknown name.
+    """Return the method's coefficients, configured or default; raise ConfigError for a name that the method lacks.
 
     >>> coefficients(CpoConfig(method="mi3"))
     {}
@@ -100,7 +100,7 @@ def coefficients(cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def _add(name: str, *, doc: Formula | None = None, ref: Formula, fix: Formula | None = None) -> None:
-    """Register a method under its name, and with the suffix _qwen3; if not given, `fix` is the default formula."""
+    """Register a method as `name` and `name`_qwen3; without `fix`, the set fix uses the formula of doc, else of ref."""
     default: FormulaSet = "doc" if doc else "ref"
     formulas: dict[FormulaSet, Formula] = {"doc": doc} if doc else {}
     CPO_METHODS.register(name, f"{name}_qwen3")(
@@ -200,7 +200,7 @@ _add(
 
 
 def _mi3(scope: Reader, *, sign: float = 1.0) -> Formula:
-    """Build the formula that adds, on rows of `scope`, MI × u to tokens with MI ≥ 0 and MI × (1 − u) to the others."""
+    """Build a formula: on correct rows + u; on rows of `scope` + sign·MI·u if MI ≥ 0, else + sign·MI·(1 − u)."""
     return Formula(
         terms=(
             _UNSURE,
@@ -236,7 +236,7 @@ _add(
 
 
 def _towards_hint(unsure: Term, kl: Reader) -> Formula:
-    """Build the formula that moves wrong rows towards the hinted policy; unless they are hard, by at most |A|/2."""
+    """Build a formula: `unsure`, and on wrong rows the KL factor `kl`, at most |A|/2 unless the row is hard."""
     return Formula(
         terms=(
             unsure,

@@ -14,7 +14,7 @@ from megarl.config.algo import CpoConfig
 
 
 def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
-    """Return tensors [B, T], whose means over loss tokens are logged: A' − A, |A' − A|, 1 where the sign flips, and A'.
+    """Return per-token tensors [B, T] by metric name: A' − A, |A' − A|, 1 where the sign flips (else 0), and A'.
 
     >>> shift_diagnostics(tensor([[1.0, 1.0]]), tensor([[-1.0, 2.0]]))["cpo/adv_flip_frac"].tolist()
     [[1.0, 0.0]]
@@ -71,7 +71,7 @@ def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
 
 
 def _means_by_rows(name: str, values: Tensor, x: CpoInputs) -> dict[str, float]:
-    """Return the means of per-token values over the active tokens of right and wrong rows, and by difficulty."""
+    """Return means of `values` [B, T] over the active tokens of correct rows, wrong rows and each difficulty."""
     rows = {"right": x.correct, "wrong": ~x.correct, **{key: x.difficulty == level for key, level in LEVELS.items()}}
     tokens = {key: values[x.active & chosen[:, None]].double() for key, chosen in rows.items()}
     return {f"cpo/{name}_{key}": kept.mean().item() for key, kept in tokens.items() if kept.numel()}

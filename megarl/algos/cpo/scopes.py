@@ -1,6 +1,6 @@
-"""Define scopes, which select where a term of a CPO formula acts: bool per token [B, T], or per row [B, 1].
+"""Define scopes: masks (bool, per token [B, T] or per row [B, 1]) that select where a part of a CPO formula acts.
 
-As with factors, the parameters name what a scope reads.
+The names of a scope's parameters say what it reads: fields of `Terms`, or settings of `algo.cpo`.
 """
 
 import math
@@ -38,7 +38,7 @@ def negative_rows(negative: Tensor) -> Tensor:
 
 
 def easy(difficulty: Tensor) -> Tensor:
-    """Select the rows of difficulty 1.
+    """Select the rows of easy prompts (difficulty 1).
 
     >>> easy(tensor([[1]])).tolist()
     [[True]]
@@ -47,7 +47,7 @@ def easy(difficulty: Tensor) -> Tensor:
 
 
 def medium(difficulty: Tensor) -> Tensor:
-    """Select the rows of difficulty 0.
+    """Select the rows of prompts of medium difficulty (0).
 
     >>> medium(tensor([[1]])).tolist()
     [[False]]
@@ -56,7 +56,7 @@ def medium(difficulty: Tensor) -> Tensor:
 
 
 def not_medium(difficulty: Tensor) -> Tensor:
-    """Select the rows of difficulty 1 or −1.
+    """Select the rows of easy prompts (difficulty 1) and of hard prompts (−1).
 
     >>> not_medium(tensor([[1]])).tolist()
     [[True]]
@@ -65,7 +65,7 @@ def not_medium(difficulty: Tensor) -> Tensor:
 
 
 def hard(difficulty: Tensor) -> Tensor:
-    """Select the rows of difficulty −1.
+    """Select the rows of hard prompts (difficulty −1).
 
     >>> hard(tensor([[-1]])).tolist()
     [[True]]
@@ -74,7 +74,7 @@ def hard(difficulty: Tensor) -> Tensor:
 
 
 def not_hard(difficulty: Tensor) -> Tensor:
-    """Select the rows of difficulty 0 or 1.
+    """Select the rows of prompts that are not hard (difficulty 0 or 1).
 
     >>> not_hard(tensor([[-1]])).tolist()
     [[False]]
@@ -101,7 +101,7 @@ def mi_down(mi: Tensor) -> Tensor:
 
 
 def confirmed(delta: Tensor, hint_logprobs: Tensor, ratio_clamp: float) -> Tensor:
-    """Select the tokens with exp(d) ≥ λ that are likely with the hint (probability above 0.1).
+    """Select tokens that the hint makes likelier, exp(d) ≥ λ, and whose probability with the hint is above 0.1.
 
     >>> confirmed(tensor([[2.0, 0.0]]), tensor([[-1.0, -3.0]]), ratio_clamp=2.0).tolist()
     [[True, False]]
@@ -110,7 +110,7 @@ def confirmed(delta: Tensor, hint_logprobs: Tensor, ratio_clamp: float) -> Tenso
 
 
 def rejected(delta: Tensor, old_logprobs: Tensor, ratio_clamp: float) -> Tensor:
-    """Select the tokens with exp(d) ≤ 1/λ that were likely without the hint (probability above 0.1).
+    """Select tokens that the hint makes less likely, exp(d) ≤ 1/λ, and whose probability without it is above 0.1.
 
     >>> rejected(tensor([[-2.0, 0.0]]), tensor([[-1.0, -1.0]]), ratio_clamp=2.0).tolist()
     [[True, False]]

@@ -1,4 +1,4 @@
-"""Shape advantages with CPO: by how much a hint changes the policy's log-probs."""
+"""Shape advantages with CPO: change them by how much a hint in the prompt changes the log-probs of the response."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from megarl.types import Score
 
 
 def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
-    """Return the advantages [B, T] that the configured method shapes, 0 outside the loss mask.
+    """Return the advantages [B, T] as changed by the configured CPO method, 0 outside the loss mask.
 
-    docs/algorithms.md gives the formulas. Rows do not affect each other. Raises NonFiniteError for NaN or infinity on
-    a token that is read.
+    docs/algorithms.md gives the formulas. Rows are independent of each other. Raises NonFiniteError if the method reads
+    NaN or infinity.
 
     >>> cfg = CpoConfig(method="verifier_sign", weight_clip=0.25)
     >>> shape_advantages(terms([[1.0, -1.0]]).inputs, cfg).tolist()
@@ -28,7 +28,7 @@ def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
 
 
 def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
-    """Return the cleaned inputs that the configured formula reads.
+    """Return the tensors that the configured formula reads, with zeros on tokens that must not change.
 
     >>> terms_of(terms([[1.0, -1.0]]).inputs, CpoConfig(method="mi")).delta.tolist()
     [[1.0, -1.0]]
@@ -45,7 +45,7 @@ def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
 
 
 def required_scores(cfg: CpoConfig) -> frozenset[Score]:
-    """Return the scores that the method reads; the trainer must compute all its log-probs, including the old ones.
+    """Return the scores that the method reads. The trainer must compute all of them, even the old log-probs.
 
     >>> ", ".join(sorted(required_scores(CpoConfig(method="mi", formula_set="doc"))))
     'hint_logprobs, old_logprobs'
@@ -64,7 +64,7 @@ def required_scores(cfg: CpoConfig) -> frozenset[Score]:
 
 
 def shapes_in_loss(cfg: CpoConfig) -> bool:
-    """Return whether shaping needs the current entropy, and so runs in the loss per micro-batch instead of on the host.
+    """Return whether CPO reads the current entropy and therefore shapes in the loss per micro-batch, not on the host.
 
     >>> shapes_in_loss(CpoConfig(method="mi3", entropy_source="current"))
     True

@@ -22,12 +22,12 @@ NEG_SCOPES.register("negative_sample")(lambda x: ~x.correct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The terms are the tensors [B, T] that formulas read, 0 outside `active` (`advantages`: outside the loss mask).
+    """The tensors [B, T] that CPO's formulas read, 0 outside `active` (`advantages`: 0 outside the loss mask).
 
     delta: d = hint_logprobs − old_logprobs, or with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
-    old_logprobs, hint_logprobs: without and with the hint. mi: mutual information (MI) of token and hint,
-    in nats. entropy: nats. Per row, [B, 1]: correct (bool), negative (bool, the rows that count as negative) and
-    difficulty (−1, 0 or 1). coefficients: those of the method, by name.
+    old_logprobs, hint_logprobs: log-probs without and with the hint. mi: mutual information of token and hint, in
+    nats. entropy: nats. Per row, [B, 1]: correct (bool, by the verifier), negative (bool, as `algo.cpo.neg_scope`
+    says) and difficulty (−1, 0 or 1). coefficients: the method's, by name.
     """
 
     inputs: CpoInputs
@@ -100,7 +100,7 @@ def make_terms(
 
 
 def _clean(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` with zeros outside `mask`; raise NonFiniteError if one inside it is not finite."""
+    """Return `values` with zeros outside `mask`; raise NonFiniteError if a value inside `mask` is NaN or infinite."""
     kept = torch.where(mask, values, 0.0)
     bad_rows = (~kept.isfinite().all(dim=-1)).nonzero().flatten().tolist()
     if bad_rows:

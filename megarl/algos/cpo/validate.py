@@ -1,4 +1,4 @@
-"""Check the settings of `algo.cpo` against CPO's registries."""
+"""Check that the settings under `algo.cpo` name existing choices and agree with each other."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ from megarl.registry import refuse_unused
 
 
 def check_cpo(cfg: CpoConfig) -> None:
-    """Raise ConfigError for an unknown name, a conflict, or a setting that the formula does not read.
+    """Raise ConfigError for unknown names, settings that contradict each other, and settings that the formula ignores.
 
     >>> check_cpo(CpoConfig(method="mi", shuffled_baseline=True, mi_estimator="full_kl"))
     Traceback (most recent call last):

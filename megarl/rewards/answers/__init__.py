@@ -1,4 +1,4 @@
-"""Find answers in free text, normalise their spelling, and decide whether two of them are equal."""
+"""Find answers to mathematical questions in free text, unify their spelling, and decide whether two are equal."""
 
 from megarl.rewards.answers.equality import compare_answers, same_string
 from megarl.rewards.answers.extract import extract_answer, last_boxed

@@ -1,4 +1,4 @@
-"""Compare answers by meaning, with a list of rules from cheap to costly, of which the first that applies decides."""
+"""Compare answers by meaning: try a list of rules, from cheap to costly, until one of them can decide."""
 
 import math
 import re
@@ -43,9 +43,9 @@ _SAME_WORDS = {
 
 
 def same_string(answer: str, gold: str) -> bool:
-    """Return whether two answers are spelled alike up to spaces, wrappers, `x=`, zeros, units: `(073)`, `73.0`, `73`.
+    """Return whether two answers are equal as strings or numbers, except for spaces, wrappers, `x=`, zeros and units.
 
-    This suits answers with only one way to write them: they must be equal as strings, or as exact numbers.
+    This suits answers with only one way to write them. `(073)`, `73.0` and `73` are equal.
     """
     plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
     (a, unit_a), (g, unit_g) = (split_unit(_NUMBER_IN_BRACKETS.sub(r"\1", text)) for text in plain)
@@ -60,9 +60,9 @@ def same_string(answer: str, gold: str) -> bool:
 def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
     """Compare the meaning of two answers, however they are spelled.
 
-    Texts, numbers (see `numbers.are_close`) and quantities are compared first; then lists, intervals, sets and
-    matrices element by element; equations by the difference of their sides, up to sign; finally expressions by
-    symbolic equality. In mode `fix` this is symmetric. An empty answer, or one over 512 characters, is `UNPARSED`.
+    The order is: texts, numbers (see `numbers.are_close`) and quantities; then lists, intervals, sets and matrices,
+    element by element; equations, by the difference of their sides up to sign; at last expressions, by symbolic
+    equality. In mode `fix` this is symmetric. An empty answer, or one over 512 characters, is `UNPARSED`.
     """
     if not answer.strip() or not gold.strip() or max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
         return Equality.UNPARSED
@@ -72,7 +72,7 @@ def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 
 def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rule], depth: int = 0) -> Equality:
-    """Apply rules to two texts; if none applies, compare them symbolically as expressions."""
+    """Return the result of the first rule that applies to two texts, or of symbolic comparison if none does."""
     if depth > MAX_NESTING:
         return Equality.UNPARSED
     compare = partial(_compare, options=options, rules=rules, depth=depth + 1)
@@ -84,7 +84,7 @@ def _compare(answer: str, gold: str, options: AnswerOptions, rules: Sequence[Rul
 
 
 def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare texts letter by letter, ignoring spaces; an empty text, or one with unclosed brackets, is `UNPARSED`."""
+    """Compare texts letter by letter, ignoring spaces. Empty texts and unclosed brackets give `UNPARSED`."""
     if not answer or not gold:
         return Equality.UNPARSED
     if compact(answer) == compact(gold):
@@ -93,7 +93,7 @@ def same_text(answer: str, gold: str, compare: Compare, options: AnswerOptions) 
 
 
 def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare words, ignoring case; a word is neither a product of its letters nor a number."""
+    """Compare words (neither numbers nor products of variables) and letters of choices, ignoring case."""
     letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
         return Equality.of(letters[0][1] == letters[1][1])
@@ -106,9 +106,9 @@ def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 
 
 def same_quantity(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare numbers with units: an answer may leave the unit out, but must not have another one.
+    """Compare numbers with units: one side may lack a unit, but two different units make the answers unequal.
 
-    A percentage also equals its value as a plain number, 50% = 0.5.
+    A percentage also equals its value as a plain number: 50% = 0.5.
     """
     a, g = parse_quantity(answer), parse_quantity(gold)
     if a is None or g is None:
@@ -193,7 +193,7 @@ def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOpti
 
 
 def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare unions part by part in any order; unions of overlapping parts are left to set algebra."""
+    """Compare unions set by set, in any order; if that fails, compare them symbolically, as their sets may overlap."""
     a, g = (structure.split_top(text, r"\\cup(?![a-zA-Z])") for text in (answer, gold))
     is_union = [len(parts) > 1 and all(parts) for parts in (a, g)]
     if not any(is_union):
@@ -203,9 +203,9 @@ def same_union(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 
 
 def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare tuples and intervals in order and with the same brackets, and sets and bare lists in any order.
+    """Compare tuples and intervals in order and with equal brackets, and sets and bare lists in any order.
 
-    A single item in brackets equals the item without them; several items do not equal a single one.
+    A single item in brackets equals the item alone. Several items never equal a single item.
     """
     a, g = structure.parse_group(answer), structure.parse_group(gold)
     if a is None or g is None:
@@ -226,7 +226,7 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 
 
 def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare equations by the difference of their sides up to sign; `name = value` equals the value."""
+    """Compare equations by the difference of their sides, up to sign. `name = value` also equals `value` alone."""
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
     groups = [structure.parse_group(text) for text in (answer, gold)]
     is_list = any(group is not None and not group.opening for group in groups)
@@ -247,7 +247,7 @@ def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptio
 
 
 def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality:
-    """Compare items in order."""
+    """Compare two lists of items pairwise, in order."""
     if len(a) > MAX_ITEMS:
         return Equality.UNPARSED
     verdicts = []
@@ -259,7 +259,7 @@ def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality
 
 
 def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality:
-    """Compare items in any order."""
+    """Compare two lists of items in any order."""
     if len(a) != len(g):
         return Equality.DIFFERENT
     if len(a) > MAX_ITEMS:

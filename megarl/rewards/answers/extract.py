@@ -16,9 +16,9 @@ _NUMBER = re.compile(r"-?\d*\.?\d+")
 
 
 def extract_answer(response: str, options: AnswerOptions) -> str | None:
-    """Return the raw answer of a response, not normalised, or None if it states none.
+    """Return the answer that a response states, as it is written, or None if there is none.
 
-    This is the last box, else what follows the last "the answer is", else what `options` also allow.
+    It is the content of the last box, else the text after the last "the answer is", else what `options` also allow.
     """
     if options.skip_thinking:
         response = response.rpartition(_THINK_END)[2]
@@ -35,12 +35,12 @@ def extract_answer(response: str, options: AnswerOptions) -> str | None:
 
 
 def last_boxed(response: str, options: AnswerOptions) -> str | None:
-    """Return the content of the last box of a response, or None if it has no readable box."""
+    r"""Return the content of a response's last `\boxed{…}` or similar command, or None if that cannot be read."""
     return _boxed(response, options)[1]
 
 
 def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    """Return whether a response has a box, and the content of the last one if that can be read."""
+    r"""Return whether a response has a `\boxed` or similar command, and the last one's content (None if unreadable)."""
     ends = [end for end in (_last_command(response, name, options) for name in options.boxes) if end is not None]
     if not ends:
         return False, None
@@ -58,7 +58,7 @@ def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
 
 
 def _last_command(response: str, name: str, options: AnswerOptions) -> int | None:
-    """Return the index at which the last command of this name ends, spaces after it included."""
+    """Return the index after the last LaTeX command `name` and the spaces that follow it, or None without one."""
     if options.bare_box:
         start = response.rfind(name)
         return start + len(name) if start >= 0 else None

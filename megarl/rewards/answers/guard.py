@@ -1,4 +1,4 @@
-"""Refuse answers that are cheap to write but costly or unsafe for sympy to evaluate."""
+"""Detect answers that are cheap to write but costly or unsafe to evaluate with sympy, such as 9^9^9."""
 
 import math
 import re
@@ -22,14 +22,14 @@ _BINOMIAL_NUMBER = re.compile(r"\d{4,}")
 
 
 def refusal(text: str) -> str | None:
-    """Return why an answer must not be evaluated, or None if it may be."""
+    """Return the reason why an answer must not be evaluated, or None if it may be evaluated."""
     return "asks for a computation" if _WORK.search(text) else costly(text)
 
 
 def costly(text: str) -> str | None:
-    """Return why a text may take long to evaluate, or None if it does not.
+    """Return the reason why a text may take long to evaluate, or None if it does not.
 
-    The bounds limit how large the numbers of the text can become.
+    Limits on nesting, powers and factorials bound the size of the numbers that an evaluation can produce.
     """
     depth = deepest = 0
     for character in text:

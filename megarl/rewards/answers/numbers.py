@@ -1,4 +1,4 @@
-"""Parse answers that are numbers as exact fractions, and compare them."""
+"""Parse answers that are numbers into exact fractions, and compare such numbers."""
 
 import math
 import re
@@ -37,12 +37,12 @@ class Number:
 
     @property
     def is_integer(self) -> bool:
-        """Return whether the number is written as an integer; one such as 4.5e33 is an integer only by its size."""
+        """Return whether the number is written as an integer; 4.5e33 is not, although its value is an integer."""
         return self.value.denominator == 1 and not self.scientific
 
 
 def parse_number(text: str) -> Number | None:
-    r"""Parse `1,234.5`, `-\frac{1}{2}`, `3/4`, `2 1/2`, `4.5 \cdot 10^{33}` or `4.5e33`; None for anything else."""
+    r"""Parse `1,234.5`, `-\frac{1}{2}`, `3/4`, `2 1/2`, `4.5 \cdot 10^{33}` or `4.5e33`; return None otherwise."""
     sign = _SIGN.match(text)
     if len(text) > 100 or sign is None:
         return None
@@ -78,7 +78,7 @@ def _decimal(text: str) -> Fraction:
 
 
 def are_close(a: Number, b: Number) -> bool:
-    """Return whether two numbers are equal; within 1e-4 relative if one is a rounded decimal and neither an integer."""
+    """Return whether two numbers are equal, or within 1e-4 relative if one is a rounded decimal and none an integer."""
     if a.value == b.value:
         return True
     if a.is_integer or b.is_integer or not (a.rounded or b.rounded):

@@ -1,4 +1,4 @@
-"""Define the modes `fix`, `doc` and `ref` of finding and comparing answers, and the results of a comparison."""
+"""Define how answers are found and compared: the modes `fix`, `doc` and `ref`, and the results of a comparison."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ class Equality(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """Set how answers are found and compared; the defaults are the mode `fix`, see `MODES` for the others.
+    """Settings of how answers are found and compared. The defaults are the mode `fix`; `MODES` has the other modes.
 
-    boxes: commands whose argument is an answer.
+    boxes: names of LaTeX commands whose argument is an answer.
     bare_box: `boxes` also count without a backslash before them.
     accept_unclosed: a box whose brace is not closed extends to the end of its line.
     join_lines: a boxed answer may span lines; otherwise only its first line is used.
@@ -40,7 +40,7 @@ class AnswerOptions:
     normalise_gold: the gold answer is normalised like other answers.
     percent_factors: numbers that differ by a factor of 100 are equal, with a percent sign or without.
     ignore_brackets: `[1,2]` equals `(1,2)`.
-    none_equals_none: no answer equals no gold.
+    none_equals_none: a missing answer equals a missing gold answer.
     """
 
     boxes: tuple[str, ...] = ("boxed", "fbox", "framebox")

@@ -1,4 +1,4 @@
-r"""Unify the spelling of answers: `canonical` keeps the mathematics, `normalise` also drops units, words and signs."""
+"""Unify the spelling of answers: `canonical` keeps the mathematics, while `normalise` also drops units and words."""
 
 import re
 import unicodedata
@@ -121,10 +121,10 @@ _AFTER_NAME = _compiled(
 
 
 def canonical(text: str) -> str:
-    r"""Return an answer in its canonical spelling, without changing its mathematics.
+    r"""Return an answer in one spelling of many equivalent ones, without changing its mathematics.
 
-    Unicode signs become LaTeX; delimiters, sizes and text wrappers go: `$\dfrac12\,\text{cm}$` → `\frac{1}{2} cm`,
-    `x × ２` → `x \cdot 2`, `90°` → `90 degree`.
+    Unicode signs become LaTeX; delimiters, sizes and text wrappers are removed: `$\dfrac12\,\text{cm}$` →
+    `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`.
     """
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
     text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
@@ -142,14 +142,14 @@ def canonical(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """Remove all spaces except between words and between digits, where they distinguish `2 3` from `23`."""
+    """Remove spaces, except between words and between digits, so that `2 3` stays different from `23`."""
     return re.sub(r"(?<![\w])\s+|\s+(?![\w])", "", text)
 
 
 def normalise(text: str) -> str:
-    r"""Drop units, spaces, sizes and signs from an answer: `x=7.00 \text{ cm}` → `7`, `3/4` → `\frac{3}{4}`.
+    r"""Remove units, spaces, sizes and signs from an answer: `x=7.00 \text{ cm}` → `7`, `3/4` → `\frac{3}{4}`.
 
-    This is the textual normalisation of the modes `doc` and `ref`.
+    The modes `doc` and `ref` compare answers as strings after this function.
     """
     text = text.strip()
     for pattern, replacement in _BEFORE_UNIT:
@@ -172,7 +172,7 @@ def normalise(text: str) -> str:
 
 
 def is_equiv(answer: str | None, gold: str | None, *, none_equals_none: bool = False) -> bool:
-    r"""Return whether two answers are equal as normalised strings; 0.5 = 1/2, and text from `\text{ ` on is a unit."""
+    r"""Return whether two answers are equal strings after `normalise`. 0.5 equals 1/2, and `\text{ ` starts a unit."""
     if answer is None or gold is None:
         return none_equals_none and answer is gold
     normal = []

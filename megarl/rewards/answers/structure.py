@@ -1,4 +1,4 @@
-"""Parse the structure of answers: lists, brackets, matrices, alternatives and intervals."""
+"""Parse the structure of answers: lists, brackets, matrices, plus-minus signs and intervals."""
 
 import re
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Group:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split a text where a regular expression matches, but not inside brackets, braces or environments."""
+    """Split a text where the regular expression `separators` matches outside of brackets, braces and environments."""
     parts, depth, start, position = [], 0, 0, 0
     pattern = re.compile(rf"\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
     while match := pattern.search(text, position):
@@ -66,7 +66,7 @@ def parse_group(text: str) -> Group | None:
 
 
 def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
-    """Parse the rows of a matrix in round or square brackets; None for anything else, determinants (`vmatrix`) too."""
+    """Parse a matrix in round or square brackets into rows; return None for other texts, also for a determinant."""
     match = _MATRIX.fullmatch(text.strip().removeprefix("(").removeprefix("[").removesuffix(")").removesuffix("]"))
     if match is None:
         return None
@@ -75,7 +75,7 @@ def parse_matrix(text: str) -> tuple[tuple[str, ...], ...] | None:
 
 
 def expand_signs(text: str) -> tuple[str, str] | None:
-    r"""Expand `a \pm b` to `a + b` and `a - b`; return None if there is no such sign."""
+    r"""Expand `a \pm b` to `a + b` and `a - b`; return None if the text has no plus-minus sign."""
     if r"\pm" not in text and r"\mp" not in text:
         return None
     plus = text.replace(r"\pm", "+").replace(r"\mp", "-")
@@ -86,7 +86,7 @@ def expand_signs(text: str) -> tuple[str, str] | None:
 
 
 def as_interval(text: str) -> tuple[str, str] | None:
-    r"""Parse the variable and the interval of `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)`; None for anything else."""
+    r"""Parse `x > 3`, `1 \leq x < 2` or `x \in (3,\infty)` into variable and interval; return None for other texts."""
     if match := _MEMBER.fullmatch(text):
         return match[1], match[2]
     if match := _TWO_SIDED.fullmatch(text):
@@ -111,7 +111,7 @@ def as_interval(text: str) -> tuple[str, str] | None:
 
 
 def _closes_at_end(text: str) -> bool:
-    """Return whether the bracket that opens a text closes at its last character."""
+    """Return whether the bracket at a text's first character is closed by the text's last character."""
     depth = 0
     for index, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
@@ -121,7 +121,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def is_balanced(text: str) -> bool:
-    """Return whether every bracket is closed, possibly by one of another kind, as in `[0,1)`."""
+    """Return whether every bracket is closed. The closing bracket may be of another kind, as in `[0,1)`."""
     depth = 0
     for character in text:
         depth += (character in _OPENING) - (character in _CLOSING)

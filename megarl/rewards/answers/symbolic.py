@@ -1,4 +1,4 @@
-"""Compare answers by computer algebra: latex2sympy2_extended parses LaTeX, math-verify and sympy compare."""
+"""Compare answers by computer algebra: latex2sympy2_extended parses LaTeX, math-verify and sympy compare formulas."""
 
 import math
 import re
@@ -40,9 +40,9 @@ _ZERO = 1e-60
 
 @lru_cache(maxsize=8192)
 def parse_latex(text: str, *, is_complex: bool = False) -> Any:
-    """Parse LaTeX to a sympy object without ever evaluating Python; None if the text is refused or not LaTeX.
+    """Parse LaTeX to a sympy object, without evaluating Python code; None if `guard` refuses it or it is not LaTeX.
 
-    Variables are real, unless `is_complex`, with which i is the imaginary unit.
+    Variables are real. With `is_complex` they are complex, and i is the imaginary unit.
     """
     if refusal(text):
         return None
@@ -62,8 +62,8 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
 def compare_symbolic(answer: str, gold: str) -> Equality:
     """Decide whether two expressions are equal for all values of their variables.
 
-    Expressions are evaluated at a few points, which refutes or, to 12 digits, confirms most pairs without the costly
-    `simplify`; sets, relations and expressions without values are left to math-verify, whose time is not bounded.
+    Expressions are evaluated at a few points, to 12 digits. This decides most pairs without the costly `simplify`.
+    Sets, relations and expressions without values go to math-verify, whose time is not bounded.
     """
     is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
     a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
@@ -90,7 +90,7 @@ def compare_symbolic(answer: str, gold: str) -> Equality:
 
 
 def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
-    """Return whether two expressions have the same values at a few points, or None if too few values exist."""
+    """Return whether two expressions have equal values at a few points, or None if too few of the values exist."""
     names = sorted(a.free_symbols | g.free_symbols, key=str)
     if len(names) > len(_POINTS[0]) or (isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol)):
         return None

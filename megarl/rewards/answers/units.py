@@ -1,4 +1,4 @@
-"""Parse numbers with units; an answer may leave out the gold answer's unit, but must not have another one."""
+"""Parse numbers with units. An answer may leave out the gold answer's unit, but must not have a different unit."""
 
 import re
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ class Quantity(NamedTuple):
 
 
 def split_unit(text: str) -> Quantity:
-    r"""Split off a unit: `5 cm` → (`5`, `cm`), `$5` → (`5`, `$`), `50%` → (`50`, `%`), `2\pi` → (`2\pi`, ``).
+    r"""Split an answer into body and unit: `5 cm` → (`5`, `cm`), `$5` → (`5`, `$`), `2\pi` → (`2\pi`, ``).
 
-    Letters after a number may be a variable: `5x` has no unit, `5 m` has one.
+    Letters directly after a number may be a variable: `5x` has no unit, `5 m` has one.
     """
     if (match := _CURRENCY.match(text)) and parse_number(text[match.end() :]):
         return Quantity(match[1] + text[match.end() :].strip(), match[2])
@@ -89,14 +89,14 @@ def split_unit(text: str) -> Quantity:
 
 
 def _unit(words: str) -> str:
-    """Return the unified spelling of a unit; words that are not a known unit only lose a plural s."""
+    """Return one spelling for a unit's many (`meters` → `m`); unknown words only lose a plural s."""
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
     return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")
 
 
 def parse_quantity(text: str) -> tuple[Number, str] | None:
-    """Parse a number and its unit, with `million` and the like multiplied in; None if the body is not a number."""
+    """Parse a number and its unit, multiplied by words such as `million`; None if the body is not a number."""
     body, unit = split_unit(text)
     number = parse_number(body)
     if number is None:

@@ -1,4 +1,4 @@
-"""Reward programs by running them against the tests of their problems."""
+"""Reward programs in responses by running them against the tests of their problems."""
 
 from megarl.rewards.code.scorer import CodeOptions, Credit, score_code
 

@@ -1,4 +1,4 @@
-"""Score programs: run the code of a response against the tests of its problem in a sandbox."""
+"""Score programs: extract the code of a response, and run it in a sandbox against the tests of its problem."""
 
 import atexit
 import os
@@ -28,7 +28,7 @@ _SANDBOXES: dict[tuple[int, SandboxOptions], Sandbox] = {}
 
 
 class Credit(StrEnum):
-    """Choose the score of a program that passes k of n tests: k/n, or 1 if k = n and 0 otherwise."""
+    """The score of a program that passes k of n tests: k/n, or all or nothing (1 if k = n, else 0)."""
 
     FRACTION = "fraction"
     ALL_OR_NOTHING = "all_or_nothing"
@@ -36,10 +36,10 @@ class Credit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
-    """Set how programs are run and how their results are scored.
+    """Settings of how programs are run and how their results are scored.
 
-    float_tolerance: t; x equals a y that is written with a point or an exponent if |x−y| ≤ t·max(1, |y|). None
-        compares digits.
+    float_tolerance: t; x equals a y that is written with a point or an exponent if |x−y| ≤ t·max(1, |y|). With None,
+        the digits must be equal.
     max_tests: how many of the first tests are run; None runs all.
     max_timeouts: after this many time-outs the remaining tests count as timed out too.
     """
@@ -91,10 +91,10 @@ _VERDICTS: Mapping[Ending, TestVerdict] = {
 def score_code(
     response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: CodeOptions = _DEFAULT
 ) -> Reward:
-    """Run the last Python block of `response` against the tests in `ground_truth`, or in `extra_info` if that is empty.
+    """Run the last Python block of `response` against the tests in `ground_truth` (if empty, those in `extra_info`).
 
-    The score is 1 if it passes all, else 0; with the credit `fraction` it is passed / tests. `details` counts each
-    verdict. Raises DataError for malformed tests, and ConfigError if the sandbox cannot run.
+    The score is 1 if all tests pass, else 0; with the credit `fraction`, it is passed / tests. `details` counts each
+    outcome of a test. Raises DataError for malformed tests, and ConfigError if the sandbox cannot run.
     """
     tests = parse_tests(ground_truth or extra_info.get("ground_truth", ""), tolerance=options.float_tolerance)
     tests = tests[: options.max_tests]
@@ -109,7 +109,7 @@ def score_code(
 
 
 def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:
-    """Run a program on tests, all of them in one sandbox, and return a verdict for each."""
+    """Run a program on all tests in one sandbox, and return the outcome of each test."""
     # There is one sandbox per process and options, because starting one takes longer than running a program.
     key = os.getpid(), options.sandbox
     with _LOCK:
@@ -134,9 +134,9 @@ def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[Te
 
 
 def extract_code(response: str) -> str | None:
-    """Extract the last block fenced as Python, after `</think>` if there is one; None if there is none.
+    """Return the last code block fenced as Python, after `</think>` if there is one; None if there is no such block.
 
-    A block that the end of the response cuts off counts: its program may be whole.
+    A block without an end counts, because the response may have been cut after a complete program.
     """
     blocks = _BLOCK.findall(response.rpartition("</think>")[2])
     return textwrap.dedent(blocks[-1]) if blocks else None

@@ -40,7 +40,7 @@ class Test:
     tolerance: float | None
 
     def accepts(self, outcome: Outcome) -> bool:
-        """Return whether a successful run gave the expected result; a function's may be expected within a list."""
+        """Return whether a run that succeeded gave the expected result; a function's may be the only item of a list."""
         if isinstance(self.task, RunWithInput):
             return same_output(outcome.stdout.decode(errors="replace"), self.expected, self.tolerance)
         try:
@@ -60,7 +60,7 @@ def parse_tests(ground_truth: str | Mapping[str, Any], *, tolerance: float | Non
     """Parse the tests of a problem, in the order of the data.
 
     `tolerance` applies to numbers written with a point or an exponent, see `CodeOptions.float_tolerance`. Raises
-    DataError if the data has none of the forms in the module's table, or no test.
+    DataError if the data has no form of the module's table, or has no test.
     """
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
@@ -93,7 +93,7 @@ def _list(value: Any, name: str) -> Sequence[Any]:
 
 
 def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """Make a test of a script, whose input and output may be lists of lines in some data sets."""
+    """Make a test that runs a script. Some data sets give its input and its output as lists of lines."""
     texts = []
     for value in (given, expected):
         text = "\n".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
@@ -104,7 +104,7 @@ def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
 
 
 def _call(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """Make a test of a function, whose arguments are a list, or one JSON value per line."""
+    """Make a test that calls a function. Its arguments are a list, or a text with one JSON value per line."""
     arguments = [json.loads(line) for line in given.splitlines() if line] if isinstance(given, str) else given
     if isinstance(expected, str):
         # What is not JSON is text.
@@ -115,7 +115,7 @@ def _call(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test
 
 
 def _assertion(case: Any, tolerance: float | None) -> Test:
-    """Make a test of an assertion; if it compares with a literal, that stays hidden from the program."""
+    """Make a test of an assertion. If it compares with a literal, the program never sees that literal."""
     if not isinstance(case, str):
         raise TypeError(f"an assert_case is {case!r}, not text")
     match ast.parse(case).body:
@@ -129,7 +129,7 @@ def _assertion(case: Any, tolerance: float | None) -> Test:
 
 
 def same_output(actual: str, expected: str, tolerance: float | None) -> bool:
-    """Compare outputs line by line and word by word; spacing and empty lines do not count."""
+    """Compare outputs line by line and word by word, ignoring the amount of space and empty lines."""
     a, e = ([words for line in text.splitlines() if (words := line.split())] for text in (actual, expected))
     if [len(words) for words in a] != [len(words) for words in e]:
         return False
@@ -147,7 +147,7 @@ def same_output(actual: str, expected: str, tolerance: float | None) -> bool:
 
 
 def same_value(actual: Any, expected: Any, tolerance: float | None) -> bool:
-    """Compare Python values; with a tolerance, floats within lists, tuples and dicts may differ by it."""
+    """Compare Python values; floats, also inside lists, tuples and dicts, may differ by `tolerance` if it is set."""
     try:
         if tolerance is None or actual == expected:
             return bool(actual == expected)
@@ -167,7 +167,7 @@ def same_value(actual: Any, expected: Any, tolerance: float | None) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value as a JSON round trip would: tuples to lists, keys of dicts to strings."""
+    """Convert a value as a round trip through JSON would: tuples to lists, keys of dicts to strings."""
     if isinstance(value, list | tuple):
         return [as_json(entry) for entry in value]
     if isinstance(value, dict):

@@ -4,7 +4,7 @@
         job = VerifierJob(data_source="math", response="…", ground_truth="1/2", function="module:function")
         result = pool.submit(job).result()
 
-The caller decides the score of a result without a reward (`timed_out`, `crashed`); the pool does not invent scores.
+A result without a reward has the outcome `timed_out` or `crashed`. The caller then decides the score, not the pool.
 """
 
 from megarl.rewards.verifier.pool import VerifierPool

@@ -1,4 +1,4 @@
-"""Start, watch and end the fork server and the worker processes of a pool, all from the pool's own thread."""
+"""Start, watch and end the worker processes of a verifier pool, and the fork server that forks them."""
 
 import os
 import pickle
@@ -69,10 +69,10 @@ class Fleet:
         self._server: subprocess.Popen[bytes] | None = None
 
     def start_server(self, _: int = 0) -> None:
-        """Start the fork server, replacing an earlier one.
+        """Start the fork server (the process that forks workers), replacing an earlier one.
 
-        The server is a new process, not a fork; it dies with this thread, its parent. It sends nothing, so a readable
-        connection means that it has ended, and its workers with it.
+        The server is a new process, not a fork, and dies with this thread. It sends nothing, so its connection becomes
+        readable only when the server has ended, and its workers with it.
         """
         self._stop_server()
         ours, theirs = socket.socketpair()
@@ -107,7 +107,7 @@ class Fleet:
             server.wait()
 
     def replenish(self) -> None:
-        """Request the missing workers from the fork server."""
+        """Request as many workers from the fork server as are missing."""
         for _ in range(self._size - len(self.workers)):
             ours, theirs = socket.socketpair()
             with theirs, suppress(ConnectionError):
@@ -137,7 +137,7 @@ class Fleet:
             self.give_up(worker)
 
     def give_up(self, worker: Worker) -> None:
-        """Discard a worker that did not become ready; WorkerError after too many of them in a row."""
+        """Discard a worker that did not become ready; raise WorkerError if too many in a row have failed to start."""
         self.discard(worker)
         self._failed_starts += 1
         if self._failed_starts >= _MAX_FAILED_STARTS * self._size:
@@ -148,9 +148,9 @@ class Fleet:
             )
 
     def flush(self, worker: Worker) -> None:
-        """Send as much as a worker's socket accepts now, without waiting, and the rest when it has room.
+        """Send a worker's queued messages as far as its socket accepts them, without waiting; send the rest later.
 
-        The end of a worker is noticed when its connection is read.
+        An error is ignored here: reading the connection shows that the worker has ended.
         """
         with suppress(ConnectionError):
             worker.channel.flush()

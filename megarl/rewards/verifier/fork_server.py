@@ -1,8 +1,8 @@
 """Run the fork server: a small process that has imported what scorers need, and forks workers on request.
 
-A worker starts in milliseconds and shares the memory of imported code with the others. The process that owns the pool
-cannot fork, since it has threads and perhaps a CUDA context. The server is a new process with a single thread, and
-stays clean because it never executes a job.
+A forked worker starts in milliseconds and shares the memory of imported code. The process that owns the pool must not
+fork, because it has threads and perhaps a CUDA context. The fork server is a new process with a single thread, and
+never executes a job itself, so that no job can change the state that workers start from.
 """
 
 import gc
@@ -33,7 +33,7 @@ class ForkServer:
         self._workers: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Fork and reap workers until the pool is gone, then end all workers."""
+        """Fork and reap workers until the pool closes its control socket, then end all workers."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
@@ -67,7 +67,7 @@ class ForkServer:
         self._selector.register(pidfd, selectors.EVENT_READ)
 
     def _end(self, pidfd: int) -> None:
-        """Kill a worker and the processes that it has started, and reap the worker."""
+        """Kill a worker and all processes that it has started, and reap the worker."""
         pid = self._workers.pop(pidfd)
         self._selector.unregister(pidfd)
         for kill in (os.kill, os.killpg):

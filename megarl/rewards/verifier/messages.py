@@ -1,4 +1,4 @@
-"""Exchange messages between a pool and its workers over stream sockets: four bytes of length, then the message."""
+"""Exchange messages between a pool and its workers over stream sockets; each message follows its length in 4 bytes."""
 
 import json
 import socket
@@ -25,12 +25,12 @@ STARTED = b""
 
 
 def write_message(connection: socket.socket, message: bytes) -> None:
-    """Send a message, waiting until the other side has room for it."""
+    """Send a message, and wait until the receiver's socket has accepted all of it."""
     connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
 def read_message(connection: socket.socket) -> bytes | None:
-    """Wait for a message; return None if the other side is gone."""
+    """Wait for a message and return it, or None if the other process has closed the connection."""
     arrived, num_bytes = bytearray(), _LENGTH.size
     while len(arrived) < num_bytes:
         part = connection.recv(min(_READ_BYTES, num_bytes - len(arrived)))
@@ -59,7 +59,7 @@ class WorkerReply:
 
     @classmethod
     def decode(cls, message: bytes) -> "WorkerReply":
-        """Decode a reply; ValueError if the message is not one."""
+        """Decode a reply from JSON; raise ValueError if the message is malformed."""
         try:
             fields = json.loads(message)
             reward = fields.pop("reward")
@@ -80,11 +80,11 @@ class Channel:
         self.unsent, self._arrived = bytearray(), bytearray()
 
     def send(self, message: bytes) -> None:
-        """Queue a message for `flush` to send."""
+        """Append a message to the queue that `flush` sends."""
         self.unsent += _LENGTH.pack(len(message)) + message
 
     def flush(self) -> None:
-        """Send as much as the socket accepts now; OSError if the other side is gone."""
+        """Send as much of the queue as the socket accepts without waiting; OSError if the worker has ended."""
         try:
             while self.unsent:
                 del self.unsent[: self.connection.send(self.unsent)]
@@ -92,7 +92,7 @@ class Channel:
             return
 
     def receive(self) -> list[bytes]:
-        """Return the messages that are complete by now; EOFError if there are none and no more can come."""
+        """Return the messages that have arrived completely; EOFError if there are none and the worker has ended."""
         has_ended, messages = False, []
         try:
             while len(self._arrived) <= MAX_REPLY_BYTES + _LENGTH.size and not has_ended:

@@ -1,4 +1,4 @@
-"""Provide a pool of processes in which scorers judge responses."""
+"""Provide a pool of worker processes in which scorers judge responses."""
 
 import pickle
 import weakref
@@ -21,7 +21,7 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
     """
 
     def __init__(self, options: VerifierOptions | None = None) -> None:
-        """Start the pool without waiting; jobs wait until the first worker is ready."""
+        """Start the workers without waiting for them. Submitted jobs wait until a worker is ready."""
         self._options = options or VerifierOptions()
         self._supervisor = Supervisor(self._options)
         # Also stops the thread when the pool is garbage-collected, and at the interpreter's exit.
@@ -47,16 +47,16 @@ class VerifierPool(AbstractContextManager["VerifierPool"]):
         return pending.future
 
     def score_all(self, jobs: Iterable[VerifierJob]) -> list[JobResult]:
-        """Wait for the results and return them in the order of `jobs`; raises the error of the first job that fails."""
+        """Run the jobs and return their results in the same order; raise the error of the first job that fails."""
         futures = [self.submit(job) for job in jobs]
         return [future.result() for future in futures]
 
     def statistics(self) -> VerifierStatistics:
-        """Return counts of the jobs judged so far."""
+        """Return counts of the results since the pool was created."""
         return self._supervisor.statistics
 
     def close(self) -> None:
-        """End the workers and wait until they are gone; jobs without a result raise RuntimeError."""
+        """End the workers and wait until they have ended; unfinished jobs raise RuntimeError."""
         self._finalizer()
 
     def __exit__(

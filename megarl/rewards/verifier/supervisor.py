@@ -1,4 +1,4 @@
-"""Run a pool's thread, which gives each worker one job at a time and kills workers that exceed their deadline."""
+"""Run the thread of a pool: it gives each worker one job at a time, and kills workers that exceed a deadline."""
 
 import os
 import selectors
@@ -40,7 +40,7 @@ class Supervisor:
             os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """End all workers and return when they are gone; jobs without a result get a RuntimeError."""
+        """End all workers, and return when they have ended; unfinished jobs get a RuntimeError."""
         with self._lock:
             if not self._is_closing and not self._ended:
                 self._is_closing = True
@@ -50,7 +50,7 @@ class Supervisor:
             self._thread.join()
 
     def _run(self) -> None:
-        """Do the work of the thread: start workers, hand out jobs, read replies, enforce deadlines."""
+        """Run the pool until it is closed: start workers, hand out jobs, read replies and enforce deadlines."""
         error: Exception = RuntimeError("the verifier pool's thread ended by an error; see standard error")
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wake))
@@ -85,7 +85,7 @@ class Supervisor:
                         job.future.set_exception(error)
 
     def _dispatch(self) -> None:
-        """Give every free worker one job; spares are already started, but at most `num_workers` execute at a time."""
+        """Give waiting jobs to idle workers, one each, so that at most `num_workers` workers execute jobs."""
         num_busy = sum(worker.job is not None for worker in self._fleet.workers)
         idle = [worker for worker in self._fleet.workers if worker.pidfd is not None and worker.job is None]
         # Prefer workers that have imported more scorers, whose imports and caches can be reused.
@@ -135,7 +135,7 @@ class Supervisor:
             self._finish(worker, JobResult(reward=None, outcome="crashed", seconds=seconds, reason=str(error)))
 
     def _expire(self) -> None:
-        """Kill workers that exceed the deadline of their start or of their job."""
+        """Kill the workers whose start or whose job has exceeded its deadline."""
         now = time.monotonic()
         for worker in [w for w in self._fleet.workers if w.pidfd is None and w.expires <= now]:
             self._fleet.give_up(worker)
@@ -148,7 +148,7 @@ class Supervisor:
                 self._finish(worker, JobResult(reward=None, outcome="timed_out", seconds=seconds, reason=reason))
 
     def _finish(self, worker: Worker, result: JobResult, *, keep: bool = False) -> None:
-        """Give the caller the result of a worker's last job, if it had one; replace the worker unless it is kept."""
+        """Set the result of a worker's job, if it has one. Replace the worker unless `keep` is set."""
         job, worker.job = worker.job, None
         counts = self.statistics
         if not keep:

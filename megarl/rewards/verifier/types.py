@@ -12,16 +12,16 @@ JobOutcome: TypeAlias = Literal["scored", "parse_failed", "timed_out", "crashed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
-    """Set the number of workers of a pool, and the limits of a job.
+    """The number of workers of a pool, and the limits of a job.
 
     num_workers: how many jobs are executed at a time.
-    num_spares: additional workers that are already started, to replace others.
+    num_spares: further workers that are started in advance, each to replace a worker that ends.
     soft_limit_s: CPU time after which a worker interrupts its job.
     deadline_s: time after which the worker of a job is killed, counted from the start of the job's execution. After
         either limit the job has timed out, and the worker is replaced.
-    memory_limit_mib: address space that a worker may add to what it had at its start.
-    recycle_mib: a worker that holds more memory than this after a job is replaced.
-    max_response_chars: a scorer sees only this many characters from the end of a longer response.
+    memory_limit_mib: how much address space a worker may add to that which it had at its start.
+    recycle_mib: a worker whose resident memory exceeds this after a job is replaced.
+    max_response_chars: of a longer response, a scorer gets only this many characters from the end.
     start_limit_s: time limit of a worker's start, and of the import of a scorer that was not preloaded.
     preload: modules that are imported once, before any worker exists: "module", or "module:function" to also call the
         function, without arguments. Modules that start threads cannot be preloaded.

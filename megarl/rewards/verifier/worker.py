@@ -1,4 +1,4 @@
-"""Run a worker process of the pool, which executes one job after another and interrupts each at the soft limit."""
+"""Run a worker process of a verifier pool: it executes one job after another, and interrupts each at the soft limit."""
 
 import ctypes
 import importlib.util
@@ -36,7 +36,7 @@ class SoftLimit(BaseException):
 
 
 def work(connection: socket.socket, options: VerifierOptions, parent: int) -> None:
-    """Serve a pool until it closes the connection; call this in the main thread of a process made for it."""
+    """Execute the pool's jobs until it closes the connection; run this in the main thread of a new process."""
     die_with_parent(parent)
     os.setsid()
     # Standard input is empty, and standard output and error are discarded.
@@ -59,11 +59,11 @@ def work(connection: socket.socket, options: VerifierOptions, parent: int) -> No
 
 
 def _answer(message: bytes, connection: socket.socket, scorers: Scorers, soft_limit_s: float) -> WorkerReply:
-    """Execute a job; any error of the scorer becomes a reply, so that the worker survives for the next job.
+    """Execute a job and return the reply. An error of the scorer becomes a reply too, so that the worker survives.
 
-    The limit is on CPU time, because a job's result must not depend on the machine's other load, and because packages
-    with time-outs of their own use the other timer. An earlier job may have changed the handling of the signal, so
-    it is set up anew for each job.
+    The soft limit is on CPU time: the load of the machine must not change a result, and the timer for real time
+    belongs to packages with their own time-outs. The signal handler is set for each job, because an earlier job may
+    have changed it.
     """
     try:
         function, response, ground_truth, extra_info, arguments = pickle.loads(message)
@@ -92,7 +92,7 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _reply_of(result: Any, function: str) -> WorkerReply:
-    """Make the reply for a scorer's return value; ConfigError or NonFiniteError if that is not a valid reward."""
+    """Turn a scorer's return value into a reply; ConfigError or NonFiniteError if it is no valid reward."""
     if not isinstance(result, Reward):
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
     # JSON cannot represent NumPy's numbers.
@@ -111,7 +111,7 @@ def _reply_of(result: Any, function: str) -> WorkerReply:
 
 
 def resolve(reference: str) -> Callable[..., Any]:
-    """Import the function that "module:function" or "path/file.py:function" names; ConfigError if there is none."""
+    """Import the function named "module:function" or "path/file.py:function"; raise ConfigError if there is none."""
     module_name, _, name = reference.rpartition(":")
     if not module_name:
         raise ConfigError('a function is named "module:function" or "path/file.py:function"; the module is missing')
@@ -137,9 +137,9 @@ def resolve(reference: str) -> Callable[..., Any]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel (Linux) to kill this process when the thread that started it ends, however that happens.
+    """Ask the kernel (Linux) to kill this process when the thread that started it ends, for whatever reason.
 
-    `parent` is the process that the caller expects as its parent, which may have ended before this call.
+    `parent` is the expected parent's process id; it may have ended before this call, which then kills this process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
