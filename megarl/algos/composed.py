@@ -197,16 +197,16 @@ class ComposedAlgorithm:
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         """Return the state for the next step, with updated coefficients of KL and entropy.
 
-        `metrics` holds the metrics of this step's update and of `advantages`; `KL_METRICS` gives the name of the KL.
+        `metrics` holds the metrics of this step's update and of `advantages`; `KL_METRICS` gives the name of the KL. A
+        step in which only the critic learned has a KL in the rewards, but no KL in the loss and no entropy. A
+        coefficient whose metric is missing stays.
         """
         cfg = self.cfg
-        follows_kl, follows_entropy = cfg.kl.where != "none", cfg.entropy.controller != "fixed"
-        for name, is_read in ((KL_METRICS.get(cfg.kl.where), follows_kl), (ENTROPY_METRIC, follows_entropy)):
-            if is_read and name not in metrics:
-                raise KeyError(f"{name} is not among the step's metrics; pass those of the update and of advantages()")
-        if follows_kl:
-            seen = KLObservation(kl_nats=metrics[KL_METRICS[cfg.kl.where]], num_rows=num_rows)
+        if (kl_nats := metrics.get(KL_METRICS.get(cfg.kl.where, ""))) is not None:
+            seen = KLObservation(kl_nats=kl_nats, num_rows=num_rows)
             state = KL_CONTROLLERS.get(cfg.kl.controller)(state, seen, cfg.kl)
-        if follows_entropy:
+        elif cfg.kl.where == "reward":
+            raise KeyError(f"{KL_METRICS['reward']} is not among the metrics; pass those of advantages()")
+        if cfg.entropy.controller != "fixed" and ENTROPY_METRIC in metrics:
             state = replace(state, entropy=next_entropy_state(state.entropy, metrics[ENTROPY_METRIC], cfg))
         return state

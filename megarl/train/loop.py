@@ -131,8 +131,8 @@ class Trainer:
             if before is not None:
                 old = [row.scores.get(Score.OLD_LOGPROBS, before[i]) for i, row in enumerate(rows)]
                 updated |= mismatch_of(rows, old).metrics()
-                self.state = inputs.algorithm.after_step(self.state, {**advantages.metrics, **updated}, len(rows))
             metrics |= {**advantages.metrics, **updated}
+            self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
         with self.timers("sync"):
             metrics |= self.engines.push(step)
         return StepResult(collected=collected, rows=rows, metrics=metrics)
