@@ -1,4 +1,4 @@
-"""Define the command `megarl convert`, and the scripts in tools/ that do the same."""
+"""Define the command `megarl convert`, and run the same conversions for the scripts in tools/."""
 
 import argparse
 import os
@@ -38,7 +38,7 @@ class Command:
 
 
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `convert` to the commands of `megarl`."""
+    """Add the command `convert`, with its subcommands for both directions and `verify`, to the parser of `megarl`."""
     convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron, or compare")
     kinds = convert.add_subparsers(dest="kind", required=True)
     for name, command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face directory to a torch_dist checkpoint, and back."""
+"""Convert a Hugging Face directory to a Megatron torch_dist checkpoint, and a torch_dist checkpoint to a directory."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def hf_to_mcore(
     vocab_multiple: int = VOCAB_MULTIPLE,
     dry_run: bool = False,
 ) -> ConversionOutcome | None:
-    """Convert a Hugging Face directory to a torch_dist checkpoint, which gets its configuration and tokenizer too."""
+    """Convert a Hugging Face directory to a torch_dist checkpoint, and copy its configuration and tokenizer into it."""
     if vocab_multiple < 1:
         raise ConfigError(f"--vocab-multiple: got {vocab_multiple}, expected at least 1")
     source = open_model(model)
@@ -118,7 +118,7 @@ def _run(
 
 
 def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
-    """Return the tensors to write, in `dtype` except those that are float32 in every model of the family."""
+    """Return shape and dtype of each tensor to write: `dtype`, but float32 where the family always uses float32."""
     specs, wide = source.reader.specs, source.spec.float32_tensors()
     if dtype is None:
         return dict(specs)
@@ -131,7 +131,7 @@ def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
 
 
 def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
-    """Raise DataError unless the written tensors are those that were planned."""
+    """Raise DataError unless the written checkpoint has exactly the planned tensors, in planned shapes and dtypes."""
     # Keys and shapes were checked against the family's table when the source was opened.
     wrong = [name for name in expected if written.get(name) != expected[name]]
     if wrong or written.keys() != expected.keys():
@@ -141,7 +141,7 @@ def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: M
 def _write_companions(
     source: OpenModel, partial: Path, target: Mapping[str, TensorSpec], *, skipped: tuple[str, ...]
 ) -> None:
-    """Write configuration, tokenizer and templates; config.json changes only where it would not fit the weights."""
+    """Copy configuration, tokenizer and templates; change config.json only where it would contradict the weights."""
     copy_companions(source.spec.path, partial, skipped=skipped)
     file = partial / "config.json"
     config = json.loads(file.read_text())
@@ -156,7 +156,7 @@ def _write_companions(
 
 
 def _plan_table(source: OpenModel, plan: ConversionPlan, settings: Settings) -> list[str]:
-    """Describe what a conversion would write, with sizes by kind of tensor, and the disk space and memory it needs."""
+    """Describe for --dry-run what would be written, by kind of tensor, and the disk space and memory it needs."""
     tensors = [(name, spec) for group in plan.hf_files.values() for name, spec in group.items()]
     tensors += [(name, tensor.spec) for name, tensor in plan.tensors.items()]
     kinds: dict[tuple[str, tuple[int, ...], str], list[int]] = {}

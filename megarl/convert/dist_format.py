@@ -1,7 +1,7 @@
 """Read and write Megatron's torch_dist checkpoints without Megatron and without process groups.
 
-The format is that of torch.distributed.checkpoint: `.metadata` (a pickle) lists the chunks of each global tensor, and
-for each chunk the `*.distcp` file and the offset at which the output of `torch.save` for it begins.
+The format is that of torch.distributed.checkpoint. Each global tensor is stored as chunks (rectangular parts), each
+written by `torch.save` into a `*.distcp` file. The pickle `.metadata` lists each chunk's rectangle, file and offset.
 """
 
 import functools
@@ -98,7 +98,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_index(directory: Path) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return all global tensors of a checkpoint by key, and the keys of the other objects in it."""
+    """Return a checkpoint's global tensors by key, and the keys of stored objects that are not tensors."""
     file = directory / METADATA
     try:
         metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
@@ -169,7 +169,7 @@ class _Counter(io.RawIOBase):
 
 @functools.cache
 def saved_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the number of bytes that torch.save writes for a tensor of this shape and type."""
+    """Return the number of bytes that torch.save writes for a tensor of this shape and dtype, including its headers."""
     counter = _Counter()
     # Without checksums, torch.save does not touch the elements, so that no memory is committed for them.
     before = torch.serialization.get_crc32_options()
@@ -183,14 +183,14 @@ def saved_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @functools.cache
 def empty_object() -> bytes:
-    """Return the bytes that Megatron stores as extra state of a layer that has no state besides its parameters."""
+    """Return the serialized `[None]`, which Megatron stores as the extra state of a layer that has only parameters."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream.getvalue()
 
 
 def write_index(directory: Path, tensors: Mapping[str, StoredTensor], objects: Mapping[str, Chunk]) -> None:
-    """Write the metadata files that make a directory of chunks a checkpoint."""
+    """Write the metadata files (.metadata, common.pt, metadata.json) that turn files of chunks into a checkpoint."""
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Carry out a conversion: preallocate files, convert missing pieces, check the result, and rename the directory."""
+"""Carry out a planned conversion: preallocate files, convert missing pieces, check the result, rename the directory."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ _LINE = re.compile(r"(\d+) (\d{10})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Set where a conversion writes, with how many processes, and whether it replaces an existing directory."""
+    """Where a conversion writes, with how many processes, and whether it replaces an existing directory."""
 
     out: Path
     num_workers: int
@@ -80,19 +80,19 @@ class Journal:
         self.name_file, self.done_file = directory / STATE / "plan", directory / STATE / "done"
 
     def done(self) -> dict[int, int]:
-        """Return the checksums of finished pieces by index; lines that a crash cut short are ignored."""
+        """Return the checksums of finished pieces by index; journal lines that a crash cut short are ignored."""
         lines = self.done_file.read_text().splitlines() if self.done_file.is_file() else ()
         found = (_LINE.fullmatch(line) for line in lines)
         return {int(each[1]): int(each[2]) for each in found if each}
 
     def add(self, piece: int, checksum: int) -> None:
-        """Record a finished piece."""
+        """Record in the journal that a piece is finished, with the CRC-32 of its bytes."""
         with self.done_file.open("a") as file:
             file.write(f"{piece} {checksum:010d}\n")
 
 
 def partial_dir(out: Path) -> Path:
-    """Return the directory in which a conversion writes until it is complete."""
+    """Return the directory OUT.partial in which a conversion writes before it is complete and renamed to OUT."""
     return out.with_name(out.name + ".partial")
 
 
@@ -104,9 +104,9 @@ def carry_out(
     finish: Callable[[Path], None],
     description: str,
 ) -> ConversionOutcome:
-    """Convert all pieces and rename the directory; before that, `finish` adds the other files and checks the result.
+    """Convert all pieces into OUT.partial, let `finish` write the other files and check all, then rename it to OUT.
 
-    source: identifies the state of the source's files; a conversion is continued only if that has not changed.
+    source: name, size and time of the source's files; an earlier conversion is continued only if they are the same.
     """
     partial = partial_dir(settings.out)
     (partial / STATE).mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def carry_out(
 
 
 def _prepare(partial: Path, plan: ConversionPlan, name: str, *, overwrite: bool) -> Journal:
-    """Preallocate all files, unless an earlier run of the same conversion has done so."""
+    """Preallocate all files and return their journal; keep files that an earlier run of this conversion has begun."""
     journal = Journal(partial)
     begun = journal.name_file.read_text() if journal.name_file.is_file() else None
     if begun not in (None, name) and not overwrite:
@@ -185,9 +185,9 @@ def _convert(
 def _convert_piece(
     directory: Path, plan: ConversionPlan, reader: TensorReader, scratch: np.ndarray, pending: PendingPiece
 ) -> FinishedPiece:
-    """Write a piece, unless the bytes that an earlier run wrote are intact.
+    """Convert and write one piece, unless the bytes that an earlier run wrote still match their checksum.
 
-    scratch: bytes, at least as large as the piece's source.
+    scratch: a byte buffer, reused between pieces, for the source elements of one piece.
     """
     piece = plan.pieces[pending.index]
     file, before = directory / piece.file, reader.files.num_bytes

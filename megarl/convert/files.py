@@ -1,4 +1,4 @@
-"""Read and write files explicitly at offsets; without memory maps, a process holds only the memory it allocates."""
+"""Read and write files at explicit offsets, without memory maps, so that a process holds only memory it allocates."""
 
 import contextlib
 import fcntl
@@ -27,7 +27,7 @@ class FileReader:
         self.num_bytes = 0
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at `offset`; DataError if the file ends too early."""
+        """Fill `buffer` with the bytes of `file` from `offset` on. Raise DataError if the file ends too early."""
         descriptor = self._open(file)
         self.num_bytes += len(buffer)
         while buffer:
@@ -37,7 +37,7 @@ class FileReader:
             buffer, offset = buffer[count:], offset + count
 
     def check_range(self, file: str, offset: int, length: int) -> None:
-        """Raise DataError unless a file has these bytes; for reads by a library that would hide our errors."""
+        """Raise DataError if `file` ends before offset + length. Call it before torch or zipfile reads the range."""
         size = os.fstat(self._open(file)).st_size
         if size < offset + length:
             raise DataError(f"{self._directory / file}: ends at byte {size}; copy the checkpoint again")
@@ -102,7 +102,7 @@ class WindowWriter(io.RawIOBase):
 
 
 def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -> int:
-    """Compute the CRC-32 of a range of a file, holding `chunk` bytes at a time."""
+    """Compute the CRC-32 of a byte range of a file, reading `chunk` bytes at a time."""
     checksum = 0
     with file.open("rb", buffering=0) as stream:
         stream.seek(offset)
@@ -112,13 +112,13 @@ def range_checksum(file: Path, offset: int, length: int, chunk: int = 1 << 20) -
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, without copying them."""
+    """Return a view of the bytes of a contiguous CPU tensor, without copying them."""
     assert tensor.is_contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def preallocate(file: Path, size: int) -> None:
-    """Create a file of `size` zero bytes with reserved space, so that a full disk is noticed before any work."""
+    """Create a file of `size` zero bytes and reserve its disk space. Raise ConfigError if the disk is too full."""
     with file.open("wb") as stream:
         try:
             os.posix_fallocate(stream.fileno(), 0, max(1, size))
@@ -140,7 +140,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
-    """Let only one conversion write to a directory; a forked worker holds the lock as long as it lives."""
+    """Let only one conversion write to a directory, by a lock on `file`. Forked workers hold it until they end, too."""
     with file.open("w") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:

@@ -1,8 +1,8 @@
-"""Map rows of Hugging Face tensors to rows of Megatron's global tensors, by the family's weight table.
+"""Map rows of Hugging Face tensors to rows of Megatron's global tensors, by the model family's weight table.
 
-The mapping comes from megarl's shard layout for a single rank (`shard_slices`): without parallelism, a shard is the
-whole parameter. In torch_dist, equal layers form one global tensor whose first axis is the layer; the experts of a
-layer form one with an axis for the expert.
+The mapping is the shard layout (`shard_slices`) of a single rank, whose shards are whole parameters. Where all layers
+are of one kind, torch_dist stacks them into one global tensor per parameter, with the layer as its first axis. The
+experts of a layer are stacked along another axis.
 """
 
 import itertools
@@ -56,7 +56,7 @@ class Parameter:
 
 
 def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int, stacked: bool) -> list[Parameter]:
-    """List every parameter that a checkpoint of the model holds, without tied copies."""
+    """List every Megatron parameter that a checkpoint of the model stores, which excludes tied copies of embeddings."""
     expected = spec.expected_tensors(scalar_head=scalar_head)
     kept = [
         placed
@@ -100,7 +100,7 @@ def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
 
 
 def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
-    """List the keys of the (empty) objects that Megatron's parallel linear layers store beside their weights."""
+    """List the keys of the empty `_extra_state` objects that Megatron's parallel linear layers store beside weights."""
     keys: dict[str, None] = {}
     for parameter in parameters:
         *module, kind = parameter.key.split(".")
@@ -112,7 +112,7 @@ def extra_state_keys(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tuple[int, ...]:
-    """Return the shape of the parameter on a single rank, which concatenates the rows of its tensors."""
+    """Return the unsharded shape of a Megatron parameter, which concatenates Hugging Face tensors along the rows."""
     rule, dim = placed.rule, spec.dims.dim
     rows = sum(dim(tensor.shape[0]) for tensor in rule.tensors)
     if rule.partition is Partition.VOCAB:
@@ -139,7 +139,8 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
 
 
 def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
-    """Split a slice of a whole parameter, which has `row_size` elements per row, into blocks of rows.
+    """Split a Hugging Face slice, as it lies in a whole Megatron parameter, into blocks of rows of `row_size`
+    elements.
 
     Raises:
         ValueError: the slice does not begin and end with whole rows, so it cannot be converted row by row.

@@ -1,4 +1,4 @@
-"""Open checkpoints of either format, and check that they fit their config.json and the family's weight table."""
+"""Open checkpoints in Hugging Face or torch_dist format, and check that their tensors are those config.json implies."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ class OpenModel:
 def open_model(path: Path, model: Path | None = None) -> OpenModel:
     """Open a Hugging Face directory or a torch_dist checkpoint, reading and checking headers but no tensors.
 
-    model: the directory with the config.json of a torch_dist checkpoint; None: its own, or the one its run trained.
+    model: the directory of a torch_dist checkpoint's config.json; None: its own, or the model of its training run.
     """
     has_config = (path / "config.json").is_file()
     if (path / METADATA).is_file():
@@ -134,7 +134,7 @@ def compare_specs(
     *,
     ignored: Sequence[str] = (),
 ) -> None:
-    """Raise DataError unless a checkpoint has exactly the tensors that its config.json implies, in these shapes."""
+    """Raise DataError unless the tensors found have exactly the names and shapes expected from config.json."""
     remedy = "give the config.json of this very model, or copy the checkpoint again"
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys() - set(ignored))
@@ -154,13 +154,13 @@ def _few(names: Sequence[str]) -> str:
 
 
 def declared_dtype(spec: ModelSpec) -> str | None:
-    """Return the data type of the weights that config.json declares, under its new or its old key."""
+    """Return the dtype that config.json declares for the weights, under the key dtype or the older torch_dtype."""
     dtype = spec.hf_config.get("dtype", spec.hf_config.get("torch_dtype"))
     return None if dtype is None else str(dtype)
 
 
 def read_weight_map(path: Path) -> dict[str, str] | None:
-    """Return tensor → file of a model of several files; conversions keep it, so a round trip preserves the index."""
+    """Return tensor → file from a model's index file, or None without one. Conversions write the same files again."""
     index = path / INDEX_NAME
     if not index.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Plan conversions: output files of known size, made of pieces that can be written independently of each other."""
+"""Plan conversions: compute the sizes of output files, and split them into pieces that can be written independently."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,12 +44,12 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the elements, without what the file format adds."""
+        """Return the size of the piece's elements in the output dtype, without headers of the file format."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def source_bytes(self) -> int:
-        """Return the size of the elements in the source's data type."""
+        """Return the size of the piece's elements in the source dtype, which is the read buffer it needs."""
         return math.prod(self.shape) * self.source_dtype.itemsize
 
 
@@ -77,14 +77,14 @@ class ConversionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total size of all files."""
+        """Return the total size of all output files."""
         return sum(file.num_bytes for file in self.files)
 
 
 def plan_hf(
     source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec], *, weight_map: Mapping[str, str] | None
 ) -> ConversionPlan:
-    """Plan a Hugging Face model: in the files of `weight_map` if it names the same tensors, else in files of ≤ 5 GiB.
+    """Plan the writing of a Hugging Face model into the files of `weight_map`, or of ≤ 5 GiB if its names differ.
 
     specs: the tensors to write, which may differ from those of the source only in their data type.
     """
@@ -119,9 +119,9 @@ def plan_hf(
 def plan_dist(
     parameters: Sequence[Parameter], source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]
 ) -> ConversionPlan:
-    """Plan a torch_dist checkpoint in files of at most 5 GiB, in which each chunk of a global tensor is a piece.
+    """Plan the writing of a torch_dist checkpoint, in files of at most 5 GiB, with one chunk per piece.
 
-    target: the Hugging Face tensors of the source, in the data types that they are converted to.
+    source, target: the Hugging Face tensors to read, and the same tensors with the dtypes to write.
     """
     packer = _Packer()
     pieces: list[Piece] = []
@@ -165,7 +165,7 @@ def plan_dist(
 
 
 def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> torch.dtype:
-    """Return the data type of all tensors of a parameter; DataError if they differ."""
+    """Return the dtype shared by all Hugging Face tensors that make up a parameter. Raise DataError if they differ."""
     found: dict[torch.dtype, str] = {}
     for block in parameter.blocks:
         found.setdefault(source[block.tensor].dtype, block.tensor)
@@ -179,7 +179,7 @@ def _common_dtype(parameter: Parameter, source: Mapping[str, TensorSpec]) -> tor
 
 
 def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
-    """Yield the source rows of which rows [row, row + num_rows) of a parameter consist."""
+    """Yield the source rows that make up rows [row, row + num_rows) of a Megatron parameter."""
     for block in parameter.blocks:
         start, stop = max(row, block.row), min(row + num_rows, block.row + block.num_rows)
         if start < stop:
@@ -192,7 +192,7 @@ def _copies(parameter: Parameter, row: int, num_rows: int) -> Iterator[Copy]:
 
 
 def row_ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of the pieces of a tensor; a row over the piece size is a piece of its own."""
+    """Split a tensor into blocks of at most `PIECE_BYTES`, but at least one row; yield (first row, number of rows)."""
     step = max(1, PIECE_BYTES // (math.prod(shape[1:]) * item_bytes))
     yield from ((row, min(step, shape[0] - row)) for row in range(0, shape[0], step))
 
@@ -218,7 +218,7 @@ class _Packer:
         return Chunk(offsets=offsets, sizes=sizes, file=file, offset=start, length=length)
 
     def files(self) -> tuple[OutputFile, ...]:
-        """Return the files that hold the ranges."""
+        """Return the output files, with their sizes and the `data` placed in them."""
         return tuple(
             OutputFile(name=name, num_bytes=size, fixed=tuple(self._fixed.get(name, ())))
             for name, size in self._sizes.items()

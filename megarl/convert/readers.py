@@ -1,4 +1,4 @@
-"""Read Hugging Face tensors by rows, in the order of the family's weight table, from checkpoints of either format."""
+"""Read blocks of rows of Hugging Face tensors, either from safetensors files or from a torch_dist checkpoint."""
 
 import bisect
 import functools
@@ -36,7 +36,7 @@ class SafetensorsReader:
         self.specs: Mapping[str, TensorSpec] = self.found
 
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
-        """Fill `out` [rows, ...] with rows of a tensor from `row` on."""
+        """Fill `out` [rows, ...] with rows of the tensor `name`, starting at `row`."""
         file, spec, offset = self._places[name]
         row_bytes = spec.num_bytes // spec.shape[0]
         self.files.read_into(file, offset + row * row_bytes, bytes_of(out))
@@ -74,13 +74,13 @@ class DistReader:
             self.specs[name] = TensorSpec(shape=(rows, *parameter.shape[1:]), dtype=stored[parameter.key].spec.dtype)
 
     def check_records(self) -> None:
-        """Raise DataError unless every chunk lies where the metadata says; only headers are read."""
+        """Raise DataError unless every chunk is in its file where the metadata says; only headers are read."""
         for (key, _), chunks in self._chunks.items():
             for chunk in chunks:
                 find_record(self.files, chunk, self._stored[key].spec)
 
     def read(self, name: str, row: int, out: torch.Tensor) -> None:
-        """Fill `out` [rows, ...] with rows of a tensor from `row` on."""
+        """Fill `out` [rows, ...] with rows of the Hugging Face tensor `name`, starting at `row`."""
         blocks, end = self._blocks[name], row + len(out)
         first = bisect.bisect_right(blocks, row, key=lambda pair: pair[1].tensor_row) - 1
         for parameter, block in blocks[first:]:
@@ -90,7 +90,7 @@ class DistReader:
             self._read_parameter(parameter, block.row + start - block.tensor_row, out[start - row : stop - row])
 
     def _read_parameter(self, parameter: Parameter, row: int, out: torch.Tensor) -> None:
-        """Fill `out` with rows of a parameter from the chunks that overlap them."""
+        """Fill `out` with rows of a Megatron parameter, from `row` on, by reading all chunks that overlap them."""
         num_axes, covered = len(parameter.stack), 0
         spec = self._stored[parameter.key].spec
         for chunk in self._chunks.get((parameter.key, parameter.place), ()):

@@ -1,4 +1,4 @@
-"""Verify that two checkpoints hold the same model: the same tensors, bit for bit, and only finite numbers."""
+"""Verify that two checkpoints hold the same model: the same tensors, bit for bit, without NaNs and infinities."""
 
 import math
 import sys
@@ -51,7 +51,7 @@ class Verification:
 
 
 def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -> Verification:
-    """Compare two checkpoints, each a Hugging Face directory or a torch_dist checkpoint.
+    """Compare two checkpoints bit for bit; each is a Hugging Face directory or a torch_dist checkpoint.
 
     model: the directory with the config.json of torch_dist checkpoints that have none.
     """
@@ -87,7 +87,7 @@ def verify(first: Path, second: Path, *, model: Path | None, num_workers: int) -
 
 
 def _compare(a: OpenModel, b: OpenModel, part: ComparedRows) -> Comparison:
-    """Compare the bits of the same rows of both checkpoints."""
+    """Read one block of rows from both checkpoints, compare the bits, and count NaNs and infinities."""
     spec = a.reader.specs[part.tensor]
     one, other = (torch.empty((part.num_rows, *spec.shape[1:]), dtype=spec.dtype) for _ in range(2))
     a.reader.read(part.tensor, part.row, one)
@@ -120,7 +120,7 @@ def _num_non_finite(tensor: torch.Tensor) -> int:
 
 
 def _describe(findings: list[Comparison]) -> Iterator[str]:
-    """Yield a line per tensor and kind of problem, in the order of names and rows."""
+    """Yield one line per tensor for differing elements and one for non-finite elements, sorted by tensor name."""
     by_tensor: dict[str, list[Comparison]] = {}
     for finding in sorted(findings, key=lambda each: (each.tensor, each.row)):
         by_tensor.setdefault(finding.tensor, []).append(finding)

@@ -1,4 +1,4 @@
-"""Map a function over items in several forked processes, which end when the process that started them ends."""
+"""Map a function over items in forked worker processes, which end when the process that started them ends."""
 
 import itertools
 import multiprocessing
@@ -76,11 +76,11 @@ class WorkerPool(Generic[Item, Result]):
             worker.connection.close()
 
     def map_unordered(self, tasks: Sequence[Item]) -> Iterator[Result]:
-        """Yield results in the order in which they become ready.
+        """Run the function on all tasks and yield the results in the order in which they become ready.
 
         Raises:
-            DataError: a task raised it, or an OSError.
-            WorkerError: a process died.
+            DataError: a task raised DataError or OSError.
+            WorkerError: a worker process died.
         """
         if not self._workers:
             yield from (_run(self._function, task) for task in tasks)

@@ -1,1 +1,1 @@
-"""Wrap the device that a process computes on, CPU or CUDA, and look up the accelerators of a host."""
+"""Hide the differences between CPU and CUDA behind one interface, and look up the accelerators of a host."""

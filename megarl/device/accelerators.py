@@ -38,13 +38,13 @@ def nvidia_devices() -> list[Device]:
 
 
 def parse_devices(listing: str) -> list[Device]:
-    """Parse devices from lines of `name, MiB, driver version`."""
+    """Parse the output of nvidia-smi, with one line `name, MiB, driver version` per device."""
     rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listing.splitlines() if line.strip()]
     return [Device(name=name, memory_gib=float(mib) / 1024, driver=driver) for name, mib, driver in rows]
 
 
 def peak_tflops(name: str, dtype: str) -> float | None:
-    """Return the published dense peak of a device for a model's dtype; None if it is not known here."""
+    """Return the published dense peak of a device for `dtype` in TFLOP/s; None if the device is not in our table."""
     if dtype != "bfloat16":
         return None
     return next((peak for prefix, peak in _BFLOAT16_PEAKS if name.startswith(prefix)), None)

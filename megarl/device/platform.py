@@ -1,7 +1,7 @@
 """Choose the kind of device that this process computes on, CPU or CUDA, and hide what differs between the two.
 
 `platform()` works without importing torch, so that the driver can set the environment of the processes it starts.
-How Megatron and vLLM run on a device is said in `parallel/backend.py` and `rollout/engine.py`.
+`parallel/backend.py` and `rollout/engine.py` adapt Megatron and vLLM to each kind of device.
 """
 
 import functools
@@ -60,20 +60,20 @@ class Platform:
     expert_width_multiple = 1
 
     def device(self) -> "torch.device":
-        """Return the device of this process."""
+        """Return the torch device that this process computes on."""
         import torch
 
         return torch.device(self.torch_device)
 
     def activate(self) -> None:
-        """Make this process compute on its device; call once, before it makes tensors."""
+        """Make this process's device torch's current one. Call it once, before the process creates tensors."""
         import torch
 
         # One thread per process, because several processes share the cores.
         torch.set_num_threads(1)
 
     def devices(self) -> list[Device]:
-        """List the accelerators of this host without using them."""
+        """List the accelerators of this host without taking memory on them."""
         return []
 
     def select_devices(self, ids: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class Platform:
         return 0
 
     def generator(self) -> "torch.Generator":
-        """Return torch's random number generator of the device."""
+        """Return torch's default random number generator on this process's device."""
         import torch
 
         return torch.default_generator
@@ -93,7 +93,7 @@ class Platform:
         """Wait until the device has done everything that this thread asked of it."""
 
     def host_buffer(self, num_bytes: int) -> "torch.Tensor":
-        """Allocate [num_bytes] uint8 in host memory that a device copies from and to at full speed."""
+        """Allocate uint8 [num_bytes] on the host, page-locked if that speeds up copies to and from the device."""
         import torch
 
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins_host_memory)
@@ -184,7 +184,9 @@ PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform
 
 @functools.cache
 def platform() -> Platform:
-    """Return this process's platform: MEGARL_DEVICE if set, else CUDA where there is a driver and torch can use it."""
+    """Return this process's platform: MEGARL_DEVICE if set, else CUDA if there are a driver and a CUDA build of
+    torch.
+    """
     try:
         is_cpu_torch = importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:

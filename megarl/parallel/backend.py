@@ -29,7 +29,7 @@ class Backend:
 
 
 def cuda_backend(*, transformer_engine: bool) -> Backend:
-    """Return the backend of a GPU, with Transformer Engine's layers and fused kernels or without."""
+    """Return the backend for GPUs, with or without the layers and fused kernels of Transformer Engine."""
     return Backend(
         needs_shim=False,
         uses_transformer_engine=transformer_engine,
@@ -69,7 +69,7 @@ BACKENDS = {
 
 
 def prepare_megatron() -> None:
-    """Make this process ready for Megatron-Core; call it once, before anything of Megatron is imported."""
+    """Check Megatron, activate the device and install the CPU shim if needed. Call it before importing megatron."""
     check_megatron()
     platform().activate()
     if BACKENDS[platform().name].needs_shim:

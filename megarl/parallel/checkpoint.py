@@ -1,8 +1,8 @@
 """Save and load a rank's part of a checkpoint: trained roles in Megatron's torch_dist format, RNG states in files.
 
-The format does not depend on the layout: what tp=2 × dp=2 wrote, tp=1 × pp=2 reads, optimizer state included. Nor does
-it depend on which roles share processes: each has a directory, and RNG states are kept under the name of every role
-that their process hosts.
+Checkpoints do not depend on the parallel layout: tp=1 × pp=2 can load what tp=2 × dp=2 saved, with optimizer state.
+They do not depend on which roles (actor, critic) share processes either: every role has its own directory. A process's
+RNG states are saved once for every role that it hosts, in a file with the role's name.
 """
 
 import contextlib
@@ -73,13 +73,13 @@ class RankCheckpoints:
             self._writes.schedule_async_request(request)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Tell whether all writing has finished; an error of a writing process is raised here."""
+        """Return whether the checkpoint is written completely. Raise WorkerError if a writing process failed."""
         with _failures_raised("writing a checkpoint"):
             self._writes.maybe_finalize_async_calls(blocking=wait)
         return self._writes.get_num_unfinalized_calls() == 0
 
     def load(self, directory: Path, *, same_layout: Collection[Role]) -> None:
-        """Restore weights and optimizer states, and the RNG states of the first role laid out as when it was saved."""
+        """Restore weights and optimizer states. Restore RNG states only if a role of this rank is in `same_layout`."""
         for name, (role, optimizer) in self._trained.items():
             with _failures_raised(f"reading {directory / name}"):
                 state = dist_checkpointing.load(

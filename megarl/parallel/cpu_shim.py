@@ -94,7 +94,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Make Megatron usable in this process without CUDA; the second call does nothing."""
+    """Replace everything in Megatron that needs CUDA by CPU versions, in this process. A second call does nothing."""
     global _installed
     if _installed:
         return
@@ -180,7 +180,7 @@ def _replace_dispatch() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        """Gather every rank's rows, end to end: [Σ sizes, ...]. Gloo gathers equal shares only."""
+        """Gather all ranks' rows, end to end: [Σ sizes, ...]. Gloo's own all-gather needs equal sizes."""
         if output_split_sizes is None or group.size() == 1:
             return gather_even(input_, group, output_split_sizes, use_global_buffer)
         gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])

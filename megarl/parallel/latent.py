@@ -1,4 +1,4 @@
-"""Build latent attention (DeepSeek-V2, arXiv:2405.04434) on Megatron's local layers."""
+"""Configure multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) on Megatron's local layers."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the product, and no bias to add later."""
+        """Return (x·Wᵀ, None); None is the bias, which Megatron's layers return separately."""
         return F.linear(x, self.weight), None
 
 
@@ -36,7 +36,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 def latent_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of Megatron's configuration about latent attention; none for a model without it."""
+    """Return the fields of Megatron's configuration for latent attention, or {} for a model without it."""
     latent, rope = spec.dims.latent, spec.rope_scaling
     if latent is None:
         return {}

@@ -44,7 +44,7 @@ class Layout:
 
 
 def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, timeout_s: float) -> Layout:
-    """Join a new process group and lay Megatron's groups over it."""
+    """Join torch's default process group, create Megatron's groups in it, and return this rank's `Layout`."""
     dist.init_process_group(
         platform().backend,
         init_method=init_method,
@@ -76,9 +76,9 @@ def initialize_layout(config: LayoutConfig, *, rank: int, init_method: str, time
 
 
 def destroy_layout() -> None:
-    """Undo `initialize_layout` by destroying its process groups.
+    """Destroy the process groups that `initialize_layout` created.
 
-    Groups that only lose their last reference would keep their threads.
+    Dropping the last reference to a group would not end its threads.
     """
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Define actor, reference and critic as Megatron GPT models that return log-probs or values instead of logits."""
+"""Define policy and value models as Megatron GPT models that return log-probs or values instead of logits."""
 
 import functools
 import itertools
@@ -94,7 +94,7 @@ class PackedModel(GPTModel):
         return hidden_states
 
     def hidden_states(self, pack: Pack) -> torch.Tensor:
-        """Run all layers of this stage: [T, 1, H] of the last one ([T/tp, 1, H] under sequence parallelism)."""
+        """Run the layers of this pipeline stage. Return [T, 1, H], or [T/tp, 1, H] under sequence parallelism."""
         return super().forward(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
@@ -118,13 +118,13 @@ class PolicyModel(PackedModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Return this rank's rows of the output embedding, vocabulary padding included."""
+        """Return this rank's rows of the output weight (the embedding, if tied), vocabulary padding included."""
         return self.shared_embedding_or_output_weight() if self.spec.dims.tied else self.output_layer.weight
 
     def forward(
         self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
     ) -> TokenLogprobs | TokenPairs | torch.Tensor:
-        """Compute log-probs on the last pipeline stage, hidden states for the next on the others."""
+        """Return log-probs and entropies on the last pipeline stage, or the next stage's input on other stages."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
             return hidden
@@ -145,7 +145,7 @@ class ScalarHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute values [N] from hidden states [N, H]."""
+        """Return values [N] of hidden states [N, H]."""
         return (hidden.float() @ self.weight.float().t())[:, 0]
 
 
@@ -170,7 +170,7 @@ class ValueModel(PackedModel):
     def forward(
         self, pack: Pack, request: HeadRequest, loss_gradients: LossGradients | None = None
     ) -> TokenValues | torch.Tensor:
-        """Compute values on the last pipeline stage, hidden states for the next stage on the others."""
+        """Return values on the last pipeline stage, or hidden states for the next stage on other stages."""
         hidden = self.hidden_states(pack)
         if not self.post_process:
             return hidden
@@ -186,7 +186,7 @@ HEADS: dict[Head, type[PackedModel]] = {Head.LM: PolicyModel, Head.SCALAR: Value
 
 
 def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
-    """Yield this rank's parts of the Hugging Face tensors, as views of the live parameters of all its model chunks."""
+    """Yield this rank's slices of Hugging Face tensors, as views of the live parameters of all its model chunks."""
     spec, layout = chunks[0].spec, chunks[0].layout
     # Collect parameters and router biases under names with global layer numbers.
     shards = []
@@ -219,7 +219,7 @@ def model_slices(chunks: Sequence[PackedModel]) -> Iterator[Slice]:
 def build_model(
     spec: ModelSpec, model: ModelConfig, actor: ActorConfig, layout: Layout, head: Head = Head.LM
 ) -> list[PackedModel]:
-    """Build this rank's model chunks (one, unless virtual pipelining) and load them from the safetensors files."""
+    """Build this rank's model chunks (several only with virtual pipelining) and load weights from safetensors files."""
     config = transformer_config(spec, dtype_of(model.dtype), actor, layout)
     virtual = layout.config.virtual_pp
     chunks = [
@@ -237,7 +237,7 @@ def build_model(
 
 
 def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, layout: Layout) -> TransformerConfig:
-    """Make Megatron's configuration of a model under a layout."""
+    """Return Megatron's TransformerConfig for a model under a parallel layout."""
     dims, family, parallel = spec.dims, spec.family, layout.config
     return (TransformerConfig if dims.latent is None else MLATransformerConfig)(
         num_layers=dims.num_layers,
@@ -295,5 +295,5 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def _times_root_hidden(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
-    """Multiply an embedding [T, 1, H] by √H, rounded to the model's type as Gemma has it."""
+    """Multiply embeddings [T, 1, H] by √H, which is first rounded to their dtype as in Gemma; a forward hook."""
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)

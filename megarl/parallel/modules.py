@@ -1,4 +1,4 @@
-"""Define layers that Megatron's local spec lacks: a sequence-parallel-aware RMSNorm and packed causal attention."""
+"""Define layers that Megatron's local spec lacks: an RMSNorm for sequence parallelism and packed causal attention."""
 
 import itertools
 from typing import Any
@@ -96,7 +96,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(outputs)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:
-        """Compute the attention of `count` equally long sequences: [count, heads, local length, d]."""
+        """Compute attention of `count` sequences of equal length. Return [count, heads, local length, d]."""
         q, k, v = (
             x.view(count, x.shape[0] // count, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value)
         )
@@ -119,7 +119,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage (and model chunk) that suit the device."""
+    """Return Megatron's spec of this pipeline stage's layers: Transformer Engine's or local ones, by device."""
     if not BACKENDS[platform().name].uses_transformer_engine:
         return local_block_spec(config, vp_stage)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -128,7 +128,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return Megatron's local layers with our norm, attention and router, for this pipeline stage."""
+    """Return the spec of this stage's layers: Megatron's local ones with megarl's norm, attention and router."""
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers

@@ -1,8 +1,8 @@
-"""Move a role's memory between its device and the host: parameters, gradient buffers, optimizer state.
+"""Move a role's memory (parameters, gradient buffers, optimizer state) between its device and the host.
 
-Megatron keeps parameters and gradients as views of large buffers, and main parameters as views of those again. So
-storages are moved, not tensors: a storage's bytes are copied to the host and the storage is resized to nothing;
-bringing it back allocates and fills it, and every view of it is valid as before. Bits do not change.
+In Megatron, parameters and gradients are views of large buffers, and main parameters may be views of these too. So
+whole storages are moved instead of tensors. Offloading copies a storage's bytes to the host and resizes it to 0;
+onloading allocates it again and copies them back. All views then work as before, with the same bits.
 """
 
 import itertools
@@ -64,7 +64,7 @@ class Offloader:
 
 
 def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a part's memory; several may be views of one storage."""
+    """Yield the tensors that make up a part of a role's memory. Several of them may be views of one storage."""
     if part is Part.PARAMS:
         for chunk in role.chunks:
             yield from chunk.parameters()
@@ -82,5 +82,5 @@ def _tensors(role: LoadedRole, part: Part) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return [n] uint8, a view of a whole storage."""
+    """Return a view of a whole storage as a uint8 tensor [n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

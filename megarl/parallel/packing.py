@@ -1,8 +1,8 @@
-"""Pack rows into one sequence for the model, and bring per-token results back to rows.
+"""Pack rows (one prompt with one response each) into one sequence for the model, and unpack per-token results.
 
-A pack lays rows end to end, ordered by length so that equal ones are neighbours, with one filler sequence at the
-end where tensor parallelism needs a multiple. This is the place where labels are shifted: position i of a row
-predicts token i + 1, so the hidden state that scores response token t sits at offset + prompt + t − 1.
+A pack concatenates rows sorted by length, so that rows of equal length are adjacent. A filler sequence at its end makes
+the length the multiple that tensor parallelism needs. Labels are shifted only here: position i of a row predicts token
+i + 1, so the hidden state that scores response token t is at offset + prompt + t − 1.
 """
 
 import itertools
@@ -95,7 +95,7 @@ class Pack:
 
 
 def zigzag_indices(lengths: Sequence[int], cp: int, cp_rank: int) -> npt.NDArray[np.int64]:
-    """List the positions of a pack on a context-parallel rank: chunks r and 2·cp − 1 − r of every sequence."""
+    """Return a context-parallel rank's positions in a pack: chunks r and 2·cp − 1 − r of every sequence."""
     parts, offset = [], 0
     for length in lengths:
         chunk = length // (2 * cp)
@@ -110,11 +110,11 @@ def pack_rows(
 ) -> Pack:
     """Pack rows into one sequence for the model.
 
-    Under context parallelism each row is padded to a multiple of 2·cp tokens; a filler sequence ends the pack where
-    tensor parallelism needs a multiple.
+    Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
+    total length the multiple that tensor parallelism needs.
 
-    A pack without rows is a filler alone: a rank that has nothing to score still takes part in every collective.
-    With `replay_routing` tokens go to the experts that their rows recorded, if these recorded any.
+    Without rows, the pack is only a filler, because even a rank with nothing to score must join every collective.
+    replay_routing: route tokens to the experts that their rows recorded, if any.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     multiple = alignment.sequence_multiple

@@ -1,4 +1,4 @@
-"""Run forward-only and forward-backward passes of a model over micro-batches, on Megatron's schedules."""
+"""Run forward-only and forward-backward passes over micro-batches with Megatron's pipeline schedules."""
 
 import functools
 import math
@@ -46,7 +46,9 @@ def _run_schedule(
     forward_only: bool,
     loss_gradients: Callable[[Pack, Sequence[int]], LossGradients] | None = None,
 ) -> None:
-    """Feed packs to a rank's model chunks in Megatron's schedule; on the last stage `on_output` ends each forward."""
+    """Run micro-batches through a rank's model chunks in Megatron's schedule; give last-stage outputs to
+    `on_output`.
+    """
     model = _unwrap(chunks[0])
     layout, device = model.layout, platform().device()
     alignment = PackAlignment(
@@ -138,7 +140,7 @@ def accumulate_gradients(
     *,
     dp_group: dist.ProcessGroup,
 ) -> UpdateResult:
-    """Run forward and backward of one optimizer mini-batch; gradients end up reduced in Megatron's buffers."""
+    """Run forward and backward of an optimizer mini-batch, and leave the reduced gradients in Megatron's buffers."""
     assert loaded.optimizer is not None, f"the {request.role} is frozen"
     for chunk in loaded.ddp:
         chunk.zero_grad_buffer()
@@ -192,9 +194,9 @@ def accumulate_gradients(
 def _loss_gradients(
     request: UpdateRequest, batch: RowBatch, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Differentiate a token-local loss at the labels of this rank's pack, from its own [N] values alone.
+    """Return the gradients of a token-local loss with respect to [N] log-probs and entropies of this rank's labels.
 
-    The labels of other context-parallel ranks do not matter to such a loss.
+    A token-local loss is a sum over tokens, so the labels of other context-parallel ranks are not needed.
     """
     differentiated = [values.detach().requires_grad_() for values in (logprobs, entropy)]
     out = PolicyOutputs(logprobs=pack.scatter(differentiated[0]), entropy=pack.scatter(differentiated[1]))
@@ -206,7 +208,7 @@ def _loss_gradients(
 
 
 def optimizer_step(loaded: LoadedRole, request: UpdateRequest) -> float:
-    """Clip the gradients, take a step at `request.lr`, and return the gradient norm before clipping."""
+    """Clip the gradients, take an optimizer step at `request.lr`, and return the gradient norm before clipping."""
     assert loaded.optimizer is not None
     for group in loaded.optimizer.param_groups:
         group["lr"] = request.lr * group.get("lr_mult", 1.0)

@@ -1,4 +1,4 @@
-"""Load the models a rank hosts: actor, reference, critic; trained ones with Megatron's DDP and (distributed) AdamW."""
+"""Load a rank's models (actor, reference, critic); wrap trained ones in Megatron's DDP and (distributed) AdamW."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class LoadedRole:
     optimizer: MegatronOptimizer | None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the Hugging Face tensors of this model."""
+        """Return name → full shape of the Hugging Face tensors of this model."""
         return self.model_spec.expected_tensors(scalar_head=self.spec.head is Head.SCALAR)
 
     def head_request(
@@ -44,7 +44,7 @@ class LoadedRole:
         token_local: bool = False,
         paired: bool = False,
     ) -> HeadRequest:
-        """Make the request that tells this role's head how to score."""
+        """Combine these arguments with the role's settings into a request to the model's head."""
         return HeadRequest(
             temperature=temperature,
             settings=self.spec.settings.head,
@@ -56,7 +56,7 @@ class LoadedRole:
 
 
 def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
-    """Build a role's model chunks, read their weights, and wrap them for training unless frozen."""
+    """Build a role's model chunks and read their weights. Unless the role is frozen, add DDP and an optimizer."""
     model_spec = read_model_spec(spec.model.path)
     chunks = build_model(model_spec, spec.model, spec.settings, layout, spec.head)
     for chunk in chunks:
@@ -72,7 +72,7 @@ def load_role(spec: RoleSpec, layout: Layout) -> LoadedRole:
 
 
 def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[DistributedDataParallel]:
-    """Wrap a rank's model chunks for data parallelism: gradients are summed, not averaged, in float32."""
+    """Wrap a rank's model chunks in Megatron's DDP, which sums gradients over replicas in float32, not averages."""
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=config.distributed)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
 
@@ -85,7 +85,7 @@ def wrap_ddp(chunks: Sequence[PackedModel], config: OptimizerConfig) -> list[Dis
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
-    """Build AdamW over wrapped chunks; norms and biases are not decayed, bfloat16 parameters have float32 main ones."""
+    """Build AdamW for wrapped chunks: no decay of norms and biases, float32 main parameters for bfloat16 models."""
     dtype = chunks[0].module.config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(

@@ -1,6 +1,6 @@
-"""Run one Megatron rank: build the roles of its layout, score rows, update trained roles, write their weights.
+"""Run one Megatron rank: build the models of its roles, score rows, update trained roles, send and store weights.
 
-`PolicyWorker` is a plain synchronous class: Ray actors wrap it, tests call it in ordinary processes.
+`PolicyWorker` is a plain synchronous class, which Ray actors wrap and tests call in ordinary processes.
 """
 
 import gc
@@ -36,7 +36,9 @@ class PolicyWorker:
         self.rank = rank
 
     def prepare(self) -> str:
-        """Import the heavy modules, and return an address for the process group (rank 0's is used)."""
+        """Import heavy modules, and return an address on this host; rank 0's becomes the rendezvous of the process
+        group.
+        """
         from megarl.parallel.backend import prepare_megatron
 
         prepare_megatron()
@@ -49,14 +51,14 @@ class PolicyWorker:
         return f"tcp://{os.environ.get('MEGARL_HOST_ADDRESS', '127.0.0.1')}:{port}"
 
     def join(self, layout: LayoutConfig, init_method: str, timeout_s: float) -> int:
-        """Join the layout's process groups, and return this process's id."""
+        """Join the process groups of the parallel layout, and return this process's id."""
         from megarl.parallel.layout import initialize_layout
 
         self.layout = initialize_layout(layout, rank=self.rank, init_method=init_method, timeout_s=timeout_s)
         return os.getpid()
 
     def load(self, request: LoadRequest) -> None:
-        """Build the models and read their weights; a later call starts a new run on the same processes."""
+        """Build the models and read their weights. A later call starts a new run in the same processes."""
         import torch
         from megatron.core import tensor_parallel
 
@@ -78,7 +80,7 @@ class PolicyWorker:
         self.checkpoints = RankCheckpoints(list(self.roles.values()), rank=self.rank)
 
     def score(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: ScoreRequest) -> RowScores | None:
-        """Score this replica's rows; only the rank that reports for the replica returns them."""
+        """Compute log-probs or values of this replica's rows. Return them on the replica's reporting rank only."""
         from megarl.parallel.passes import score_rows
 
         loaded = self._role(request.role, Part.PARAMS)
@@ -87,7 +89,7 @@ class PolicyWorker:
         return scores if self.layout.reports else None
 
     def update(self, rows: Rows, micro_batches: Sequence[Sequence[int]], request: UpdateRequest) -> UpdateResult | None:
-        """Take one optimizer step on a mini-batch, of which this replica has `micro_batches`."""
+        """Take one optimizer step. `micro_batches` are this data-parallel replica's share of the mini-batch."""
         from megarl.parallel.passes import accumulate_gradients, optimizer_step
 
         loaded = self._role(request.role, *Part)
@@ -99,7 +101,7 @@ class PolicyWorker:
         return UpdateResult(metrics={**result.metrics, **own}, before=result.before)
 
     def store_weights(self, files: Sequence[str], *, with_checksums: bool, role: Role = Role.ACTOR) -> StoreResult:
-        """Write the slices this rank owns into preallocated safetensors files (export and supervised runs alike)."""
+        """Write the slices of Hugging Face tensors that this rank owns into preallocated safetensors files."""
         from megarl.parallel.model import model_slices
         from megarl.weights.safetensors_map import map_model
         from megarl.weights.slices import store_slices
@@ -117,7 +119,7 @@ class PolicyWorker:
         return port
 
     def held_weights(self) -> "dict[str, Box]":
-        """Return which box of each of the actor's Hugging Face tensors this rank has, owned or not."""
+        """Return the box (rectangular part) that this rank holds of each of the actor's Hugging Face tensors."""
         from megarl.parallel.model import model_slices
         from megarl.sync.wire.ends import holding_of
 
@@ -139,7 +141,7 @@ class PolicyWorker:
         return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
 
     def send_over_bridge(self, transfer: int, **options: Any) -> dict[int, dict[str, int]]:
-        """Send this rank's part of the actor's weights to the engines as the plan says."""
+        """Send this rank's share of the actor's weights to the engine workers, as the sync plan prescribes."""
         from megarl.parallel.model import model_slices
 
         loaded = self._role(Role.ACTOR, Part.PARAMS)
@@ -150,37 +152,37 @@ class PolicyWorker:
         self.bridge_wire.close()
 
     def save_checkpoint(self, directory: str) -> None:
-        """Start writing the trained roles and the RNG states; the next call may be a training pass."""
+        """Start writing the trained roles and RNG states in the background. Training may continue meanwhile."""
         self.checkpoints.start_save(Path(directory))
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Tell whether all ranks have written the current checkpoint; with `wait`, wait until they have."""
+        """Return whether all ranks have written the current checkpoint; if `wait`, wait until they have."""
         return self.checkpoints.finish_save(wait=wait)
 
     def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:
-        """Continue from a complete checkpoint: weights, optimizer states, and RNG states.
+        """Restore weights, optimizer states and RNG states from a complete checkpoint.
 
-        RNG states are loaded only if `same_layout` (roles laid out as when they were saved) has a role of this rank.
+        same_layout: the roles laid out as when saved. RNG states are restored only if this rank hosts one of them.
         """
         self.checkpoints.load(Path(directory), same_layout=same_layout)
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
-        """Move parts of a role to the host, and return the bytes released on this rank's device."""
+        """Move parts of a role's memory to the host, and return the bytes freed on this rank's device."""
         return self.offloaders[role].offload(parts)
 
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
-        """Bring parts of a role back to the device."""
+        """Move parts of a role's memory from the host back to the device."""
         self.offloaders[role].onload(parts)
 
     def start_profile(self) -> None:
-        """Record what this process does, on its host and its device."""
+        """Start torch's profiler, which records the work of this process on host and device."""
         import torch
 
         self.profiler = torch.profiler.profile()
         self.profiler.start()
 
     def stop_profile(self, directory: str) -> None:
-        """Write DIRECTORY/rank_N.json.gz."""
+        """Stop the profiler, and write its trace to DIRECTORY/rank_N.json.gz."""
         self.profiler.stop()
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(Path(directory) / f"rank_{self.rank}.json.gz"))
@@ -193,7 +195,7 @@ class PolicyWorker:
         return self.roles[role]
 
     def close(self) -> None:
-        """End helper processes and leave the process group."""
+        """End helper processes, and destroy the process groups."""
         from megarl.parallel.checkpoint import end_writer
         from megarl.parallel.layout import destroy_layout
 

@@ -1,10 +1,10 @@
-"""Compute log-probs and entropies from hidden states × output weight, with the vocabulary in shards.
+"""Compute log-probs and entropies from hidden states and an output weight whose vocabulary is sharded over ranks.
 
-logprobs        the entry: which regime, which kernels
-differentiable  what is kept between forward and backward: nothing, the logits, or the gradient already
-statistics      three floats a row and one all-gather: the vocabulary is never gathered
-gradients       the hidden gradient, reduced over ranks chunk by chunk, and the weight gradient, summed in place
-rows            kept rows of a sequence-parallel pack: one uneven gather, and the reduction back to their owners
-kernels         what is done with a chunk of logits, by PyTorch or by Triton
-pairs           the KL between two whole distributions, where log-probs do not say enough
+logprobs        the entry point; it applies a memory regime (recompute, keep, in_chunk) and kernels
+differentiable  the autograd functions of the three regimes, which differ in what they keep for backward
+statistics      three floats per token and one all-gather, so that the vocabulary is never gathered
+gradients       the gradient of hidden states, reduced chunk by chunk, and of the weight, summed in place
+rows            gathers hidden states that ranks hold in uneven parts, and reduces their gradients back
+kernels         the computations on a chunk of logits, in PyTorch or Triton
+pairs           the KL divergence between two full distributions over the vocabulary
 """

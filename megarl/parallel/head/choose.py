@@ -25,7 +25,7 @@ class Candidate:
 
 
 def triton_candidate() -> Candidate | None:
-    """Return the Triton kernels; None where Triton is not installed."""
+    """Return the Triton kernels as a candidate to test, or None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     from megarl.parallel.head.triton_kernels import LAUNCH_ERRORS, TritonKernels
@@ -58,7 +58,7 @@ def first_that_passes(candidates: list[Candidate], device: torch.device) -> Chun
 
 
 def find_fault(candidate: Candidate, device: torch.device) -> str | None:
-    """Say what is wrong with a candidate on this device in one line; None if nothing is."""
+    """Run the self-test of a candidate on this device; return one line that says what failed, or None if it passes."""
     try:
         return next(filter(None, (self_test(candidate.kernels, device, dtype) for dtype in TESTED_DTYPES)), None)
     except candidate.errors as error:

@@ -1,11 +1,11 @@
-"""Define the head's autograd functions, by regime: what each keeps for backward, and what backward computes again.
+"""Define the log-prob head's autograd functions for three memory regimes, which trade memory for recomputation.
 
-recompute   nothing but statistics: backward computes the logits again, chunk by chunk        8·N·H·V FLOP
-keep        the raw logits [N, V/tp], which their gradient overwrites                         6·N·H·V FLOP
-in_chunk    the gradients of the inputs, computed while a chunk's logits are at hand          6·N·H·V FLOP
+recompute   keeps only statistics; backward computes the logits again, chunk by chunk        8·N·H·V FLOP
+keep        keeps the raw logits [N, V/tp]; backward overwrites them with their gradient      6·N·H·V FLOP
+in_chunk    computes gradients in forward, while a chunk's logits exist, and keeps those      6·N·H·V FLOP
 
-The first two exchange statistics once, the third once per chunk; its loss must be a sum over tokens of functions of
-that token's log-prob and entropy. FLOPs are over all ranks.
+FLOPs are totals over all ranks. recompute and keep exchange statistics once, in_chunk once per chunk. in_chunk needs a
+loss that is a sum over tokens, where each term depends only on that token's log-prob and entropy.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def overwrite_by_gradient(
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
 ) -> None:
-    """Overwrite the raw logits of some rows by their gradient; statistics and gradients are those of the same rows."""
+    """Overwrite raw logits of `rows` by the loss's gradient. The last four arguments are for these rows only."""
     if not x.shard.size:
         return
     x.kernels.write_gradient(
@@ -170,7 +170,7 @@ class GradientsInChunk(torch.autograd.Function):
 
 
 def _require_same(name: str, used: torch.Tensor, actual: torch.Tensor | None) -> None:
-    """Raise a ValueError if the gradients that arrive are not those for which the chunks' gradients were computed."""
+    """Raise ValueError if backward receives other loss gradients (`actual`) than forward has assumed (`used`)."""
     difference = (used if actual is None else used - actual).abs()
     if len(used) and not difference.max() <= SAME_GRADIENT * used.abs().max():
         row = int(difference.argmax())

@@ -1,4 +1,4 @@
-"""Compute the gradients of the head's inputs, from the gradients of chunks of logits."""
+"""Compute the gradients of hidden states and output weight from the gradients of chunks of logits."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class HiddenGradient:
         self._works: deque[Sequence[dist.Work | None]] = deque()
 
     def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write dz·W of some rows. If `overwrite_hidden` is set, nobody may read their hidden states afterwards."""
+        """Write dz·W of a chunk, over its hidden states if `overwrite_hidden`, and start to sum it over ranks."""
         part = self._partial[rows]
         if len(weight):
             torch.mm(grad_logits, weight, out=part)
@@ -69,7 +69,7 @@ class WeightGradient:
         self._sum = main if wanted else None
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add dzᵀ·h of the rows of a chunk."""
+        """Add the product dzᵀ·h of one chunk to the sum."""
         if self._sum is None or not grad_logits.shape[1]:
             return
         target = self._sum[: grad_logits.shape[1]]

@@ -1,4 +1,4 @@
-"""Define the two passes over a chunk of logits: three statistics per row, and the gradient written over the logits.
+"""Define the two computations on a chunk of logits: three statistics per row, and the gradient in place of the logits.
 
 For raw logits r = h·Wᵀ of one vocabulary shard, temperature T and label y:  z = r/T.
 """
@@ -17,10 +17,10 @@ class ChunkKernels(Protocol):
     """The interface of both passes over a chunk of logits. Labels are local: −1 where another rank owns the label."""
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Write the statistics of each row of z into `out` [3, n]: lse, entropy of the local softmax, z of the label.
+        """Write three statistics per row of z to `out` [3, n]: lse, entropy of the local softmax, z of the label.
 
-        lse = log Σ_v e^{z_v} and H = lse − Σ_v p_v z_v over this shard alone (nats); the third is 0 where the label
-        is not owned. logits: [n, V] raw, left as they are, V ≥ 1. inverse_temperature: [n]. labels: [n] int64.
+        lse = log Σ_v e^{z_v} and H = lse − Σ_v p_v z_v, in nats, over this shard alone. z of label −1 is 0. logits: [n,
+        V] raw, left unchanged, V ≥ 1. inverse_temperature: [n]. labels: [n] int64.
         """
 
     def write_gradient(
@@ -34,7 +34,7 @@ class ChunkKernels(Protocol):
         a: Tensor,
         b: Tensor | None,
     ) -> None:
-        """Overwrite raw logits [n, V] by the gradient with respect to them.
+        """Overwrite raw logits [n, V] by the loss's gradient with respect to them.
 
         With log p_v = z_v − lse (lse: [n], of the whole vocabulary):
             ∂L/∂r_v = (−p_v (a + b·log p_v) + grad_logprobs·1[v = label]) / T.

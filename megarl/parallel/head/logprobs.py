@@ -1,14 +1,14 @@
 """Compute log-probs and entropies on tensor-parallel-sharded logits; the vocabulary is never gathered.
 
-For a row with hidden state h, temperature T and label y:  z = h·Wᵀ/T,  lse = log Σ_v e^{z_v},
+For a token's hidden state h, temperature T and label y:  z = h·Wᵀ/T,  lse = log Σ_v e^{z_v},
     log p(y) = z_y − lse,                      H = lse − Σ_v p_v z_v   (nats),
     ∂log p(y)/∂z_v = 1[v=y] − p_v,             ∂H/∂z_v = −p_v (log p_v + H).
 
-Each rank holds V/tp rows of W and works on a chunk of rows at a time, so that beside the regime's own memory there
-are O(chunk · V/tp) logits.
+Each rank holds V/tp rows of W and works on a chunk of tokens at a time. Its logits need O(chunk · V/tp) memory, besides
+what the regime (recompute, keep, in_chunk) keeps for backward.
 
-Method: streaming log-sum-exp over vocabulary shards, as in Megatron's vocab-parallel cross entropy (Shoeybi et
-al. 2019) and Cut Cross-Entropy (Wijmans et al. 2024).
+Method: streaming log-sum-exp over vocabulary shards, as in Megatron's vocab-parallel cross entropy (Shoeybi et al.
+2019) and Cut Cross-Entropy (Wijmans et al. 2024).
 """
 
 from collections.abc import Sequence
@@ -54,23 +54,23 @@ def vocab_parallel_logprobs(
     """Compute log-probs of `labels` and entropies from hidden states and this rank's rows of the output weight.
 
     Args:
-        hidden: [N, H] on every rank of `shard.group`; with `row_counts` this rank's [row_counts[rank], H], in rank
-            order. Its gradient comes back reduced over the group.
+        hidden: [N, H] on every rank of `shard.group`; or, with `row_counts`, this rank's part [row_counts[rank], H],
+            in rank order. Its gradient is summed over the group.
         weight: [≥ shard.size, H]; rows beyond `shard.size` are vocabulary padding.
-        labels: [N] int64 ids in the true vocabulary.
-        temperature: a float, or [N] per-row temperatures, > 0.
-        regime: what is kept for backward; of no consequence without a graph.
-        chunk_tokens: rows of logits at a time; None: as `automatic_chunk` says.
-        entropy_needs_grad: whether `entropy` has a graph; in the regime in_chunk `loss_gradients` decides.
+        labels: [N] int64 token ids.
+        temperature: a float, or one per token [N], > 0.
+        regime: what is kept for backward (see `Regime`); irrelevant without gradients.
+        chunk_tokens: tokens whose logits are computed at a time; None: `automatic_chunk` decides.
+        entropy_needs_grad: whether `entropy` is differentiable; under in_chunk, `loss_gradients` decides instead.
         fp32_logits: multiply in float32 (a float32 copy of the weight shard lives from forward to backward).
-        overwrite_hidden: write the gradient of `hidden` over it; nothing else may read it, not even the backward of
-            what made it. Then, as with `row_counts`, backward runs only once.
-        main_grad: [≥ shard.size, H] float32 to which the weight's gradient is added in place of autograd's.
-        loss_gradients: what the regime in_chunk needs.
-        kernels: None: the best for the device.
+        overwrite_hidden: write the gradient of `hidden` over it, to save memory. No other code may read `hidden`
+            then, not even in backward. With this or `row_counts`, backward can run only once.
+        main_grad: [≥ shard.size, H] float32; the weight's gradient is added to it instead of returned to autograd.
+        loss_gradients: the loss's gradients as a function of log-probs and entropies; required under in_chunk.
+        kernels: computations on a chunk of logits; None: the best for the device.
 
     Raises:
-        ValueError: shapes that do not agree, a weight or rows of the regime that are missing.
+        ValueError: shapes do not agree, or an argument that the regime requires is missing.
     """
     owners = _row_owners(len(hidden), len(labels), shard.group, row_counts)
     if (regime is Regime.IN_CHUNK) != (loss_gradients is not None) and torch.is_grad_enabled():
@@ -96,7 +96,7 @@ def vocab_parallel_logprobs(
 
 
 def _row_owners(num_own: int, num_labels: int, group: dist.ProcessGroup, row_counts: Sequence[int] | None) -> RowOwners:
-    """Check that this rank's hidden rows, those of all ranks and the labels agree."""
+    """Return which rank owns which hidden states, after checking that their numbers agree with the labels."""
     num_rows = num_own if row_counts is None else sum(row_counts)
     if num_rows != num_labels:
         raise ValueError(f"hidden has {num_rows} rows, labels {num_labels}; they must agree")
@@ -118,7 +118,7 @@ def vocab_parallel_top_logprobs(
     chunk_tokens: int | None = None,
     kernels: ChunkKernels | None = None,
 ) -> tuple[TokenLogprobs, TopLogprobs]:
-    """Compute what `vocab_parallel_logprobs` computes, without autograd, and each row's `top_k` likeliest tokens."""
+    """Compute log-probs, entropies and the `top_k` most likely tokens per position, without autograd."""
     x = head_inputs(
         hidden, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
     )
@@ -137,7 +137,7 @@ def head_inputs(
     chunk_tokens: int | None,
     kernels: ChunkKernels | None = None,
 ) -> HeadInputs:
-    """Turn the arguments of `vocab_parallel_logprobs` into inputs without a graph; `hidden` has all rows."""
+    """Detach the arguments of `vocab_parallel_logprobs` for use without gradients. `hidden` is the complete [N, H]."""
     local = labels - shard.start
     wide = torch.promote_types(hidden.dtype, torch.float32)
     inverse_temperature = torch.as_tensor(temperature, dtype=wide, device=hidden.device).reciprocal()

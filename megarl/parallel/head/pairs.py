@@ -34,7 +34,7 @@ class TokenPairs:
 
 @torch.no_grad()
 def pair_statistics(x: HeadInputs, first: torch.Tensor, second: torch.Tensor) -> TokenPairs:
-    """Score rows `first` and `second` [P], which are all rows of x, and compute KL(second ‖ first) at `first`."""
+    """Score token positions `first` and `second` [P], together all of x; compute KL(second ‖ first) at `first`."""
     parts = torch.zeros(7, len(first), dtype=x.statistics_dtype, device=x.hidden.device)
     rows, twins = x.rows(first), x.rows(second)
     size = min(x.chunk_tokens, len(first))
@@ -62,7 +62,7 @@ def pair_statistics(x: HeadInputs, first: torch.Tensor, second: torch.Tensor) ->
 
 
 def _mean_difference(logits: torch.Tensor, others: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
-    """Return [n] Σ_v softmax(z)_v (z_v − u_v) of one shard, from raw logits [n, V]."""
+    """Return Σ_v softmax(z)_v (z_v − u_v) [n] over one vocabulary shard, from raw logits [n, V] of z and u."""
     size = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     means = []
     for z, u, scale in zip(logits.split(size), others.split(size), inverse_temperature.split(size), strict=True):

@@ -20,10 +20,10 @@ class Regime(StrEnum):
 
 
 def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_local: bool) -> Regime:
-    """Return the regime that the setting names, or the fastest one if it is `auto`.
+    """Return the memory regime that the setting names, or the fastest possible one if the setting is `auto`.
 
-    The fastest is keep if the logits fit into the budget, else in_chunk if the loss allows it, else recompute. All
-    ranks that share a pack must choose the same.
+    The fastest is keep if the logits fit into `memory_bytes`, else in_chunk if `token_local`, else recompute. All ranks
+    that share a pack must choose the same regime.
     """
     if setting != AUTO:
         return Regime(setting)
@@ -33,11 +33,11 @@ def choose_regime(setting: str, *, logits_bytes: int, memory_bytes: int, token_l
 
 
 def automatic_chunk(num_rows: int, *, hidden: int, num_logits: int, itemsize: int) -> int:
-    """Choose how many rows, of `num_logits` logits each, to work on at a time.
+    """Choose how many tokens, with `num_logits` logits each, the log-prob head processes at a time.
 
-    The logits take half as much memory as the weight shard [num_logits, hidden]. So their memory is proportional to
-    that of the weights, and a chunk's GEMMs are large compared with reading the weight and writing its gradient. There
-    are never more rows than `num_rows`, nor more than `MAX_CHUNK_BYTES` of logits.
+    A chunk's logits take half the memory of the weight shard [num_logits, hidden], up to `MAX_CHUNK_BYTES`. So they are
+    proportional to the weights, and a chunk's GEMMs take long compared with reading the weight and writing its
+    gradient. The result is a multiple of 64 (at least 64), but never more than `num_rows`.
     """
     fitting = min(hidden // 2, MAX_CHUNK_BYTES // max(1, num_logits * itemsize))
     return max(1, min(num_rows, max(fitting // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE))

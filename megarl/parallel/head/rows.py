@@ -1,4 +1,4 @@
-"""Gather rows that the ranks of a group hold in uneven parts, and reduce their gradient back to the owners."""
+"""Gather hidden states that the ranks of a group hold in uneven parts, and reduce their gradient back to the owners."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class RowOwners:
     counts: tuple[int, ...] | None
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather [N, ...] all rows from this rank's [n, ...]: as many bytes as there are rows, however uneven."""
+        """Gather all rows [N, ...] from each rank's [n, ...], without padding even if the ranks' n differ."""
         if self.counts is None or self.group.size() == 1:
             return rows
         gathered = rows.new_empty(sum(self.counts), *rows.shape[1:])
@@ -32,7 +32,7 @@ class RowOwners:
         return gathered
 
     def start_reduction(self, partial: torch.Tensor, start: int) -> "list[dist.Work | None]":
-        """Begin to sum rows [start, start + len) over ranks in place: for all of them, or for each row's owner."""
+        """Start to sum `partial`, rows from `start` on, over ranks in place. Each row's owner gets the sum."""
         if self.group.size() == 1 or not len(partial):
             return []
         if self.counts is None:
@@ -43,11 +43,11 @@ class RowOwners:
         ]
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of all rows."""
+        """Return those of all rows [N, ...] that this rank owns."""
         return rows if self.counts is None else rows.split(list(self.counts))[self.group.rank()]
 
     def _overlaps(self, start: int, length: int) -> Sequence[tuple[int, int, int]]:
-        """Return (owner, first, last) of each part of rows [start, start + length), relative to `start`."""
+        """Return (owner, first, last) of each owner's part of rows [start, start + length), relative to `start`."""
         assert self.counts is not None
         overlaps, begin = [], -start
         for owner, count in enumerate(self.counts):
@@ -66,7 +66,7 @@ def wait_all(works: "Sequence[dist.Work | None]") -> None:
 
 
 def uneven_owners(num_rows: int, group: dist.ProcessGroup, device: torch.device) -> RowOwners:
-    """Ask all ranks of a group how many rows they hold."""
+    """All-gather the number of rows that each rank of a group holds, and return it as `RowOwners`."""
     if group.size() == 1:
         return RowOwners(group=group, counts=None)
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Test whether kernels agree with dense float64 log_softmax and its autograd, on small logits of awkward shapes."""
+"""Test kernels for chunks of logits against float64 log_softmax and its autograd, on small logits of awkward shapes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ CASES = (
 
 
 def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the first disagreement (name, largest difference, what is allowed); None if every case agrees."""
+    """Return the first failure (case, largest difference, tolerance), or None if the kernels pass in every case."""
     for case in CASES:
         for comparison in _comparisons(case, kernels, device, dtype):
             if disagreement := comparison.disagreement():

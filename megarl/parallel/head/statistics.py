@@ -1,8 +1,8 @@
-"""Compute log-probs and entropies from three floats a row and one all-gather, without the vocabulary in one place.
+"""Compute log-probs and entropies from three floats per token and one all-gather, without gathering the vocabulary.
 
-Each rank reduces its shard of a row's logits z to the local lse, the entropy H_i of the local softmax and z of the
-label if it owns it. From all ranks' three: lse = logsumexp_i lse_i, log p = Σ_i z_i − lse, and with the shards' masses
-m_i = e^{lse_i − lse},  H = Σ_i m_i H_i − Σ_i m_i log m_i, in which no large logits cancel.
+Each rank reduces its shard of a token's logits z to the local lse_i, the entropy H_i of the local softmax, and z_i: z
+of the label, or 0 if another rank has it. From these: lse = logsumexp_i lse_i, log p = Σ_i z_i − lse, and with the
+shards' masses m_i = e^{lse_i − lse},  H = Σ_i m_i H_i − Σ_i m_i log m_i, in which no large logits cancel.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class VocabShard:
 
 
 def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size: int) -> VocabShard:
-    """Return the shard of this rank when the padded vocabulary is split evenly over `group`."""
+    """Return this rank's vocabulary shard when the padded vocabulary is split evenly over `group`."""
     start = group.rank() * padded_rows_per_rank
     return VocabShard(group=group, start=start, size=max(0, min(padded_rows_per_rank, vocab_size - start)))
 
@@ -61,7 +61,7 @@ class HeadInputs:
         return (slice(i, min(i + self.chunk_tokens, num_rows)) for i in range(0, num_rows, self.chunk_tokens))
 
     def rows(self, indices: torch.Tensor) -> "HeadInputs":
-        """Return the inputs of these rows only."""
+        """Return the inputs of the tokens at `indices` only."""
         return replace(
             self,
             hidden=self.hidden[indices],
@@ -70,12 +70,12 @@ class HeadInputs:
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
-        """Allocate room for the raw logits of `num_rows` rows, each aligned for wide loads."""
+        """Allocate memory for the raw logits of `num_rows` tokens, with rows aligned for wide loads."""
         width = -(-self.shard.size // ROW_MULTIPLE) * ROW_MULTIPLE
         return self.hidden.new_empty(num_rows, width)[:, : self.shard.size]
 
     def write_logits(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
-        """Write r = h·Wᵀ of some rows to the first rows of `out`, and return these."""
+        """Write the raw logits r = h·Wᵀ of a slice of tokens to the first rows of `out`, and return them."""
         logits = out[: rows.stop - rows.start]
         if self.shard.size:
             torch.mm(self.hidden[rows], self.weight.t(), out=logits)
@@ -101,7 +101,7 @@ class RowStatistics:
 
 
 def write_chunk_statistics(x: HeadInputs, rows: slice, logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Write this shard's statistics of a chunk of raw logits to `out` [3, n]; a shard of padding has no mass."""
+    """Write the local lse, entropy and label's z of a chunk of tokens to `out` [3, n]; lse is −∞ for an empty shard."""
     if x.shard.size:
         x.kernels.statistics(logits, x.inverse_temperature[rows], x.labels[rows], out)
     else:
@@ -112,7 +112,7 @@ def write_chunk_statistics(x: HeadInputs, rows: slice, logits: torch.Tensor, out
 def top_of_chunk(
     logits: torch.Tensor, inverse_temperature: torch.Tensor, shard: VocabShard, top_k: int
 ) -> torch.Tensor:
-    """Return [2k, n]: the k largest z of this shard and their token ids; −∞ where the shard has fewer."""
+    """Return [2k, n]: the k largest z of this vocabulary shard and their token ids; z is −∞ beyond the shard's size."""
     assert shard.start + shard.size <= MAX_ID, f"token ids up to {shard.start + shard.size} do not fit into float32"
     wide = torch.promote_types(logits.dtype, torch.float32)
     parts = torch.zeros(2 * top_k, len(logits), dtype=wide, device=logits.device)
@@ -126,9 +126,9 @@ def top_of_chunk(
 
 
 def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: int = 0) -> RowStatistics:
-    """Compute the statistics of all rows, chunk by chunk; raw logits stay in `kept` [N, shard.size] if given.
+    """Compute the statistics of all tokens, chunk by chunk. `kept` [N, shard.size], if given, receives the raw logits.
 
-    top_k: also the log-probs of each row's most likely tokens; they travel in the same all-gather.
+    top_k: how many most likely tokens to find per position; they are exchanged in the same all-gather.
     """
     parts = torch.empty(3 + 2 * top_k, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
     buffer = x.buffer(min(x.chunk_tokens, len(x.hidden))) if kept is None else kept
@@ -141,7 +141,7 @@ def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: in
 
 
 def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather [k, n] of every rank into [ranks, k, n], in one collective."""
+    """All-gather each rank's statistics [k, n] into [ranks, k, n], in one collective."""
     if group.size() == 1 or not parts.shape[1]:
         return parts[None]
     gathered = parts.new_empty(group.size(), *parts.shape)
@@ -150,7 +150,7 @@ def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def combine(parts: torch.Tensor) -> RowStatistics:
-    """Combine the statistics of all shards, [ranks, 3 + 2k, n], into those of the whole vocabulary."""
+    """Combine the statistics of all vocabulary shards, [ranks, 3 + 2k, n], into those of the whole vocabulary."""
     lse = parts[:, 0].logsumexp(0)
     mass = torch.exp(parts[:, 0] - lse)
     top = None

@@ -1,14 +1,14 @@
-"""Implement the two passes over a chunk of logits as Triton kernels: one read, and one read with a write in place.
+"""Implement the two computations on a chunk of logits as Triton kernels; both pass over memory only once.
 
-Only the passes are Triton's, not the product that makes the logits: that stays with the vendor's library. A pass is
-bound by memory: of bfloat16 logits it moves 2 bytes for the 2·H FLOP of the product, which at H = 4096 on a device with
-200 FLOP a byte is a twentieth of the product's time. Fusing both would save no more than that.
+The product h·Wᵀ that makes the logits stays with the vendor's library. A pass over the logits is bound by memory: it
+moves 2 bytes per bfloat16 logit, for which the product needs 2·H FLOP. At H = 4096, on a device with 200 FLOP per byte,
+this is a twentieth of the product's time; fusing both could save no more than that.
 
 Statistics are an online softmax (Milakov and Gimelshein 2018) in float32. With c = log₂e/T, the largest logit M so far
-and u_v = (r_v − M)·c:  s = Σ 2^{u_v} and t = Σ 2^{u_v} u_v. When M grows by δ, d = −δ·c rescales them, exactly:
+and u_v = (r_v − M)·c:  s = Σ 2^{u_v} and t = Σ 2^{u_v} u_v. When M grows by δ, d = −δ·c rescales both sums exactly:
     t ← 2^d (t + d·s),      s ← 2^d s.
-At the end  lse = M/T + ln s  and  H = ln s − ln 2 · t/s,  whose terms are both ≥ 0: nothing cancels, and
-differences of raw logits keep H exact where the logits themselves are far from 0.
+At the end  lse = M/T + ln s  and  H = ln s − ln 2 · t/s.  Both terms of H are ≥ 0, so that nothing cancels. H depends
+only on differences of raw logits, so it stays exact if the logits are far from 0.
 """
 
 import subprocess
@@ -50,7 +50,7 @@ def _statistics_kernel(
     out_stride: int,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute the statistics of a row; one program per row."""
+    """Compute the three statistics (lse, entropy, label's z) of a row of logits; one Triton program per row."""
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * row_stride
     inverse = tl.load(inverse_temperature + row).to(tl.float32)
@@ -94,7 +94,7 @@ def _gradient_kernel(
     b: "Tensor | None",
     BLOCK: tl.constexpr,
 ) -> None:
-    """Overwrite a block of logits by its gradient; one program per block of a row."""
+    """Overwrite a block of columns of one row of logits by its gradient; one Triton program per block."""
     blocks_per_row = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = tl.program_id(0) % blocks_per_row * BLOCK + tl.arange(0, BLOCK)
@@ -124,9 +124,9 @@ class TritonKernels:
     num_warps: int = 4
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Compute the statistics of `ChunkKernels`.
+        """Compute the statistics that `ChunkKernels.statistics` defines.
 
-        Raises ValueError for other types, or columns that are not next to each other.
+        Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
         """
         _check_layout(logits)
         if len(logits):
@@ -153,9 +153,9 @@ class TritonKernels:
         a: Tensor,
         b: Tensor | None,
     ) -> None:
-        """Write the gradient of `ChunkKernels`.
+        """Overwrite the logits by the gradient that `ChunkKernels.write_gradient` defines.
 
-        Raises ValueError for other types, or columns that are not next to each other.
+        Raise ValueError for other dtypes than 16 or 32 bits, and for logits whose columns are not contiguous.
         """
         _check_layout(logits)
         if len(logits):

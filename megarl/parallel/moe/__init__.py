@@ -1,1 +1,1 @@
-"""Train layers with experts: routing over packs, load balancing, replayed routing."""
+"""Train mixture-of-experts layers: routing of packed tokens, load balancing, and replay of recorded routing."""

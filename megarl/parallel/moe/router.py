@@ -43,9 +43,9 @@ class PackRouter(TopKRouter):
         self.begin(aux_loss_scale=0.0)
 
     def begin(self, *, aux_loss_scale: float) -> None:
-        """Start a new mini-batch with empty sums.
+        """Reset the sums at the start of an optimizer mini-batch.
 
-        aux_loss_scale: the weight of Σ_r n_r · aux(r) in the mini-batch's loss.
+        aux_loss_scale: the weight of Σ_r n_r · aux(r) in the mini-batch's loss (see `moe/routing.py`).
         """
         self._aux_loss_scale = aux_loss_scale
         self.loads: torch.Tensor | float = 0.0
@@ -68,9 +68,9 @@ class PackRouter(TopKRouter):
         return weights, routing_map
 
     def _count(self, logits: torch.Tensor, weights: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-        """Add to the sums of the mini-batch, and return the weights with the balance loss in their graph.
+        """Add this forward's tokens to the mini-batch's sums; return `weights` with the balance loss in their graph.
 
-        It is called only where gradients are wanted: once also for a layer that is computed again in backward.
+        It is called only in forwards with gradients, so a layer that is recomputed in backward counts only once.
         """
         assert self.pack is not None
         rows = self._own_tokens(self.pack.token_rows)
@@ -117,7 +117,7 @@ def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
 
 
 def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
-    """Yield the layers with experts of a rank's model chunks."""
+    """Yield the mixture-of-experts layers in a rank's model chunks."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, MoELayer))
 
@@ -151,7 +151,7 @@ class MiniBatchLoad:
             layer.router.begin(aux_loss_scale=aux_loss_coef / self._num_tokens)
 
     def metrics(self) -> Mapping[str, float]:
-        """Compute the metrics of the mini-batch, the same on every rank."""
+        """All-reduce the sums, and return metrics of load and balance; {} for a model without experts."""
         if self._experts is None:
             return {}
         place = {layer: i for i, layer in enumerate(self._experts.layers)}

@@ -1,19 +1,19 @@
-"""Compute routing in plain tensors: which experts see a token, how evenly they are used, and the balance loss.
+"""Compute mixture-of-experts routing in plain tensors: the choice of experts, their load, and the balance loss.
 
-Of a layer with E experts, k of which see a token, and a row of n tokens (prompt and response),
+For a layer with E experts, of which each token is routed to k, and a row of n tokens (prompt and response),
 
-    f_e = (times that expert e sees a token of the row) / (k·n),     P_e = (Σ_t p_{t,e}) / n,
+    f_e = (number of the row's tokens routed to expert e) / (k·n),     P_e = (Σ_t p_{t,e}) / n,
     aux(row) = E · Σ_e f_e·P_e,
 
 where p are the router's probabilities over all experts (Fedus et al. 2022, eq. 4, with k experts per token; taken per
-sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). It is 1 under perfect balance; f carries no gradient. The loss of
-an optimizer mini-batch with rows r of n_r tokens, N in all, is
+sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17). aux is 1 under perfect balance; f has no gradient. An optimizer
+mini-batch with rows r of n_r tokens, N in total, adds to the loss
 
     coef · Σ_layers Σ_r (n_r / N) · aux(r).
 
-So every layer adds its own, as in Megatron-Core with `moe_aux_loss_coeff=coef` and one row per micro-batch;
-transformers' `load_balancing_loss_func` takes one f and one P of all layers and rows together. As no row's share
-depends on its neighbours, results do not depend on micro-batches, packing or parallelism.
+This equals Megatron-Core's loss with `moe_aux_loss_coeff=coef` and one row per micro-batch. In contrast, transformers'
+`load_balancing_loss_func` takes one f and one P over all layers and rows. A row's aux does not depend on other rows, so
+results do not depend on micro-batches, packing or parallelism.
 """
 
 from collections.abc import Callable
@@ -59,11 +59,11 @@ class ExpertChoice:
 
 
 def row_loads(routing_map: torch.Tensor, rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Count how often each expert sees a token of each row: [num_rows, E] float32, summed over the ranks of a group.
+    """Count each row's tokens per expert: [num_rows, E] float32, summed over the ranks of a group.
 
     Args:
-        routing_map: [T, E] bool, the experts of this rank's tokens.
-        rows: [T] the row of each token, -1 for padding, which does not count.
+        routing_map: [T, E] bool, the chosen experts of this rank's tokens.
+        rows: [T] the row of each token, or -1 for padding, which is not counted.
     """
     real = rows >= 0
     loads = torch.zeros(num_rows, routing_map.shape[1], dtype=torch.float32, device=routing_map.device)
@@ -76,10 +76,10 @@ def row_loads(routing_map: torch.Tensor, rows: torch.Tensor, num_rows: int, grou
 def balance_loss(
     probabilities: torch.Tensor, loads: torch.Tensor, rows: torch.Tensor, experts_per_token: int
 ) -> torch.Tensor:
-    """Compute this rank's part of Σ_r n_r · aux(r): the sum over its tokens of E · Σ_e f_e·p_{t,e}.
+    """Compute this rank's part of Σ_r n_r · aux(r), which is the sum over its tokens of E · Σ_e f_e·p_{t,e}.
 
     Args:
-        probabilities: [T, E] of the router over all experts, with a graph.
+        probabilities: [T, E] of the router over all experts, with gradients.
         loads: [num_rows, E] of complete rows, from `row_loads`.
         rows: [T] the row of each token, -1 for padding.
     """
@@ -90,12 +90,12 @@ def balance_loss(
 
 
 def load_metrics(loads: torch.Tensor, balance: torch.Tensor, num_tokens: int) -> dict[str, float]:
-    """Compute the metrics of a mini-batch: means over layers with experts unless named otherwise.
+    """Compute a mini-batch's metrics of expert load. They are means over layers unless their name says otherwise.
 
     Args:
-        loads: [layers, E] how often each expert saw a token.
+        loads: [layers, E] the number of tokens routed to each expert.
         balance: [layers] Σ_r n_r · aux(r).
-        num_tokens: N.
+        num_tokens: N, the tokens of the mini-batch.
     """
     peaks = loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)
     return {

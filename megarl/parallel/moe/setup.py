@@ -1,4 +1,4 @@
-"""Set up models with experts: Megatron's options, where gradients are reduced, and frozen routers."""
+"""Set up mixture-of-experts models: Megatron's options, the groups that reduce gradients, and frozen routers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from megarl.weights.dims import Dims
 
 
 def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's configuration about experts; none for a model without them."""
+    """Return the fields of Megatron's configuration for experts, or {} for a dense model."""
     experts = dims.experts
     if experts is None:
         return {}
@@ -47,7 +47,7 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
 
 
 def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> None:
-    """Mark the parameters of experts and freeze routers if asked, before Megatron wraps the chunks for training."""
+    """Mark expert parameters for gradient reduction and freeze routers if configured; call before wrapping in DDP."""
     for layer in moe_layers(chunks):
         for parameter in layer.experts.parameters():
             # Unless experts are split, Megatron treats them as replicated over data-parallel ranks. But even without
