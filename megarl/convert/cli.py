@@ -30,7 +30,7 @@ _OUTPUT: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: its help text, its arguments as `add_argument` takes them, and the function it runs."""
+    """One conversion command: its help text, its arguments as `add_argument` takes them, and the function it runs."""
 
     text: str
     arguments: Mapping[str, Mapping[str, Any]]
@@ -49,7 +49,7 @@ def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def script(name: str, argv: Sequence[str] | None = None) -> None:
-    """Run one conversion command as a script of its own, such as tools/convert_hf_to_mcore.py."""
+    """Run the conversion command `name` as a script, such as tools/convert_hf_to_mcore.py, without `megarl convert`."""
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(description=command.text)
     for argument, options in command.arguments.items():

@@ -61,8 +61,8 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A chunk of a stored tensor: its rectangle of the global tensor, and the range of a file in which torch.save
-    wrote it.
+    """A stored part of a global tensor: its rectangle (offsets, sizes), and the bytes of a file that torch.save
+    wrote.
     """
 
     offsets: tuple[int, ...]
@@ -74,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A global tensor of a checkpoint: its shape and data type, and its chunks."""
+    """A global tensor of a torch_dist checkpoint: its full shape and dtype, and the chunks in which it is stored."""
 
     spec: TensorSpec
     chunks: tuple[Chunk, ...]
@@ -82,14 +82,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The range of a file in which a chunk's elements lie, row-major without gaps."""
+    """The place in a file where a chunk's elements begin, behind torch.save's header. They are row-major, gapless."""
 
     file: str
     offset: int
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler for checkpoint metadata that refuses every name which metadata does not need."""
+    """An unpickler for checkpoint metadata that accepts a fixed list of names only, because others could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):

@@ -40,8 +40,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPiece:
-    """A piece of output still to convert; `checksum` is set if an earlier run has already written its bytes, else
-    None.
+    """A piece of output to convert or check. `checksum` is that of bytes from an earlier run; None if not yet
+    written.
     """
 
     index: int
@@ -50,7 +50,7 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPiece:
-    """A piece of output that is written; num_bytes_read counts the source bytes that were read for it."""
+    """A piece of output that is written. `is_new` is False if an earlier run wrote it; then num_bytes_read is 0."""
 
     index: int
     checksum: int
@@ -60,7 +60,7 @@ class FinishedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOutcome:
-    """The outcome of a conversion; num_kept counts the pieces that an earlier run had written."""
+    """The outcome of a conversion, in pieces and bytes; num_kept counts the pieces that an earlier run had written."""
 
     num_pieces: int
     num_kept: int
@@ -71,9 +71,9 @@ class ConversionOutcome:
 class Journal:
     """A record in OUT.partial/.convert of the pieces that are written, so that a killed conversion can continue.
 
-    `name_file` identifies the conversion and is written once all files are preallocated; `done_file` gets a line per
-    finished piece with the checksum of its bytes. A continued conversion verifies the checksums, and converts pieces
-    again that a crash of the machine has lost.
+    `name_file` holds a hash of the plan and of the source's state; it is written once all files are preallocated.
+    `done_file` gets one line per finished piece, with the checksum of its bytes. A continued conversion verifies these
+    checksums and converts again every piece that a crash of the machine has lost.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -19,7 +19,7 @@ _LOCK_WAIT_S = 10.0
 
 
 class FileReader:
-    """A reader of byte ranges of a directory's files, which counts the bytes that are requested."""
+    """A reader of byte ranges of a directory's files. It counts the bytes read, in `num_bytes`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -52,7 +52,7 @@ class FileReader:
 
 
 class Window(io.RawIOBase):
-    """A range of a file, presented as a seekable stream for libraries that read streams."""
+    """A byte range of a file, presented as a seekable read-only stream (for torch.load and zipfile)."""
 
     def __init__(self, reader: FileReader, file: str, offset: int, length: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Window(io.RawIOBase):
 
 
 class WindowWriter(io.RawIOBase):
-    """A stream that writes a range of an existing file sequentially from the start of that range.
+    """A stream that fills a byte range of an existing file in order, from the start of the range (for torch.save).
 
     `checksum` is the CRC-32 of the bytes written so far; `num_left` counts the bytes of the range still to be written.
     """
@@ -140,7 +140,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
-    """Let only one conversion write to a directory, by a lock on `file`. Forked workers hold it until they end, too."""
+    """Let only one conversion write to a directory, by a lock on `file`. Forked workers hold it until they end."""
     with file.open("w") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:

@@ -24,8 +24,8 @@ _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows [row, row + num_rows) of a Megatron parameter, which are rows of a Hugging Face tensor from `tensor_row`
-    on.
+    """A block of equal rows: [row, row + num_rows) of a Megatron parameter, `tensor_row` on in a Hugging Face
+    tensor.
     """
 
     row: int
@@ -36,10 +36,10 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A whole Megatron parameter: entry `place` of the tensor `key`, which stacks entries over axes `stack`.
+    """A whole Megatron parameter: entry `place` of the global tensor `key`, which has the leading axes `stack`.
 
-    shape: of the entry, vocabulary padding included; rows that no block names are padding. other_key: the name that
-    the other implementation of the layer (Transformer Engine's or Megatron's own) gives the same tensor.
+    place: such as (layer, expert). shape: of the entry, with vocabulary padding; padding rows are in no block.
+    other_key: the key in the other implementation of the layer (Transformer Engine's or Megatron's own).
     """
 
     key: str
@@ -91,8 +91,8 @@ def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int,
 
 
 def _dist_key(placed: PlacedRule, name: str, *, stacked: bool) -> str:
-    """Return a parameter's key in a torch_dist checkpoint, which all experts of a layer share: it has no expert
-    number.
+    """Return a parameter's key in a torch_dist checkpoint. It has no expert number, and no layer number if
+    `stacked`.
     """
     if placed.expert is not None:
         name = placed.rule.names[0].replace(".local_experts.{expert}.", ".experts.")
@@ -121,7 +121,7 @@ def _whole_shape(spec: ModelSpec, placed: PlacedRule, vocab_multiple: int) -> tu
 
 
 def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_multiple: int) -> dict[str, list[RowBlock]]:
-    """Return, by parameter name, the row blocks of Hugging Face tensors that make up each parameter, in row order."""
+    """Return parameter name → its blocks of rows, each taken from a Hugging Face tensor, in the order of its rows."""
     blocks: dict[str, list[RowBlock]] = {}
     taken: list[tuple[list[RowBlock], int]] = []
 
@@ -139,8 +139,7 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
 
 
 def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
-    """Split a Hugging Face slice, as it lies in a whole Megatron parameter, into blocks of rows of `row_size`
-    elements.
+    """Split a Hugging Face slice, as it lies in a whole Megatron parameter, into blocks of `row_size`-element rows.
 
     Raises:
         ValueError: the slice does not begin and end with whole rows, so it cannot be converted row by row.

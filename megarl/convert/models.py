@@ -23,10 +23,10 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """An open checkpoint that fits its config.json.
+    """An open checkpoint, in either format, whose tensors match its config.json. `reader` reads its tensors.
 
-    spec.path: the directory with configuration and tokenizer. weight_map: tensor → file of the Hugging Face model
-    that the checkpoint is, or was made from; None if that had only one file.
+    spec.path: the directory with configuration and tokenizer. weight_map: tensor → file in the Hugging Face model that
+    this checkpoint is or was made from; None for a single file. state: name, size and time of the files.
     """
 
     path: Path
@@ -169,8 +169,6 @@ def read_weight_map(path: Path) -> dict[str, str] | None:
 
 
 def _state(files: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return name, size and time of each file, which show whether the source has changed since an earlier
-    conversion.
-    """
+    """Return name, size and modification time of each file, to notice if the source changed since an earlier run."""
     found = [(file.name, file.stat()) for file in files if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)

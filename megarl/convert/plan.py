@@ -17,7 +17,7 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Rows of a Hugging Face tensor that become rows of a piece of output."""
+    """Rows to copy from a Hugging Face tensor, from `tensor_row` on, into a piece of output, from its `row` on."""
 
     tensor: str
     tensor_row: int
@@ -27,9 +27,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some rows of an output tensor: their range in a file, and the source of each. Rows without a source are 0.
+    """A block of rows of an output tensor: its byte range in a file, and the source rows to copy. Other rows are 0.
 
-    chunk_shape: the shape under which torch.save stores the rows; None: the range holds the bare elements.
+    chunk_shape: the shape under which torch.save stores the rows; None: the file holds the elements without headers.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to preallocate, and the bytes at fixed offsets in it that belong to no piece."""
+    """A file to preallocate. `fixed` lists (offset, bytes) known beforehand, such as headers, which no piece writes."""
 
     name: str
     num_bytes: int
@@ -66,7 +66,7 @@ class OutputFile:
 class ConversionPlan:
     """The files and pieces of a conversion.
 
-    hf_files: for a Hugging Face model, file → its tensors. tensors, objects: for a torch_dist checkpoint.
+    hf_files: file → its tensors, if the output is a Hugging Face model. tensors, objects: by key, if it is torch_dist.
     """
 
     files: tuple[OutputFile, ...]
@@ -198,7 +198,7 @@ def row_ranges(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int
 
 
 class _Packer:
-    """A packer that places ranges one after another in `__<n>_0.distcp` files of at most `MAX_FILE_BYTES`."""
+    """The assignment of chunks, one after another, to files `__<n>_0.distcp` of at most `MAX_FILE_BYTES`."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {"__0_0.distcp": 0}
@@ -207,7 +207,7 @@ class _Packer:
     def place(
         self, length: int, *, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = (), data: bytes | None = None
     ) -> Chunk:
-        """Reserve the next range of a file: for a chunk to be written later, or for `data` that is already known."""
+        """Reserve the next `length` bytes of a file: for a chunk to be converted later, or for the given `data`."""
         file = next(reversed(self._sizes))
         if self._sizes[file] and self._sizes[file] + length > MAX_FILE_BYTES:
             file = f"__{len(self._sizes)}_0.distcp"

@@ -19,9 +19,9 @@ _KNOWN_RECORDS = 1024
 
 
 class SafetensorsReader:
-    """A reader of the tensors of a Hugging Face directory.
+    """A reader of the tensors in the safetensors files of a Hugging Face directory.
 
-    `found` holds all tensors in it, `specs` those that are needed, and `files` counts the bytes that were read.
+    `found`: all tensors of the files. `specs`: those that belong to the model. `files` counts the bytes that were read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class SafetensorsReader:
 class DistReader:
     """A reader of Hugging Face tensors from a torch_dist checkpoint, whatever parallel layout wrote it.
 
-    `specs` holds the tensors, and `files` counts the bytes that were read.
+    `specs`: the shapes and dtypes of the Hugging Face tensors. `files` counts the bytes that were read.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRows:
-    """A block of a tensor's rows, compared in one go."""
+    """A block of a tensor's rows that one worker compares between two checkpoints at a time."""
 
     tensor: str
     row: int
@@ -30,7 +30,7 @@ class ComparedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The differences, NaNs and infinities found in some rows; `first` is the index of the first difference."""
+    """What was found in one block of rows. `first` and `values`: index and both values of the first difference."""
 
     tensor: str
     row: int
@@ -43,7 +43,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The ways in which two checkpoints differ, one per line; `problems` is empty if the checkpoints are equal."""
+    """The result of comparing two checkpoints. `problems` has a line per difference or non-finite tensor."""
 
     num_tensors: int
     num_bytes: int

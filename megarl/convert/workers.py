@@ -21,7 +21,7 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error in a worker that the user can fix, with its message."""
+    """A worker's reply that carries the message of a DataError, which the parent process raises again."""
 
     message: str
 
@@ -56,7 +56,7 @@ class _Worker(Generic[Item, Result]):
 
 
 class WorkerPool(Generic[Item, Result]):
-    """A pool of worker processes that run a function; a pool of one worker runs it in this process."""
+    """A pool of forked processes that run one function; a pool of one worker runs the function in this process."""
 
     def __init__(self, function: Callable[[Item], Result], num_workers: int) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""List the accelerators of a host by asking nvidia-smi, which takes no memory on them."""
+"""List the accelerators of a host by calling nvidia-smi, which takes no memory on the devices."""
 
 import importlib.util
 import subprocess
@@ -21,7 +21,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator of this host."""
+    """An accelerator of this host: its name, its memory in GiB, and its driver's version."""
 
     name: str
     memory_gib: float
@@ -59,7 +59,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """Return what the installed torch was built with, without touching a device; None if torch is not installed."""
+    """Return the CUDA and NCCL versions of the installed torch without using a device; None without torch or CUDA."""
     if importlib.util.find_spec("torch") is None:
         return TorchBuild(cuda_version=None, nccl_version=None)
     import torch

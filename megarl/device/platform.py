@@ -37,17 +37,17 @@ COMMON_ENVIRONMENT = {
 
 
 class Platform:
-    """A kind of device. Methods that a kind does not override suit a CPU, where nothing has to be waited for.
+    """A kind of device, CPU or CUDA. This base class's methods suit a CPU, where every operation is synchronous.
 
     Attributes:
-        name: of the kind.
-        torch_device: torch's name of the device of a process.
-        backend: of torch.distributed's default process group.
+        name: the name of the kind, such as cuda.
+        torch_device: the device that a process uses, as torch names it.
+        backend: the backend of torch.distributed's default process group.
         environment: variables to set before the first import of torch, ray or vllm in a process of the run.
-        resources: Ray resources of one device, with its share of the host.
-        has_ipc: whether processes can share memory of a device.
-        pins_host_memory: whether copies from and to the device need page-locked memory to run at full speed.
-        expert_width_multiple: what vLLM pads a worker's part of an expert to; padded experts cannot take new weights.
+        resources: Ray resources to request for one process: a device and its share of the host's CPUs.
+        has_ipc: whether processes can share device memory.
+        pins_host_memory: whether copies between host and device need page-locked memory to run at full speed.
+        expert_width_multiple: vLLM pads a worker's part of an expert to it; padded experts cannot take new weights.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Platform:
         return torch.device(self.torch_device)
 
     def activate(self) -> None:
-        """Make this process's device torch's current one. Call it once, before the process creates tensors."""
+        """Prepare torch in this process for its device; call it once, before the process creates tensors."""
         import torch
 
         # One thread per process, because several processes share the cores.
@@ -77,7 +77,7 @@ class Platform:
         return []
 
     def select_devices(self, ids: Sequence[str]) -> None:
-        """Let this process, before it uses any device, see only those that Ray gave other processes under these ids."""
+        """Restrict this process to devices with these ids, which Ray gave to another process; call before using any."""
 
     def device_index(self) -> int:
         """Return the index of torch's current device among the devices that this process sees."""
@@ -90,7 +90,7 @@ class Platform:
         return torch.default_generator
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything that this thread asked of it."""
+        """Wait until the device has finished all work on the current stream."""
 
     def host_buffer(self, num_bytes: int) -> "torch.Tensor":
         """Allocate uint8 [num_bytes] on the host, page-locked if that speeds up copies to and from the device."""
@@ -99,10 +99,10 @@ class Platform:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins_host_memory)
 
     def release_cached_memory(self) -> None:
-        """Return the memory that torch's allocator caches to the device."""
+        """Give unused memory that torch's caching allocator holds back to the device (torch.cuda.empty_cache)."""
 
     def new_group(self, store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
-        """Make a process group over the devices' own links, beside torch's default group. All members must call it
+        """Make a process group beside torch's default one (NCCL on GPUs, else gloo). All members must call it
         together.
         """
         return gloo_group(store, rank, size, timeout)
@@ -200,8 +200,8 @@ def platform() -> Platform:
 
 
 def apply_environment() -> dict[str, str]:
-    """Set this process's environment variables (a value that the user exported wins) and return those that workers
-    need.
+    """Set the platform's environment variables in this process, unless the user has set them; return them for
+    workers.
     """
     wanted = platform().environment
     for key, value in wanted.items():
@@ -210,7 +210,7 @@ def apply_environment() -> dict[str, str]:
 
 
 def gloo_group(store: "dist.Store", rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
-    """Make a process group over the hosts' network, beside torch's default group. All members must call it together."""
+    """Make a gloo process group beside torch's default one. All members must call it together."""
     import torch.distributed as dist
 
     # torch's stubs do not say that it is one.

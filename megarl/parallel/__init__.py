@@ -1,1 +1,1 @@
-"""Train with Megatron-Core; no other package imports megatron. One process holds one rank of one Megatron layout."""
+"""Train models with Megatron-Core, which only this package imports. Each process is one rank of a Megatron layout."""

@@ -17,10 +17,10 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The settings and replacements with which Megatron runs on a kind of device.
+    """Megatron's settings on a kind of device, and whether megarl must replace CUDA calls in it.
 
-    needs_shim: whether `cpu_shim` must stand in for CUDA. uses_transformer_engine: whether layers are Transformer
-    Engine's, not Megatron's local ones with our norm and attention. options: of Megatron's TransformerConfig.
+    needs_shim: whether `cpu_shim` replaces CUDA calls. uses_transformer_engine: whether Transformer Engine provides the
+    layers; else they are Megatron's local ones with megarl's norm and attention. options: of TransformerConfig.
     """
 
     needs_shim: bool
@@ -79,10 +79,10 @@ def prepare_megatron() -> None:
 
 
 def check_megatron() -> None:
-    """Refuse a megatron-core that lacks something megarl relies on; the tested version passes by definition.
+    """Check that the installed megatron-core has every function and field that megarl relies on.
 
     Raises:
-        ConfigError: something is missing; the message names it.
+        ConfigError: something is missing; the message names it. The tested version passes without a check.
     """
     version = importlib.metadata.version("megatron-core")
     if version == TESTED_MEGATRON:
@@ -95,7 +95,7 @@ def check_megatron() -> None:
 
 
 def probe_megatron() -> dict[str, bool]:
-    """Look up each thing in the installed megatron-core that megarl relies on and other versions may lack."""
+    """Return, for each function or field of Megatron that megarl relies on, whether the installed version has it."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams

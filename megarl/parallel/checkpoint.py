@@ -34,9 +34,9 @@ _METADATA = {
 
 
 class RankCheckpoints:
-    """The checkpoints of the roles that a rank trains. All ranks of a layout call its methods in the same order.
+    """A rank's writer and reader of checkpoints of its trained roles. All ranks must call it in the same order.
 
-    A forked process writes a snapshot while training goes on; one checkpoint at a time.
+    A forked process writes a snapshot of the state while training continues. Only one checkpoint is written at a time.
     """
 
     def __init__(self, roles: Sequence[LoadedRole], *, rank: int) -> None:
@@ -46,7 +46,7 @@ class RankCheckpoints:
         self._writes = AsyncCallsQueue(persistent=False)
 
     def start_save(self, directory: Path) -> None:
-        """Start writing into an empty directory; its content is complete once `finish_save` returns True."""
+        """Start writing a checkpoint into an empty directory; it is complete once `finish_save` returns True."""
         states = {
             "host": torch.get_rng_state(),
             "device": platform().generator().get_state(),
@@ -73,7 +73,7 @@ class RankCheckpoints:
             self._writes.schedule_async_request(request)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return whether the checkpoint is written completely. Raise WorkerError if a writing process failed."""
+        """Return whether the checkpoint is complete; if `wait`, wait for it. Raise WorkerError if a writer failed."""
         with _failures_raised("writing a checkpoint"):
             self._writes.maybe_finalize_async_calls(blocking=wait)
         return self._writes.get_num_unfinalized_calls() == 0
@@ -102,9 +102,7 @@ class RankCheckpoints:
 
 @contextlib.contextmanager
 def _failures_raised(doing: str) -> Iterator[None]:
-    """Turn failures that ranks report into a WorkerError; torch's own error is no `Exception`, and would end the
-    process.
-    """
+    """Convert torch's CheckpointException, which is no `Exception` and would end the process, into a WorkerError."""
     try:
         yield
     except CheckpointException as error:
@@ -113,7 +111,7 @@ def _failures_raised(doing: str) -> Iterator[None]:
 
 
 def end_writer() -> None:
-    """End the process in which Megatron collects the results of its writers, because it would outlive this one."""
+    """End the helper process that collects results of Megatron's checkpoint writers; it would outlive this process."""
     if filesystem_async._results_queue is not None:
         filesystem_async._results_queue._manager.shutdown()
         filesystem_async._results_queue = None

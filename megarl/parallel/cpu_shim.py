@@ -1,7 +1,7 @@
 """Let Megatron-Core run on a CPU by replacing its CUDA calls, random number generators and Adam with CPU versions.
 
-Megatron's sources are not edited. `install()` is idempotent per process and must run on the thread that will
-call Megatron: torch function modes are thread-local.
+Megatron's sources are not edited. Call `install()` on the thread that will call Megatron, because torch function modes
+are thread-local. A second call in the same process does nothing.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _installed = False
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """A torch mode that creates on the CPU the tensors that Megatron asks for on CUDA."""
+    """A torch function mode under which tensors that Megatron creates on or moves to CUDA stay on the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -39,12 +39,12 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Immediate:
-    """A stand-in for a stream or event of a device on which every operation is finished when its call returns."""
+    """A replacement for torch.cuda.Stream and torch.cuda.Event on a CPU, where no operation is ever pending."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait(self, *_: Any) -> None:
-        """Return at once, because nothing is under way on a CPU."""
+        """Return at once, because no operation is ever pending on a CPU."""
 
     record = synchronize = wait_stream = wait_event = wait
 
@@ -56,7 +56,7 @@ class _Immediate:
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """AdamW with the interface of fused CUDA optimizers: `step` in the group, exp_avg and exp_avg_sq as state."""
+    """AdamW on the CPU, with the state layout of fused CUDA Adam: `step` in the group, exp_avg and exp_avg_sq."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def _replace_rng_tracker() -> None:
 
 
 def _replace_dispatch() -> None:
-    """Make Megatron exchange tokens between the ranks of experts without CUDA tensors and NCCL."""
+    """Make Megatron's exchange of tokens between expert-parallel ranks work without CUDA tensors and NCCL."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -190,7 +190,7 @@ def _replace_dispatch() -> None:
         return gathered
 
     def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        """Sum over ranks the rows that each of them has for this rank: [sizes[rank], ...]."""
+        """Return this rank's block of rows, summed over ranks: [sizes[rank], ...]. Block sizes may differ."""
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter_even(input_, group, input_split_sizes, use_global_buffer)
         mine = input_split_sizes[group.rank()]

@@ -13,9 +13,9 @@ from megarl.weights.rope import YarnRope
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer y = x·Wᵀ with all of W on every tensor-parallel rank, each of which has tokens of its own.
+    """A linear layer y = x·Wᵀ whose W is whole on every tensor-parallel rank, while each rank has its own tokens.
 
-    Megatron's local layers would split the rows of W, and lose part of the gradient of what all heads share.
+    It makes the latents, which all heads share. Megatron's local layers would split W, and lose part of its gradient.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:

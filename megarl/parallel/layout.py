@@ -1,4 +1,4 @@
-"""Set up the Megatron process groups of one worker process. Nothing else in megarl reads Megatron's global state."""
+"""Set up Megatron's process groups in a worker process. No other module of megarl reads Megatron's global state."""
 
 import datetime
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megarl.device.platform import platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The process groups and coordinates of this rank under a `LayoutConfig`."""
+    """This rank's process groups (tensor, context, pipeline, data, expert parallel) under a `LayoutConfig`."""
 
     config: LayoutConfig
     rank: int
@@ -37,8 +37,8 @@ class Layout:
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank returns results for its data-parallel replica; it is the rank that has complete
-        ones.
+        """Return whether this rank reports results for its data-parallel replica: tp and cp rank 0 of the last
+        stage.
         """
         return self.tp_group.rank() == 0 and self.cp_group.rank() == 0 and self.is_last_stage
 

@@ -42,15 +42,15 @@ from megarl.weights.tables import VALUE_HEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """The values that a scalar head computes for the kept labels: [N] float32."""
+    """The values that a critic's scalar head computes for the labels under the loss mask: [N] float32."""
 
     values: torch.Tensor
 
 
 class PackedModel(GPTModel):
-    """A `GPTModel` that runs over packs of rows; subclasses add the head that makes its output.
+    """A `GPTModel` that runs over packs (micro-batches as one sequence). Subclasses add a head on its hidden states.
 
-    Positions outside the loss mask are dropped before the head, so prompt tokens never meet it.
+    Positions outside the loss mask are dropped before the head, so prompt tokens never reach it.
     """
 
     def __init__(
@@ -103,10 +103,9 @@ class PackedModel(GPTModel):
         )
 
     def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
-        """Place [N] values of this rank's labels into rows [B, R] that are the same on every context-parallel rank.
+        """Place values [N, ...] of this rank's labels into rows [B, R, ...], and sum them over context-parallel ranks.
 
-        The gradient of a value is that of its place in the rows: each rank differentiates its own labels. Values may
-        have further dimensions.
+        All these ranks then have the complete rows. In backward, each rank gets the gradients of its own labels only.
         """
         rows = pack.scatter(values)
         group = self.layout.cp_group
@@ -114,7 +113,7 @@ class PackedModel(GPTModel):
 
 
 class PolicyModel(PackedModel):
-    """A model whose head computes log-probs and entropies of a pack's kept labels (tokens under the loss mask)."""
+    """A model that computes log-probs and entropies of a pack's kept labels (response tokens under the loss mask)."""
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -138,7 +137,7 @@ class PolicyModel(PackedModel):
 
 
 class ScalarHead(torch.nn.Module):
-    """The head v = w·h in float32. One output cannot be split over ranks: every tensor-parallel rank holds all of w."""
+    """A critic's head v = w·h in float32. It has one output, so each tensor-parallel rank holds the whole w."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class ScalarHead(torch.nn.Module):
 
 
 class ValueModel(PackedModel):
-    """A model whose head computes one value per kept label: the value of the state before that token was chosen."""
+    """A critic: it computes one value per kept label, which is the value of the state before that token was chosen."""
 
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)
@@ -161,9 +160,7 @@ class ValueModel(PackedModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the parameters as a plain module does, because a language model's own method expects an output
-        layer.
-        """
+        """Describe the parameters for checkpoints. GPTModel's method cannot: it expects an output layer."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return MegatronModule.sharded_state_dict(self, prefix, tuple(sharded_offsets), metadata)
 

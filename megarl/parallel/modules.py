@@ -24,11 +24,11 @@ from megarl.parallel.packing import zigzag_indices
 
 
 class RMSNorm(torch.nn.Module):
-    """The norm y = w · x / sqrt(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019), in float32.
+    """RMSNorm y = w · x / sqrt(mean(x²) + ε) over the last dimension (Zhang & Sennrich 2019); statistics are float32.
 
-    Where Megatron's configuration centres weights at zero, 1 + w takes the place of w, in float32 (Gemma). Under
-    sequence parallelism each rank sees part of the tokens, so the weight is marked for Megatron to all-reduce its
-    gradient over tensor-parallel ranks.
+    If Megatron's configuration centres norm weights at zero (Gemma), 1 + w replaces w, in float32. Under sequence
+    parallelism each rank sees only part of the tokens; so the weight is marked for Megatron to all-reduce its gradient
+    over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -49,10 +49,10 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a pack, on torch's scaled_dot_product_attention.
 
-    query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; `packed_seq_params.cu_seqlens_q` bounds the
-    sequences. Neighbours of equal length share one kernel call, so packs ordered by length need few calls and
-    no padding is computed. Under context parallelism keys and values are gathered over the group and each rank
-    answers its own (zigzag) queries.
+    query [T, heads, d], key and value [T, kv_heads, d] → [T, heads·d]; `packed_seq_params.cu_seqlens_q` has the bounds
+    of the sequences. Adjacent sequences of equal length share one kernel call, without padding; so a pack sorted by
+    length needs few calls. Under context parallelism, keys and values are gathered over the group, and each rank
+    computes the outputs of its own (zigzag) queries.
     """
 
     def __init__(

@@ -18,21 +18,21 @@ from megarl.types.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
-    """A storage on the device, and its bytes on the host."""
+    """A torch storage whose device memory is freed, and the copy of its bytes on the host."""
 
     storage: torch.UntypedStorage
     content: torch.Tensor
 
 
 class Offloader:
-    """A mover of a role's parameters, gradients and optimizer state between device and host."""
+    """The mover of one role's memory. It knows which parts (parameters, gradients, optimizer) are on the host."""
 
     def __init__(self, role: LoadedRole) -> None:
         self._role = role
         self._copies: dict[Part, list[_HostCopy]] = {}
 
     def offload(self, parts: Iterable[Part]) -> int:
-        """Move parts to the host, unless they are there already. Returns the bytes released on the device."""
+        """Move parts of the role's memory to the host, unless they are there; return the device bytes freed."""
         released = 0
         for part in set(parts) - self._copies.keys():
             # A storage that several parts view belongs to the first of them.
@@ -51,14 +51,14 @@ class Offloader:
         return released
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Bring parts back to the device, unless they are there already."""
+        """Move parts of the role's memory back to the device, unless they are there."""
         for part in set(parts) & self._copies.keys():
             for copy in self._copies.pop(part):
                 copy.storage.resize_(len(copy.content))
                 _bytes_of(copy.storage).copy_(copy.content)
 
     def require(self, *parts: Part) -> None:
-        """Raise an error if any of these parts is on the host, where a computation would read freed memory."""
+        """Raise AssertionError if any of these parts is on the host, because kernels would read freed memory."""
         missing = [part for part in parts if part in self._copies]
         assert not missing, f"the {self._role.spec.role}'s {', '.join(missing)} are offloaded; onload them first"
 

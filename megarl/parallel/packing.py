@@ -19,9 +19,9 @@ from megarl.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackAlignment:
-    """The multiples to which a layout pads the rows and the total length of a pack.
+    """The numbers of which each row's length, and a pack's total length, must be multiples under a parallel layout.
 
-    tp: above 1 only under sequence parallelism. cp, cp_rank: the context-parallel size and this rank's place in it.
+    tp: the tensor-parallel size under sequence parallelism, else 1. cp, cp_rank: the context-parallel size and rank.
     """
 
     tp: int = 1
@@ -32,7 +32,7 @@ class PackAlignment:
     def sequence_multiple(self) -> int:
         """Return the number of which the length of every sequence in a pack must be a multiple.
 
-        Under context parallelism a rank takes one early and one late of 2·cp chunks, so that all have equal work.
+        Context parallelism splits a sequence into 2·cp chunks; each rank gets an early and a late one, for equal work.
         """
         return 2 * self.cp if self.cp > 1 else 1
 
@@ -43,21 +43,21 @@ class PackAlignment:
 
 @dataclass
 class PackSeqParams(PackedSeqParams):
-    """The parameters that Megatron passes to every layer, extended by the pack that they describe."""
+    """Megatron's PackedSeqParams, which it passes to every layer, with the `Pack` that they describe added."""
 
     pack: "Pack | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """A micro-batch as the model reads it. T = this rank's packed tokens, N = its tokens under the loss mask.
+    """A micro-batch as one sequence for the model. T: this rank's tokens; N: those of them under the loss mask.
 
-    cu_seqlens bounds the sequences of the whole pack, over all context-parallel ranks. positions: [N] where in the
-    rank's part each kept label is predicted; labels: [N]; row_index, column_index: [N] its place in the [B, R]
-    batch of `rows` (in the order given). kept_per_rank: how many of `positions` lie in each
-    sequence-parallel rank's share of the part; (N,) without sequence parallelism. token_rows: [T] the row of each
-    token, -1 for padding. routed_experts: [T, layers, k] the experts that tokens must go to, -1 where the router may
-    choose; None: everywhere.
+    cu_seqlens: bounds of the sequences in the whole pack, over all context-parallel ranks. labels: [N] token ids.
+    positions: [N] the index, among this rank's T, of the hidden state that predicts each label. row_index,
+    column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`. kept_per_rank: how
+    many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism. token_rows: [T]
+    the row of each token, -1 for padding. routed_experts: [T, layers, k] the experts to which tokens must be routed, -1
+    where the router chooses; None: it chooses all.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -87,9 +87,7 @@ class Pack:
         )
 
     def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Put values of kept labels [N, ...] into their places in rows [B, R, ...], with 0 elsewhere;
-        differentiable.
-        """
+        """Put values [N, ...] of the kept labels into rows [B, R, ...], with 0 elsewhere; differentiable."""
         out = torch.zeros(*self.batch_shape, *values.shape[1:], dtype=values.dtype, device=values.device)
         return out.index_put((self.row_index, self.column_index), values)
 
@@ -169,9 +167,7 @@ def pack_rows(
 def _routed_experts(
     rows: Sequence[Row], order: Sequence[int], offsets: Sequence[int]
 ) -> npt.NDArray[np.integer] | None:
-    """Return the recorded experts of a whole pack, [tokens, layers, k], −1 for tokens without any; None if no row has
-    any.
-    """
+    """Return a pack's recorded experts [tokens, layers, k], −1 where none are recorded, or None if no row has any."""
     recorded = next((row.routed_experts for row in rows if row.routed_experts is not None), None)
     if recorded is None:
         return None

@@ -46,9 +46,7 @@ def _run_schedule(
     forward_only: bool,
     loss_gradients: Callable[[Pack, Sequence[int]], LossGradients] | None = None,
 ) -> None:
-    """Run micro-batches through a rank's model chunks in Megatron's schedule; give last-stage outputs to
-    `on_output`.
-    """
+    """Run micro-batches through a rank's model chunks in Megatron's schedule; last-stage outputs go to `on_output`."""
     model = _unwrap(chunks[0])
     layout, device = model.layout, platform().device()
     alignment = PackAlignment(
@@ -99,7 +97,7 @@ _TRAINED_AS = {Role.REFERENCE: Role.ACTOR, Role.REWARD: Role.ACTOR}
 
 
 def _require_finite(name: str, values: torch.Tensor, rows: Rows, indices: Sequence[int], step: int, role: Role) -> None:
-    """Raise NonFiniteError, naming the step and the row, if a model returned NaN or infinity."""
+    """Raise NonFiniteError, naming the step and the row, if a model's output has NaN or infinity."""
     bad = ~torch.isfinite(values).all(1)
     if bad.any():
         row = rows[indices[int(bad.nonzero()[0])]]
@@ -119,7 +117,7 @@ def score_rows(
     role: Role,
     step: int,
 ) -> RowScores:
-    """Score the rows that the micro-batches list by index, without gradients."""
+    """Compute log-probs or values, without gradients, of the rows whose indices `micro_batches` lists."""
     scores: dict[str, dict[int, FloatArray]] = {}
 
     def collect(model: PackedModel, pack: Pack, indices: Sequence[int], out: TokenOutputs) -> None:
@@ -227,12 +225,12 @@ _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOu
 
 
 def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
-    """Return a head's outputs by name, the main output first."""
+    """Return a head's outputs by field name; the first is the primary one (log-probs or values)."""
     return {field.name: getattr(out, field.name) for field in fields(out)}
 
 
 def _explain(batch: RowBatch, role: Role) -> str:
-    """Describe which score of which row makes a loss NaN or infinite."""
+    """Describe which input score of which row explains a non-finite loss, for the error message."""
     for name, values in batch.scores.items():
         bad = ~torch.isfinite(values).all(1)
         if bad.any():

@@ -24,7 +24,7 @@ from megarl.weights.families import ModelSpec, read_model_spec
 
 @dataclass(slots=True, kw_only=True)
 class LoadedRole:
-    """A role's model on this rank. A frozen one has no `ddp` modules and no `optimizer`."""
+    """A role's model on this rank (actor, critic, ...). If it is frozen, `ddp` is empty and `optimizer` is None."""
 
     spec: RoleSpec
     model_spec: ModelSpec

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PolicyWorker:
-    """One rank of the trainer. Heavy imports happen in `prepare`, so that constructing it is cheap."""
+    """One rank of the trainer. Constructing it is cheap, because heavy modules are imported only in `prepare`."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -111,7 +111,7 @@ class PolicyWorker:
         return _owned(loaded, with_checksums=with_checksums)
 
     def offer_meeting(self, address: str) -> int:
-        """Open the key-value store through which ranks and engine workers set up a weight sync, and return its port."""
+        """Open the key-value store by which trainer ranks and engine workers set up a weight sync; return its port."""
         from megarl.sync.wire.meetings import open_store
 
         self.meeting_store = open_store(address)
@@ -127,7 +127,7 @@ class PolicyWorker:
         return holding_of(model_slices(loaded.chunks), loaded.expected_tensors())
 
     def open_bridge(self, share: "Share") -> None:
-        """Join the weight sync to the engines as a sending rank."""
+        """Join the weight sync from trainer to engines as a sending rank."""
         from megarl.sync.wire.ends import BridgeSender
         from megarl.sync.wire.routes import RoutedSender
 
@@ -135,7 +135,7 @@ class PolicyWorker:
         self.bridge = BridgeSender(share, self.bridge_wire)
 
     def largest_weights(self) -> dict[str, float]:
-        """Return the largest magnitude on this rank of each of the actor's tensors that is sent in float8."""
+        """Return max |x| of this rank's part of each actor tensor that is sent in float8, to choose its scale."""
         from megarl.parallel.model import model_slices
 
         return self.bridge.largest(model_slices(self._role(Role.ACTOR, Part.PARAMS).chunks))
@@ -148,7 +148,7 @@ class PolicyWorker:
         return self.bridge.send(model_slices(loaded.chunks), transfer, **options)
 
     def close_bridge(self) -> None:
-        """Remove the shared-memory segments of the weight sync."""
+        """Remove this rank's shared-memory segments of the weight sync, and close its connections."""
         self.bridge_wire.close()
 
     def save_checkpoint(self, directory: str) -> None:
@@ -189,7 +189,7 @@ class PolicyWorker:
         del self.profiler
 
     def _role(self, role: Role, *needed: Part) -> "LoadedRole":
-        """Return a role's model, after checking that the named parts of its memory are on the device."""
+        """Return a role's model, after checking that the `needed` parts of its memory are on the device."""
         assert role in self.roles, f"this rank hosts {sorted(self.roles)}, not the {role}"
         self.offloaders[role].require(*needed)
         return self.roles[role]
@@ -204,9 +204,7 @@ class PolicyWorker:
 
 
 def _owned(loaded: "LoadedRole", *, with_checksums: bool) -> StoreResult:
-    """Count the elements of a role's Hugging Face tensors that this rank writes, and add up their checksums if
-    asked.
-    """
+    """Return, per Hugging Face tensor of a role, how many elements this rank owns and, if asked, their checksum."""
     from megarl.parallel.model import model_slices
     from megarl.weights.slices import count_elements, slice_checksums
 

@@ -1,3 +1,3 @@
-"""Send weights from trainer ranks that hold them to engine workers that lack them, slice by slice, by a plan made
-once.
+"""Send weights from trainer ranks to engine workers: each worker gets only the slices that it lacks, by a fixed
+plan.
 """

@@ -1,1 +1,1 @@
-"""Describe weights by name and shape: family tables, the mapping of shards to Hugging Face tensors, safetensors I/O."""
+"""Describe weights by name and shape: tables of model families, slices of Hugging Face tensors, safetensors files."""

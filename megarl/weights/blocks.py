@@ -1,4 +1,4 @@
-"""Define the building blocks of decoders as groups of weight rules, which `tables.py` combines into families."""
+"""Define groups of weight rules for parts of a decoder, such as an MLP; `tables.py` builds model families from them."""
 
 from megarl.weights.rules import HFTensor, Layers, Partition, WeightRule
 
@@ -133,7 +133,7 @@ DENSE_MLP = (
 
 
 def expert_mlps(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
-    """Return the rules of the router and the experts; the arguments are the checkpoint's names for these modules."""
+    """Return the weight rules of router and experts, given the checkpoint's names of the block and its matrices."""
     local, grouped = f"{_L}mlp.experts.local_experts.{{expert}}.", f"{_L}mlp.experts."
     return (
         _rule(

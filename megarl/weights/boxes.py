@@ -1,4 +1,4 @@
-"""Compute with boxes: hyperrectangles of elements, in the coordinates of a full Hugging Face tensor."""
+"""Compute with boxes, which are rectangular parts of a full Hugging Face tensor: a range [start, end) on every axis."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ Index: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece is a box with the positions, in a list of held boxes, of those that contain it."""
+    """A part of a wanted box, and the indices (in a list of held boxes) of all boxes that contain this part."""
 
     box: Box
     holders: tuple[int, ...]
@@ -27,13 +27,13 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def box_of(index: Index, shape: Sequence[int]) -> Box:
-    """Return the box that `tensor[index]` covers; axes that the index leaves out are taken whole."""
+    """Return the box that `tensor[index]` covers; axes missing at the end of `index` are covered completely."""
     ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
     return (*ranges, *((0, size) for size in shape[len(index) :]))
 
 
 def slices_of(box: Box, origin: Box | None = None) -> Index:
-    """Return the index that selects a box from its tensor, or from the part of the tensor that `origin` covers."""
+    """Return the index of a box in its full tensor or, with `origin`, in a tensor that holds only the box `origin`."""
     starts = [start for start, _ in origin] if origin else [0] * len(box)
     return tuple(slice(start - first, end - first) for (start, end), first in zip(box, starts, strict=True))
 
@@ -54,9 +54,9 @@ def intersection(left: Box, right: Box) -> Box | None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
-    """Cut the box `wanted` wherever a box of `held` begins or ends, and return the disjoint pieces in row-major order.
+    """Cut the box `wanted` wherever a box of `held` begins or ends; return the disjoint pieces in row-major order.
 
-    The layers of a model repeat, so most results come from the cache.
+    Results are cached, because the layers of a model repeat the same boxes.
     """
     ranges = []
     for axis, (start, end) in enumerate(wanted):

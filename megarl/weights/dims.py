@@ -11,9 +11,9 @@ from megarl.weights.tables import Family, Layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A model's experts: their number, how many each token is routed to, their width, and the MoE `layers`.
+    """A model's experts: their number, how many each token is routed to, their width, and the layers that have them.
 
-    normalized: the routing weights of a token's experts add up to 1 (else they are probabilities among all experts).
+    normalized: whether a token's routing weights are normalised to sum 1; else they are the router's probabilities.
     """
 
     num: int
@@ -27,10 +27,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Group-limited routing: a token may only use experts of its best `groups_per_token` groups.
+    """Group-limited routing, in which a token may only use experts from its best `groups_per_token` groups of experts.
 
-    A group's score is the sum of its `group_rating` best experts' scores. Routing weights are multiplied by `scale`.
-    biased: scores are sigmoids, with a bias that is used only to choose (DeepSeek-V3); else softmax (DeepSeek-V2).
+    A group's score is the sum of the scores of its `group_rating` best experts. Routing weights are multiplied by
+    `scale`. biased: scores are sigmoids, and a bias affects only the choice (DeepSeek-V3); else softmax (DeepSeek-V2).
     """
 
     num_groups: int
@@ -42,9 +42,9 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """The sizes of latent attention: both latents, and per head the parts without and with RoPE, and values.
+    """The sizes of multi-head latent attention: both latents and, per head, keys without and with RoPE, and values.
 
-    q_latent is 0 where only keys and values have a latent.
+    q_latent is 0 if queries are computed without a latent.
     """
 
     q_latent: int
@@ -56,7 +56,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """The sizes of a model; `dim(symbol)` returns the size that a symbol of the weight tables stands for."""
+    """The sizes of a model. `dim(symbol)` returns the size for a symbol of the weight tables, such as "hidden"."""
 
     num_layers: int
     hidden: int
@@ -104,11 +104,11 @@ class Dims:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Tell whether all layers are of one kind, in which case Megatron stacks them in checkpoints."""
+        """Return whether all layers are dense or all have experts; Megatron then stacks them in checkpoints."""
         return len({self.kind_of(layer) for layer in range(self.num_layers)}) == 1
 
     def kind_of(self, layer: int) -> Layers:
-        """Tell whether a layer has a dense MLP or experts."""
+        """Return whether a layer has one dense MLP or experts."""
         return Layers.EXPERTS if self.experts and layer in self.experts.layers else Layers.DENSE
 
 
@@ -178,7 +178,7 @@ def _read_routing(family: Family, group_rating: int, config: Mapping[str, Any]) 
 
 
 def _has_experts(layer: int, config: Mapping[str, Any]) -> bool:
-    """Tell whether a layer has experts: in Qwen3-MoE every n-th, with exceptions; in DeepSeek all but the first."""
+    """Return whether a layer has experts: in Qwen3-MoE every n-th, with exceptions; in DeepSeek all but the first."""
     without, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     first = config.get("first_k_dense_replace", 0)
     return layer >= first and layer not in without and (layer + 1) % every == 0

@@ -1,4 +1,4 @@
-"""Read a model directory: find its family (`tables.py`), its sizes, and the other settings that Megatron needs."""
+"""Read a model directory: determine its family (`tables.py`), its sizes, and the other settings that Megatron needs."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ __all__ = ["Dims", "Experts", "ModelSpec", "PlacedRule", "find_family", "read_hf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRule:
-    """A weight rule for one layer and one expert; each is None if the rule is not per layer or per expert."""
+    """A weight rule for a given layer and expert. `layer` or `expert` is None if the rule has no such index."""
 
     rule: WeightRule
     layer: int | None = None
     expert: int | None = None
 
     def name(self, pattern: str) -> str:
-        """Fill the layer and expert numbers into a name of the weight rule."""
+        """Fill `{layer}` and `{expert}` in one of the rule's names with the numbers of this layer and expert."""
         return pattern.format(layer=self.layer, expert=self.expert)
 
 
@@ -32,7 +32,7 @@ _EXTRA_PREDICTION = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What was read from a model directory: family, sizes, and the other settings that Megatron needs."""
+    """The description of a model, read from its directory: family, sizes, and other settings that Megatron needs."""
 
     path: Path
     family: Family
@@ -44,9 +44,9 @@ class ModelSpec:
     hf_config: Mapping[str, Any]
 
     def expected_tensors(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every Hugging Face tensor of this model by name, layer by layer in table order.
+        """Return name → full shape of every Hugging Face tensor of this model, layer by layer in table order.
 
-        With `scalar_head`, a scalar head replaces the output embedding.
+        scalar_head: whether the model has a scalar head (critic, reward model) instead of the output embedding.
         """
         absent, dim = OUTPUT_HEAD if scalar_head else VALUE_HEAD, self.dims.dim
         # There may be tens of thousands of tensors, but only a few distinct shapes, so compute each once.
@@ -60,18 +60,18 @@ class ModelSpec:
         }
 
     def float32_tensors(self) -> frozenset[str]:
-        """Return the names of tensors that are float32 whatever the model's dtype."""
+        """Return the names of tensors that are always float32, even if the model is in bfloat16."""
         rules = (placed for placed in self.rules() if placed.rule.is_float32)
         return frozenset(placed.name(tensor.name) for placed in rules for tensor in placed.rule.tensors)
 
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Return the names of tensors that a checkpoint of this model may contain although nothing reads them."""
+        """Return the names of tensors that are allowed in a checkpoint of this model but not read."""
         copies = [tensor.name for rule in self.family.weights if self.is_copy(rule) for tensor in rule.tensors]
         names = [name.format(layer=layer) for name in self.family.ignored for layer in range(self.dims.num_layers)]
         return (*copies, *names, *self._extra_prediction_tensors())
 
     def _extra_prediction_tensors(self) -> Iterator[str]:
-        """Yield the tensor names of the multi-token-prediction layers (`num_nextn_predict_layers`) after the last."""
+        """Yield the tensor names of multi-token-prediction layers, which follow the last layer and are not trained."""
         count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
         for layer in range(num_layers, num_layers + count):
             last = (placed for placed in self.rules() if placed.layer == num_layers - 1)
@@ -84,11 +84,11 @@ class ModelSpec:
         return all(self.dims.dim(symbol) for tensor in rule.tensors for symbol in tensor.shape)
 
     def is_copy(self, rule: WeightRule) -> bool:
-        """Tell whether a rule's parameter is a copy of another tensor because this model ties its embeddings."""
+        """Return whether a rule's parameter copies another tensor because this model's embeddings are tied."""
         return self.dims.tied and rule.tied_to is not None
 
     def rules(self, experts: range | None = None) -> Iterator[PlacedRule]:
-        """Yield the rule of every parameter of the model, with only the given experts of each layer (None: all)."""
+        """Yield the weight rule of every parameter, for each layer and for each expert in `experts` (None: all)."""
         table = [rule for rule in self.family.weights if self._has(rule)]
         yield from (PlacedRule(rule=rule) for rule in table if "{layer}" not in rule.names[0])
         experts = range(self.dims.dim("experts")) if experts is None else experts
@@ -99,7 +99,7 @@ class ModelSpec:
                 yield from (PlacedRule(rule=rule, layer=layer, expert=expert) for expert in numbers)
 
     def parameter_rules(self, experts: range | None = None) -> dict[str, PlacedRule]:
-        """Map every Megatron parameter name to its rule; layer numbers are those of the whole model.
+        """Return Megatron parameter name → weight rule. Layer numbers in names are global, also with pipelining.
 
         experts: the experts of each layer that a rank holds (None: all); parameter names number them from 0.
         """
@@ -112,7 +112,7 @@ class ModelSpec:
 
 
 def find_family(architectures: object) -> Family:
-    """Return the family of a config's `architectures`. Raises ConfigError, naming them, if none is known."""
+    """Return the family of a config's `architectures`. Raise ConfigError if none of them is known."""
     names = tuple(architectures) if isinstance(architectures, list | tuple) else ()
     for family in FAMILIES:
         if any(name in (*family.architectures, *family.value_architectures) for name in names):
@@ -125,7 +125,7 @@ def find_family(architectures: object) -> Family:
 
 
 def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
-    """Read the config.json of any model directory; errors name `key`, the setting that the directory came from."""
+    """Read a model directory's config.json. Errors name `key`, the configuration key that gave the directory."""
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError(f"{key}: {file} does not exist; give a Hugging Face model directory")
@@ -137,7 +137,7 @@ def read_hf_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
-    """Read and check the config.json of a model directory; errors name the file, or `key`, the setting behind it."""
+    """Read and check a model directory's config.json. Errors name it or `key`, which configured the directory."""
     directory = Path(path)
     file, config = directory / "config.json", read_hf_config(directory, key)
     family = find_family(config.get("architectures"))
@@ -165,7 +165,7 @@ def read_model_spec(path: str | Path, key: str = "model.path") -> ModelSpec:
 
 
 def _require_described(file: Path, family: Family, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the config is a variant of the family that its table does not describe."""
+    """Raise ConfigError if the config has options, such as a sliding window, that megarl does not support."""
     for key, values in family.required.items():
         if config.get(key, values[0]) not in values:
             raise ConfigError(

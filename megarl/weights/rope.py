@@ -1,8 +1,8 @@
 """Scale the frequencies of rotary embeddings for long contexts, as a config's `rope_type` says.
 
-Each entry of `ROPE_TYPES` is a dataclass whose fields are the keys that it reads from the config. Its `scale` works
-on the float32 frequencies ω_i = θ^(−2i/d) that Megatron computes, with transformers' order of operations, so that
-the results are bitwise equal.
+`ROPE_TYPES` maps each type to a dataclass, whose fields are the keys that it reads from the config. Its `scale` works
+on the float32 frequencies ω_i = θ^(−2i/d) that Megatron computes. It has the same order of operations as transformers,
+so that the results are bitwise equal.
 """
 
 import math
@@ -19,14 +19,14 @@ _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta"})
 
 
 class RopeScaling(Protocol):
-    """A change of the frequencies ω [d/2] of a rotary embedding into those that the model was trained with."""
+    """The interface of RoPE scalings: `scale` maps default frequencies ω [d/2] to those the model was trained with."""
 
     def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor": ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRope:
-    """The scaling that leaves the frequencies ω as they are (Su et al. 2021)."""
+    """RoPE without scaling: the frequencies ω stay as they are (Su et al. 2021)."""
 
     def scale(self, inv_freq: "torch.Tensor") -> "torch.Tensor":
         return inv_freq
@@ -34,7 +34,7 @@ class DefaultRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRope:
-    """The scaling of frequencies to ω / factor, which interpolates positions (Chen et al. 2023)."""
+    """RoPE scaling that divides all frequencies by `factor`, which interpolates positions (Chen et al. 2023)."""
 
     factor: float
 
@@ -44,10 +44,10 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """The scaling of low frequencies by 1/factor that keeps high ones (Llama 3.1; Dubey et al. 2024).
+    """RoPE scaling that divides low frequencies by `factor` and keeps high ones (Llama 3.1; Dubey et al. 2024).
 
-    ω becomes (1 − s)·ω/factor + s·ω with s = clip((L·ω/2π − low_freq_factor) / (high_freq_factor − low_freq_factor),
-    0, 1), where L·ω/2π is the number of turns within the original context L.
+    ω becomes (1 − s)·ω/factor + s·ω with s = clip((L·ω/2π − low_freq_factor) / (high_freq_factor − low_freq_factor), 0,
+    1), where L·ω/2π is the number of turns within the original context L.
     """
 
     factor: float
@@ -70,7 +70,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """YaRN (Peng et al. 2023) in DeepSeek's variant, which Megatron's latent attention computes.
+    """The settings of YaRN (Peng et al. 2023) in DeepSeek's variant, which Megatron's latent attention computes.
 
     Frequencies that turn less than `beta_slow` times within the original context are divided by `factor`; those that
     turn more than `beta_fast` times stay. Attention scores are scaled by (0.1·mscale_all_dim·ln factor + 1)².
@@ -92,7 +92,7 @@ LATENT_ROPE_TYPES: dict[str, type[RopeScaling] | type[YarnRope]] = {"default": D
 def read_rope_scaling(
     rope: Mapping[str, Any], source: str, types: Mapping[str, type[RopeScaling] | type[YarnRope]] = ROPE_TYPES
 ) -> RopeScaling | YarnRope:
-    """Read the scaling from a config's `rope_parameters` (or older `rope_scaling`); errors begin with `source`.
+    """Read the scaling from a config's `rope_parameters` (or older `rope_scaling`). Errors begin with `source`.
 
     Raises:
         ConfigError: the type is unknown, a key is missing or unknown for it, or a number is out of range.

@@ -1,4 +1,4 @@
-"""Define what weight tables consist of: a rule for each Megatron parameter of a family of models.
+"""Define weight rules, which say what Hugging Face tensors make up a Megatron parameter, and families of models.
 
 Nothing here imports torch or megatron.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Partition(StrEnum):
-    """How Megatron splits a parameter over tensor-parallel ranks."""
+    """The way in which Megatron splits a parameter over tensor-parallel ranks."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"  # rows of the vocabulary, padded at the end
@@ -21,7 +21,7 @@ class Partition(StrEnum):
 
 
 class Layers(StrEnum):
-    """Which layers have a parameter."""
+    """The layers that have a parameter: all, those with a dense MLP, or those with experts."""
 
     ALL = "all"
     DENSE = "dense"  # those with one MLP
@@ -29,7 +29,7 @@ class Layers(StrEnum):
 
 
 class Activation(StrEnum):
-    """The activation that an MLP applies to its gate, named as in config.json."""
+    """The activation function that an MLP applies to its gate, named as in config.json."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -37,7 +37,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """A tensor of a Hugging Face checkpoint by its name and its symbolic shape.
+    """A tensor of a Hugging Face checkpoint: its name, and its shape in symbols such as "hidden" (see `Dims`).
 
     In the name, `{layer}` stands for the layer's number and `{expert}` for the expert's number in that layer.
     """
@@ -48,10 +48,10 @@ class HFTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRule:
-    """A rule says which Hugging Face tensors a Megatron parameter consists of, and how it is split.
+    """The Hugging Face tensors that make up a Megatron parameter, and how the parameter is split over ranks.
 
-    `names`: the parameter's name in Megatron's local layer spec, then in the Transformer Engine spec if it differs. A
-    rule with `{expert}` in its names holds for every expert. A model has no such parameter if one of its sizes is 0.
+    `names`: the parameter's name in Megatron's local layers, then in Transformer Engine's if it differs. A rule with
+    `{expert}` in its names holds for every expert. If a size in its shape is 0, the model has no such parameter.
     """
 
     names: tuple[str, ...]
@@ -66,15 +66,15 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family describes models with one weight table: the architectures that it covers, and their Megatron options.
+    """A group of architectures that share a weight table and Megatron options.
 
-    `defaults`: transformers' defaults for keys missing in config.json, where they differ from the common rule.
-    `required`: the values that certain keys may have; with other values the model would differ from this table. The
-    first one is transformers' default for a missing key.
+    `defaults`: values for keys missing in config.json, where transformers' default differs from the common one.
+    `required`: key of config.json → supported values (the table fits no others). The first one is transformers' default
+    for a missing key.
     `ignored`: tensors that a checkpoint may contain although nothing reads them.
     `expert_ffn_key`: the key of config.json that holds the width of an expert, for families with experts.
-    `normalizes_experts`: whether the routing weights of a token's experts add up to 1; None: `norm_topk_prob` says.
-    `group_rating`: how many of its best experts a group of experts is scored by, for families with groups.
+    `normalizes_experts`: whether a token's routing weights are normalised to sum 1; None: `norm_topk_prob` says.
+    `group_rating`: how many best experts' scores make up the score of a group of experts, for families with groups.
     `biased_routers`: routing scores are sigmoids, with a bias that is used only to choose experts; else softmax.
     `norms_add_one`: norms scale by 1 + w. `scales_embedding`: embeddings are multiplied by √hidden.
     """
@@ -97,5 +97,5 @@ class Family:
 
     @property
     def value_architectures(self) -> tuple[str, ...]:
-        """Return transformers' names for the same models with a scalar head."""
+        """Return the names of these architectures with a scalar head (…ForSequenceClassification)."""
         return tuple(name.replace("ForCausalLM", "ForSequenceClassification") for name in self.architectures)

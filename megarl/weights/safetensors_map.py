@@ -1,6 +1,6 @@
-"""Memory-map safetensors files: read them by slice, or preallocate them so that several processes can fill in slices.
+"""Memory-map safetensors files, to read slices or to let several processes fill slices of a preallocated file.
 
-The same file format serves loading (read-only), export (on disk) and weight sync (in /dev/shm).
+Checkpoints are loaded and exported in this format; weight sync uses it in /dev/shm.
 """
 
 import json
@@ -34,13 +34,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype that is called `float32`, `float16` or `bfloat16`."""
+    """Return the torch dtype of the name `float32`, `float16` or `bfloat16`."""
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """The shape and dtype of a stored tensor."""
+    """The shape and dtype of a tensor, without its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,7 +68,7 @@ def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None:
-    """Raise ConfigError unless every tensor has a known dtype and lies within the file."""
+    """Raise ConfigError unless every tensor in a file's header has a known dtype and lies within the file."""
     size = path.stat().st_size
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
@@ -79,13 +79,13 @@ def _check_entries(path: Path, header: Mapping[str, Any], *, start: int) -> None
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """Read the names, shapes and dtypes of a file's tensors from its header alone."""
+    """Return name → shape and dtype of a safetensors file's tensors, reading only its header."""
     header, _ = _parse_header(path)
     return {n: TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]) for n, e in header.items()}
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor]:
-    """Return memory-mapped views of all tensors of a file; with `writable`, writing to a view changes the file."""
+    """Return name → memory-mapped tensor of a safetensors file. If `writable`, writing to a tensor changes the file."""
     header, start = _parse_header(path)
     size = path.stat().st_size
     flat = torch.from_file(str(path), shared=writable, size=size, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, torch.Tensor
 
 
 def data_bytes(path: Path) -> torch.Tensor:
-    """Return a writable map [n] uint8 of the data of all tensors of a file, without the header."""
+    """Return a writable memory map [n] uint8 of a safetensors file's tensor data, without the header."""
     _, start = _parse_header(path)
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
 
@@ -116,7 +116,7 @@ class FileLayout:
 
 
 def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """Lay out a file of these tensors, each aligned to its item size."""
+    """Compute the layout of a safetensors file with these tensors, each aligned to its item size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     # Widest items first keeps every tensor aligned without gaps, which the format forbids.
@@ -135,7 +135,7 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
-    """Return the spec of every tensor of a file, and the offset of its data in the file."""
+    """Return name → (shape and dtype, byte offset in the file) of a safetensors file's tensors."""
     header, start = _parse_header(path)
     return {
         name: (TensorSpec(shape=tuple(e["shape"]), dtype=_DTYPES[e["dtype"]]), start + e["data_offsets"][0])
@@ -144,7 +144,7 @@ def locate_tensors(path: Path) -> dict[str, tuple[TensorSpec, int]]:
 
 
 def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Preallocate a safetensors file of zeros; tensors are aligned to their item size."""
+    """Create a safetensors file of zeros with reserved disk space. Raise ConfigError if the disk is too full."""
     layout = file_layout(specs)
     with path.open("wb") as file:
         file.write(layout.head)
@@ -160,7 +160,7 @@ def create_file(path: Path, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def model_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a model directory. Raises ConfigError, naming the file, if one is missing."""
+    """List the safetensors files of a model directory. Raise ConfigError, naming the file, if one is missing."""
     index = directory / INDEX_NAME
     names = [SINGLE_NAME]
     if index.is_file():
@@ -179,9 +179,9 @@ def check_tensors(
     ignored: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError, naming the first differences, unless a checkpoint has the expected names and shapes.
+    """Raise ConfigError, naming some differences, unless a checkpoint has tensors of the expected names and shapes.
 
-    An `ignored` tensor may be present with any shape; an `optional` one may be missing.
+    ignored: tensors that may be present, with any shape. optional: expected tensors that may be missing.
     """
     found: dict[str, TensorSpec] = {}
     for file in model_files(directory):
@@ -199,7 +199,7 @@ def check_tensors(
 
 
 def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES) -> dict[str, dict[str, TensorSpec]]:
-    """Split tensors, in order, over files of at most `max_bytes` (a larger tensor gets its own file)."""
+    """Distribute tensors, in order, to files of at most `max_bytes`; a larger tensor gets a file of its own."""
     groups: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in specs.items():
@@ -214,7 +214,7 @@ def plan_files(specs: Mapping[str, TensorSpec], max_bytes: int = MAX_FILE_BYTES)
 
 
 def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
-    """Return the content of the index file (INDEX_NAME) for a plan of `plan_files`."""
+    """Return the content of a model's index file (INDEX_NAME), given the result of `plan_files`."""
     return {
         "metadata": {"total_size": sum(spec.num_bytes for group in plan.values() for spec in group.values())},
         "weight_map": {tensor: name for name, group in plan.items() for tensor in group},
@@ -222,7 +222,7 @@ def model_index(plan: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, Any]:
 
 
 def weight_specs(spec: ModelSpec, dtype: str, *, scalar_head: bool = False) -> dict[str, TensorSpec]:
-    """Return the names, shapes and dtypes of a model's Hugging Face tensors."""
+    """Return name → shape and dtype of all Hugging Face tensors of a model in `dtype`; some are always float32."""
     wide = spec.float32_tensors()
     return {
         name: TensorSpec(shape=shape, dtype=dtype_of("float32" if name in wide else dtype))
@@ -231,7 +231,7 @@ def weight_specs(spec: ModelSpec, dtype: str, *, scalar_head: bool = False) -> d
 
 
 def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list[Path]:
-    """Preallocate a model's files, and write their index if there is more than one; return the files."""
+    """Preallocate a model's safetensors files, and an index if there are several; return the files."""
     directory.mkdir(parents=True, exist_ok=True)
     plan = plan_files(specs)
     for name, group in plan.items():
@@ -242,7 +242,7 @@ def create_model_files(directory: Path, specs: Mapping[str, TensorSpec]) -> list
 
 
 def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, torch.Tensor]:
-    """Return memory-mapped views of all tensors of several files."""
+    """Return name → memory-mapped tensor of several safetensors files together."""
     views: dict[str, torch.Tensor] = {}
     for file in files:
         views |= map_tensors(file, writable=writable)
@@ -250,6 +250,6 @@ def map_model(files: Sequence[Path], *, writable: bool = False) -> dict[str, tor
 
 
 def iter_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for every tensor, mapping one file at a time."""
+    """Yield (name, memory-mapped tensor) of several safetensors files, mapping one file at a time."""
     for file in files:
         yield from map_tensors(file).items()

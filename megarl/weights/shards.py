@@ -1,4 +1,4 @@
-"""Compute where a layout puts ranks, layers and parameters, from a family's weight table and without any process."""
+"""Compute where a parallel layout puts ranks, layers and parameters, by arithmetic alone, before any process starts."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megarl.weights.tables import VALUE_HEAD, Layers, Partition, WeightRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank's coordinates in its layout. Consecutive ranks differ in tp first, then in cp, dp and pp."""
+    """A rank's coordinates in a parallel layout. Consecutive ranks differ in tp first, then in cp, dp and pp."""
 
     tp: int
     cp: int
@@ -19,7 +19,7 @@ class Place:
 
 
 def place_of(layout: LayoutConfig, rank: int) -> Place:
-    """Return the coordinates of a global rank."""
+    """Return the coordinates (tp, cp, dp, pp) of a global rank."""
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, dp = divmod(rest, layout.dp)
@@ -27,7 +27,7 @@ def place_of(layout: LayoutConfig, rank: int) -> Place:
 
 
 def groups_of(layout: LayoutConfig, axis: str) -> list[list[int]]:
-    """List the ranks of every process group along an axis (`tp`, `cp`, `dp` or `pp`), in rank order."""
+    """List every process group along an axis (`tp`, `cp`, `dp` or `pp`), each as global ranks in ascending order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         place = place_of(layout, rank)
@@ -37,7 +37,7 @@ def groups_of(layout: LayoutConfig, axis: str) -> list[list[int]]:
 
 
 def num_stage_layers(layout: LayoutConfig, num_layers: int) -> list[int]:
-    """Return the number of layers of every pipeline stage, with all of its model chunks together."""
+    """Return the number of layers of every pipeline stage, over all its virtual chunks."""
     named = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     fixed = {stage: count for stage, count in named.items() if count is not None}
     others = layout.pp - len(fixed)
@@ -46,7 +46,7 @@ def num_stage_layers(layout: LayoutConfig, num_layers: int) -> list[int]:
 
 
 def padded_vocab(vocab: int, layout: LayoutConfig, vocab_multiple: int) -> int:
-    """Return the number of vocabulary rows, padded so that they split evenly over tensor-parallel ranks."""
+    """Return the vocabulary size, padded to a multiple of vocab_multiple · tp."""
     multiple = vocab_multiple * layout.tp
     return -(-vocab // multiple) * multiple
 
@@ -68,9 +68,9 @@ def num_stage_parameters(
 ) -> NumParameters:
     """Count the parameters on each rank of a pipeline stage.
 
-    The embedding is on the first stage; the final norm and the head are on the last. Tied embeddings need a copy on
-    the last stage unless it is also the first. Replicated parameters count in full on every tensor-parallel rank.
-    Expert parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
+    The embedding is on the first stage; the final norm and the head are on the last. Tied embeddings need a copy on the
+    last stage unless it is also the first. Replicated parameters count in full on every tensor-parallel rank. Expert
+    parallelism splits a layer's experts over ranks, and expert tensor parallelism splits each expert.
     """
     counts = [0, 0]
     kinds = [spec.dims.kind_of(layer) for layer in stage_layers(layout, spec.dims.num_layers, stage)]
@@ -86,12 +86,12 @@ def num_stage_parameters(
 
 
 def num_local_experts(spec: ModelSpec, layout: LayoutConfig) -> int:
-    """Return how many experts of a layer each rank holds; 0 for a dense model."""
+    """Return how many of a layer's experts each rank holds, or 0 for a dense model."""
     return spec.dims.dim("experts") // layout.ep
 
 
 def stage_layers(layout: LayoutConfig, num_layers: int, stage: int) -> list[int]:
-    """List a stage's layers. With virtual pipelining, chunk c of stage s is the c·pp + s-th of equal layer blocks."""
+    """List the layers of a pipeline stage. Under virtual pipelining, its chunk c is the (c·pp + stage)-th block."""
     counts = num_stage_layers(layout, num_layers)
     if layout.virtual_pp == 1:
         first = sum(counts[:stage])

@@ -1,8 +1,8 @@
-"""Map shards of Megatron parameters to slices of Hugging Face tensors, and load, store and checksum such slices.
+"""Map shards of Megatron parameters to slices of Hugging Face tensors; load, store and checksum such slices.
 
-`_CUTS` is the only description of how parameters are partitioned. `split_box` derives from it the boxes by which
-transfers are planned; `shard_slices` derives from these boxes the views of local shards that loading fills, and that
-export, sync and checksums read.
+Only `_CUTS` describes how parameters are partitioned. From it, `split_box` computes the box (rectangular part) of each
+tensor that a shard holds; weight sync plans with these. `shard_slices` pairs each box with a view of the local shard;
+loading writes to these views, and export, sync and checksums read them.
 """
 
 import itertools
@@ -18,10 +18,10 @@ from megarl.weights.tables import Partition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A slice pairs `tensor[index]` of a full Hugging Face tensor with the view of the local shard that holds it.
+    """A slice `tensor[index]` of a full Hugging Face tensor, and the view of a local shard that holds its elements.
 
-    The view has the same elements in the same order, but may have another shape. owned: this rank, and no other,
-    writes them.
+    The view has the same elements in the same order, but may have another shape. owned: whether this rank writes the
+    slice in exports; of all ranks that hold it, one does.
     """
 
     tensor: str
@@ -34,8 +34,7 @@ class Slice:
 class ShardPosition:
     """A rank's position in its tensor-parallel group and among the replicas that hold the same shard.
 
-    For experts, the tensor-parallel group is that of expert tensor parallelism, and the experts of a layer are split
-    over `ep_size` ranks in blocks.
+    For experts, tp_* are of expert tensor parallelism, and a layer's experts are split in blocks over `ep_size` ranks.
     """
 
     tp_rank: int
@@ -46,14 +45,14 @@ class ShardPosition:
     ep_size: int = 1
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the experts of a layer that this rank holds, by their numbers in the whole model."""
+        """Return the range of a layer's experts that this rank holds, numbered as in the whole model."""
         count = num_experts // self.ep_size
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The `rank`-th of `size` shards; vocabularies are first padded to a multiple of `vocab_padding`."""
+    """The choice of the `rank`-th of `size` shards; vocabularies are padded to a multiple of `vocab_padding` first."""
 
     rank: int
     size: int
@@ -62,10 +61,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """The axis along which the tensors of a weight rule are cut; None: not at all.
+    """How tensors of a weight rule are cut into shards: along `axis`, or not at all if it is None.
 
-    A shard of the parameter stacks its shares of the tensors; with `by_head` it does so per key/value head: the query
-    heads of the group, the key head, the value head. padded: the axis is padded at its end before it is cut.
+    A shard of the parameter concatenates its parts of the rule's tensors. by_head: it does so per key/value head, in
+    the order query heads of the group, key head, value head. padded: the axis is padded at its end before the cut.
     """
 
     axis: int | None
@@ -84,10 +83,10 @@ _CUTS = {
 
 
 def split_box(partition: Partition, shape: tuple[int, ...], part: int, dims: Dims, split: Split) -> Box:
-    """Return the box (rectangular part) of a rule's `part`-th tensor, of full shape `shape`, that a shard holds.
+    """Return the box (rectangular part) that a shard holds of a rule's `part`-th tensor, whose full shape is `shape`.
 
-    Megatron and vLLM differ here only in how they pad the vocabulary. If there are fewer key/value heads than shards,
-    several shards hold the same head. The box is empty if a shard holds nothing but padding.
+    Megatron and vLLM use the same cuts and differ only in how they pad the vocabulary. If there are fewer key/value
+    heads than shards, several shards hold the same head. The box is empty if a shard holds only padding.
     """
     cut, box = _CUTS[partition], full_box(shape)
     if cut.axis is None:
@@ -108,10 +107,11 @@ def shard_slices(
     at: ShardPosition,
     experts_at: ShardPosition | None = None,
 ) -> Iterator[Slice]:
-    """Yield the slices of all local parameters, named by global layer number and by the expert's number on this rank.
+    """Yield the slices of Hugging Face tensors that this rank's parameters hold.
 
-    Exactly one rank owns each element: replicas of a shard take turns, parameter by parameter, to spread the writes.
-    `experts_at` is this rank's position among the ranks that share a layer's experts; by default it is `at`.
+    parameters: (name, shard), with global layer numbers and local expert numbers. Exactly one rank owns each element;
+    replicas of a shard take turns, by parameter, to spread the writes. experts_at: this rank's position for experts'
+    parameters; default `at`.
 
     Raises:
         KeyError: a parameter is not in the family's table.
@@ -130,7 +130,7 @@ def shard_slices(
 def _slices_of(
     shard: torch.Tensor, placed: PlacedRule, spec: ModelSpec, at: ShardPosition, *, writes: bool
 ) -> Iterator[Slice]:
-    """Yield the slices of one parameter; if it is replicated, only the first tensor-parallel rank owns them."""
+    """Yield the slices of one parameter's shard. Of a replicated parameter, tensor-parallel rank 0 owns the slices."""
     rule, dims = placed.rule, spec.dims
     # All shards of a vocabulary have equally many rows, padding included.
     split = Split(at.tp_rank, at.tp_size, vocab_padding=shard.shape[0] * at.tp_size)
@@ -150,9 +150,9 @@ def _slices_of(
 
 @torch.no_grad()
 def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, optional: Collection[str] = ()) -> None:
-    """Fill local shards from full tensors; if these are memory-mapped, only the pages of the slices are read.
+    """Fill local shards from full tensors `source`. If these are memory-mapped, only the slices' pages are read.
 
-    If the source lacks an `optional` tensor, its shard stays as it was initialised.
+    optional: names of tensors that `source` may lack; their shards keep their initial values.
     """
     for part in slices:
         if part.tensor in optional and part.tensor not in source:
@@ -162,7 +162,7 @@ def load_slices(slices: Iterable[Slice], source: dict[str, torch.Tensor], *, opt
 
 @torch.no_grad()
 def store_slices(slices: Iterable[Slice], target: dict[str, torch.Tensor]) -> None:
-    """Write the slices this rank owns into full tensors."""
+    """Copy the slices that this rank owns into full tensors `target`."""
     for part in slices:
         if part.owned:
             destination = target[part.tensor][part.index]
@@ -177,7 +177,7 @@ CHECKSUM_CHUNK = 1 << 20
 def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> int:
     """Sum up the bit patterns of `view`, weighted by their positions in the full tensor (at `index`), modulo 2⁶⁴.
 
-    Sums of disjoint slices add up to the checksum of the whole, whatever the split.
+    The checksums of disjoint slices add up to that of the whole tensor, however it is split.
     """
     ints = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[view.element_size()]
     total, start = 0, 0
@@ -196,7 +196,7 @@ def checksum(view: torch.Tensor, index: Index, full_shape: tuple[int, ...]) -> i
 
 
 def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
-    """Count the elements that this rank owns of each tensor, by its name."""
+    """Return tensor name → number of elements that this rank owns."""
     counts: dict[str, int] = {}
     for part in slices:
         if part.owned:
@@ -205,7 +205,7 @@ def count_elements(slices: Iterable[Slice]) -> dict[str, int]:
 
 
 def slice_checksums(slices: Iterable[Slice], shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Compute, by tensor name, the checksum of the elements that this rank owns; `shapes` are those of full tensors."""
+    """Return tensor name → checksum of the elements that this rank owns. `shapes`: those of the full tensors."""
     sums: dict[str, int] = {}
     for part in slices:
         if part.owned:

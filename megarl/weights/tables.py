@@ -1,7 +1,7 @@
 """Describe model families as data: which Hugging Face tensors make up each Megatron parameter.
 
-To add a family, add a `Family` below: no code elsewhere knows a model's name. Loading, export, sync, validation and
-the plan's sizes all derive from these tables. Nothing here imports torch or megatron.
+To support another family, add a `Family` here; no other code knows a model's name. Loading, export, weight sync,
+validation and estimates of sizes all derive from these tables. Nothing here imports torch or megatron.
 """
 
 from megarl.weights.blocks import (

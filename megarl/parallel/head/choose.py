@@ -1,4 +1,4 @@
-"""Choose the fastest log-prob kernels for a device that pass a self-test, or else PyTorch's."""
+"""Choose the log-prob kernels for a device: Triton's if they pass a self-test there, or else PyTorch's."""
 
 import importlib.util
 import warnings
@@ -17,7 +17,7 @@ TESTED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Kernels that may be unusable here; in that case their first use raises one of `errors`."""
+    """Log-prob kernels that may not work on this device; then their first call raises one of `errors`."""
 
     name: str
     kernels: ChunkKernels
@@ -38,15 +38,13 @@ CANDIDATES: Mapping[str, tuple[Callable[[], Candidate | None], ...]] = MappingPr
 
 @cache
 def choose_kernels(device: torch.device) -> ChunkKernels:
-    """Choose the kernels for chunks of logits on a device. The candidates are tested once per process."""
+    """Return the log-prob kernels to use on a device. Candidates are tested once per process; the result is cached."""
     candidates = (make() for make in CANDIDATES.get(device.type, ()))
     return first_that_passes([candidate for candidate in candidates if candidate is not None], device)
 
 
 def first_that_passes(candidates: list[Candidate], device: torch.device) -> ChunkKernels:
-    """Return the first candidate that passes, or PyTorch's kernels if none does; warn of what is wrong with the
-    others.
-    """
+    """Return the first kernels that pass their self-test, else PyTorch's. Warn of each failed candidate."""
     for candidate in candidates:
         if (fault := find_fault(candidate, device)) is None:
             return candidate.kernels

@@ -53,7 +53,7 @@ def overwrite_by_gradient(
 
 
 class DeferredGradients(torch.autograd.Function):
-    """The autograd function (own hidden rows, weight) → (log p, H) that computes gradients in the backward pass."""
+    """The autograd function (own hidden states, weight) → (log p, H) of the regimes recompute and keep."""
 
     @staticmethod
     def forward(
@@ -115,9 +115,9 @@ class DeferredGradients(torch.autograd.Function):
 
 
 class GradientsInChunk(torch.autograd.Function):
-    """The autograd function (own hidden rows, weight) → (log p, H) that computes gradients in the forward pass.
+    """The autograd function (own hidden states, weight) → (log p, H) that computes gradients already in forward.
 
-    Backward returns these, after checking that the loss's gradients are those from which they were computed.
+    Backward returns these gradients, after checking that the loss's actual gradients are those assumed in forward.
     """
 
     @staticmethod

@@ -16,10 +16,10 @@ MAX_REDUCTIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSinks:
-    """The places where the head's gradients are written.
+    """The destinations of the log-prob head's gradients.
 
-    owners: which rank each hidden row belongs to. overwrite_hidden: whether the gradient of the hidden rows overwrites
-    them. main_grad: the tensor to which the gradient of the weight is added; None: it gets a new tensor.
+    owners: which rank owns which hidden states. overwrite_hidden: whether the gradient of the hidden states may
+    overwrite them. main_grad: the tensor to which the weight's gradient is added; None: a new tensor is returned.
     """
 
     owners: RowOwners
@@ -28,7 +28,7 @@ class GradientSinks:
 
 
 class HiddenGradient:
-    """The computation of ∂L/∂h [N, H]. Each rank's vocabulary gives a partial sum, reduced during the next chunk."""
+    """The sum of ∂L/∂h [N, H] over vocabulary shards. Each chunk is reduced over ranks while the next is computed."""
 
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
         self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
@@ -47,7 +47,7 @@ class HiddenGradient:
             wait_all(self._works.popleft())
 
     def finish(self) -> torch.Tensor:
-        """Return the complete gradient of this rank's rows."""
+        """Wait for all reductions, and return the gradient of the hidden states that this rank owns."""
         for works in self._works:
             wait_all(works)
         # Detach, so that autograd holds the only reference; otherwise it would copy the tensor.
@@ -55,11 +55,11 @@ class HiddenGradient:
 
 
 class WeightGradient:
-    """The computation of ∂L/∂W of a vocabulary shard, summed over chunks in float32.
+    """The gradient ∂L/∂W of a vocabulary shard, summed over chunks in float32.
 
-    The sum goes into Megatron's main gradient where there is one.
+    It is added to Megatron's main gradient if there is one. It is not computed for a frozen weight.
 
-    Sums in bfloat16 would depend on the size of a chunk. No gradient is computed for a frozen weight.
+    A sum in bfloat16 would depend on the chunk size.
     """
 
     def __init__(self, weight: torch.Tensor, main: torch.Tensor | None, *, wanted: bool) -> None:
@@ -82,7 +82,7 @@ class WeightGradient:
             target.addmm_(grad_logits.t().to(target.dtype), hidden.to(target.dtype))
 
     def finish(self) -> torch.Tensor | None:
-        """Return the weight gradient, or None if it is not wanted or was written directly to where the optimizer reads
-        it.
+        """Return the weight's gradient, or None if the weight is frozen or the sum went into Megatron's main
+        gradient.
         """
         return self._sum.to(self._dtype) if self._sum is not None and self._is_own else None

@@ -14,7 +14,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class ChunkKernels(Protocol):
-    """The interface of both passes over a chunk of logits. Labels are local: −1 where another rank owns the label."""
+    """The interface of the two computations on a chunk of logits. Labels are local; −1 is a label of another rank."""
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
         """Write three statistics per row of z to `out` [3, n]: lse, entropy of the local softmax, z of the label.
@@ -43,12 +43,12 @@ class ChunkKernels(Protocol):
 
 
 class TorchKernels:
-    """`ChunkKernels` in PyTorch, for every device and dtype.
+    """The kernels of `ChunkKernels` in PyTorch, for every device and dtype.
 
-    Statistics are float32, or float64 of float64 logits.
+    Statistics are float32, or float64 if the logits are float64.
 
-    It works in blocks of rows with two workspaces of one block each, so that the several passes over a block find it
-    in the cache and the float32 copies of bfloat16 logits stay small.
+    Rows are processed in blocks, with two reused workspaces of one block each. So a block stays in the cache during the
+    several operations on it, and float32 copies of bfloat16 logits stay small.
     """
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:

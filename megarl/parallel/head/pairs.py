@@ -1,12 +1,12 @@
-"""Score rows and the same responses after another prompt in one pass, and compute the KL between both distributions.
+"""Score rows and their twins (the same responses after another prompt), and compute the KL between both distributions.
 
 For hidden states h of a twin and g of its row under one output weight W and temperature T, z = h·Wᵀ/T, u = g·Wᵀ/T:
 
     KL(softmax z ‖ softmax u) = Σ_v p_v (z_v − u_v) − lse(z) + lse(u)   (nats).
 
-Beside the statistics of z and u, each rank computes the mean d_i of z − u under the local softmax of z. One all-gather
-of seven floats a pair gives the KL exactly: with the shards' masses m_i = e^{lse_i(z) − lse(z)},
-KL = Σ_i m_i d_i − lse(z) + lse(u). The vocabulary is never gathered.
+Besides the statistics of z and u, each rank computes d_i, the mean of z − u under the local softmax of z. One
+all-gather of seven floats per pair then gives the exact KL, without gathering the vocabulary: with the shards' masses
+m_i = e^{lse_i(z) − lse(z)},  KL = Σ_i m_i d_i − lse(z) + lse(u).
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,9 @@ _BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPairs:
-    """The head's results for rows and for the same responses after another prompt: [N] float32 each, in nats.
+    """Log-probs, entropies and KLs for rows and their twins (same responses after another prompt): [N] float32, nats.
 
-    kl: KL(twin ‖ row) at the labels of the pack's first half of rows, whose twins are its second half; 0 at the labels
-    of the twins.
+    The pack has all rows first, then all twins. kl: KL(twin ‖ row) at the labels of a row, 0 at the labels of a twin.
     """
 
     logprobs: torch.Tensor

@@ -1,4 +1,6 @@
-"""Apply the log-prob head to a packed model, choosing its rows, its memory regime and where gradients are written."""
+"""Apply the log-prob head to a packed model: select the tokens to score, the memory regime, and the gradient
+buffers.
+"""
 
 from dataclasses import dataclass
 
@@ -17,12 +19,11 @@ from megarl.parallel.packing import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """What to compute from a pack's last hidden states: log-probs, entropies, and with which temperature and memory
-    use.
+    """What the log-prob head is asked to compute for a pack (a micro-batch as one sequence), and how.
 
-    temperature: that of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
-    loss is a sum over tokens. paired: the second half of a pack's rows repeats the first half with other prompts, and
-    the KLs between the two are computed too.
+    temperature: of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the loss
+    is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the
+    responses of the first half after other prompts; compute the KLs between both as well.
     """
 
     temperature: float
@@ -35,7 +36,9 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHead:
-    """A rank's rows of the output weight [V/tp, H], padding included, and the process groups that share them."""
+    """A rank's rows of the output weight [V/tp, H], padding included, and the process groups that it is sharded
+    over.
+    """
 
     weight: torch.Tensor
     shard: VocabShard
@@ -49,9 +52,9 @@ class PolicyHead:
         request: HeadRequest,
         loss_gradients: LossGradients | None,
     ) -> TokenLogprobs | TokenPairs:
-        """Compute what `request` asks for the kept labels, from [T, 1, H] ([T/tp, 1, H] under sequence parallelism).
+        """Score the labels under the loss mask, from hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism).
 
-        Positions outside the loss mask are dropped first: prompt tokens meet neither the head nor the gather.
+        Hidden states outside the loss mask, such as those of prompts, are dropped before the gather and the head.
         """
         positions, counts = pack.positions, None
         if self.sequence_parallel:
@@ -87,9 +90,7 @@ class PolicyHead:
         )
 
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
-        """Score pairs of rows on every context-parallel rank, because the two rows of a pair may lie on different
-        ranks.
-        """
+        """Score rows and their twins (the same responses after another prompt) on every context-parallel rank."""
         gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
         owners = uneven_owners(len(pack.labels), self.cp_group, own.device)
         states, labels, rows, columns = (

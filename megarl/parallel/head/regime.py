@@ -1,4 +1,4 @@
-"""Choose the head's memory regime for a micro-batch, and how many rows it works on at a time. Imports no torch."""
+"""Choose the log-prob head's memory regime and chunk size. Without importing torch, so that a dry run can do it."""
 
 from enum import StrEnum
 
@@ -10,8 +10,8 @@ AUTO = "auto"
 
 
 class Regime(StrEnum):
-    """What the head keeps between forward and backward: nothing, the logits, or the finished gradients of its
-    inputs.
+    """What the log-prob head keeps from forward to backward: nothing (recompute), the logits (keep), or the finished
+    gradients of its inputs (in_chunk).
     """
 
     RECOMPUTE = "recompute"

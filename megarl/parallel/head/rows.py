@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOwners:
-    """How many consecutive rows each rank of a group holds, in rank order; None: every rank holds all of them."""
+    """How many consecutive rows of a tensor each rank owns, in rank order; `counts` is None if all own all rows."""
 
     group: dist.ProcessGroup
     counts: tuple[int, ...] | None
@@ -59,7 +59,7 @@ class RowOwners:
 
 
 def wait_all(works: "Sequence[dist.Work | None]") -> None:
-    """Wait for collectives that were started; in a process outside the group torch starts none (None)."""
+    """Wait for asynchronous collectives to finish. A `None` among them means that this process is not in the group."""
     for work in works:
         assert work is not None, "this process is not in the group"
         work.wait()

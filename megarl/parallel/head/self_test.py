@@ -17,9 +17,9 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A test case with logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
+    """A self-test case with random logits offset + deviation·N(0, 1), at temperatures ½, 1 and 2 in turn.
 
-    Every third label is not owned.
+    Every third label is −1, as if it were in another rank's vocabulary shard.
     """
 
     name: str
@@ -51,7 +51,7 @@ def self_test(kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """A test that passes if |got − expected| ≤ atol + rtol·|expected|, with `expected` in float64 on CPU."""
+    """A result of the kernels beside its float64 value; it passes if |got − expected| ≤ atol + rtol·|expected|."""
 
     name: str
     got: Tensor
@@ -60,7 +60,7 @@ class _Comparison:
     rtol: float = 0.0
 
     def disagreement(self) -> str:
-        """Return in words by how much the comparison fails, or "" if it holds. A NaN is a disagreement."""
+        """Describe the largest difference if the comparison fails, or return "" if it passes. A NaN fails."""
         difference = (self.got.double().cpu() - self.expected).abs().nan_to_num(nan=torch.inf).flatten()
         allowed = (self.atol + self.rtol * self.expected.abs()).flatten()
         worst = int((difference - allowed).argmax())
@@ -71,10 +71,10 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """A shard's logits as columns of a wider buffer, and the results computed from them in float64 on CPU.
+    """A self-test case's inputs, and the expected results, computed in float64 on CPU.
 
-    buffer: [n, V + 16], in the dtype of the logits. labels: [n], −1 where not owned. statistics: [3, n].
-    gradient: [n, V]. lse, entropy: [n], of the whole vocabulary.
+    buffer: [n, V + 16], whose first V columns are the logits, in their dtype. labels: [n], −1 if on another rank.
+    statistics: [3, n]. gradient: [n, V]. lse, entropy: [n], of the whole vocabulary.
     """
 
     buffer: Tensor
@@ -124,7 +124,7 @@ def _make_problem(case: Case, dtype: torch.dtype) -> _Problem:
 
 
 def _comparisons(case: Case, kernels: ChunkKernels, device: torch.device, dtype: torch.dtype) -> Iterator[_Comparison]:
-    """Compare the results of the kernels for one case with float64 results."""
+    """Run the kernels on one case, and yield each result beside the expected float64 one."""
     problem = _make_problem(case, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     buffer = problem.buffer.to(device, copy=True)

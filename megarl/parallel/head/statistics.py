@@ -23,7 +23,7 @@ MAX_ID = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """A rank's rows [start, start + size) of the true vocabulary; `size` excludes rows that only pad it."""
+    """A rank's rows [start, start + size) of the vocabulary, without padding, and the group it is sharded over."""
 
     group: dist.ProcessGroup
     start: int
@@ -38,10 +38,10 @@ def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInputs:
-    """The inputs of a chunked head.
+    """The inputs of the log-prob head, which works on `chunk_tokens` tokens at a time.
 
-    hidden: [N, H]; weight: [shard.size, H] without padding; labels: [N] as the shard's rows; inverse_temperature: [N];
-    chunk_tokens: rows of logits at a time.
+    hidden: [N, H]. weight: [shard.size, H], without padding. labels: [N] rows of `weight`, −1 for labels of another
+    rank. inverse_temperature: [N].
     """
 
     hidden: torch.Tensor
@@ -84,7 +84,7 @@ class HeadInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """The k most likely tokens of each row, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
+    """The k most likely tokens at each position, likeliest first. logprobs: [N, k], nats; ids: [N, k] int64."""
 
     logprobs: torch.Tensor
     ids: torch.Tensor
@@ -92,7 +92,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """The statistics of each row over the whole vocabulary: [N] each, in nats."""
+    """The log-prob, entropy and lse (log-sum-exp) of each token over the whole vocabulary: [N] each, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor

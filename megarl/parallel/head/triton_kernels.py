@@ -113,11 +113,11 @@ def _gradient_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonKernels:
-    """`ChunkKernels` in Triton for logits of 16 or 32 bits on a GPU, computing in float32.
+    """The kernels of `ChunkKernels` in Triton, for logits of 16 or 32 bits on a GPU; they compute in float32.
 
-    Rows of a stride and length that are multiples of 16 are read 16 bytes at a time; others are slower, not wrong.
-    block: columns that a program works on at a time, a power of 2. By default a multiprocessor of Hopper holds eight
-    programs (64 registers a thread), so that a chunk of 1024 rows is one wave of programs.
+    Rows whose stride and length are multiples of 16 are read 16 bytes at a time; other rows work but are slower. block:
+    columns that a program works on at a time, a power of 2. With the default, a multiprocessor of a Hopper GPU holds
+    eight programs (64 registers per thread), so that a chunk of 1024 rows is one wave of programs.
     """
 
     block: int = 2048

@@ -1,8 +1,7 @@
-"""Route the tokens of a pack with Megatron's router, with a balance loss by row and, if asked, recorded expert
-choices.
+"""Route a pack's tokens with Megatron's router, extended by a balance loss per row and by replay of recorded experts.
 
-A layer tells its router which pack it is about to see, also when it runs again in backward, so any number of
-micro-batches may be in flight.
+Each layer tells its router which pack comes next, also before recomputation in backward. So any number of micro-batches
+may be in flight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +29,10 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class PackRouter(TopKRouter):
-    """A router that sends the tokens of a pack to experts, and counts the load of the experts.
+    """Megatron's top-k router for packs (micro-batches as one sequence). It also sums up the load of its experts.
 
-    pack: what the next forward is over. `begin` starts an optimizer mini-batch; after its passes `loads` [E] and
-    `balance` hold this rank's sums over it (`moe/routing.py`).
+    pack: the pack of the next forward; its layer sets it. `begin` starts an optimizer mini-batch. At its end, `loads`
+    [E] and `balance` hold this rank's sums (defined in `moe/routing.py`).
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -54,9 +53,7 @@ class PackRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weight of each expert for each token (0 if not chosen), and which experts are chosen: both [T,
-        E].
-        """
+        """Return each token's routing weights (0 for experts not chosen) and bool choices, both [T, E]."""
         assert self.pack is not None, "a router needs the pack that its input belongs to"
         forced = self.pack.routed_experts
         # Layers count from 1.
@@ -90,14 +87,14 @@ class PackRouter(TopKRouter):
         return scaled
 
     def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Pick the values of this rank's tokens from values of all tokens of a pack."""
+        """Pick this rank's share from a tensor over all tokens; they differ only under sequence parallelism."""
         if not self.config.sequence_parallel:
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
 
 class RoutedLayer(TransformerLayer):
-    """A decoder layer with experts that tells its router which pack it works on."""
+    """A decoder layer with experts that passes the current pack to its router before each forward."""
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSeqParams | None = None, **named: Any) -> Any:
         assert isinstance(packed_seq_params, PackSeqParams)
@@ -109,7 +106,7 @@ class RoutedLayer(TransformerLayer):
 
 
 def with_pack_routers(layers: Iterable[ModuleSpec]) -> None:
-    """Put `PackRouter` into the layers that have experts."""
+    """Set `RoutedLayer` and `PackRouter` in the specs of those layers that have experts, in place."""
     for layer in layers:
         if layer.submodules.mlp.module is MoELayer:
             layer.module = RoutedLayer
@@ -123,9 +120,9 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
 
 
 class MiniBatchLoad:
-    """The load of experts over an optimizer mini-batch, on all ranks.
+    """The load of each expert over one optimizer mini-batch, summed over all ranks.
 
-    Routers count from the construction until `metrics`; of a model without experts both do nothing.
+    Constructing it resets the routers' sums, and `metrics` reads them. For a dense model neither does anything.
     """
 
     def __init__(

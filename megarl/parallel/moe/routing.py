@@ -27,12 +27,12 @@ _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """A choice of experts in place of Megatron's top-k routing; the scores stay the router's.
+    """The choice of each token's experts, which replaces Megatron's top-k; the router's scores are unchanged.
 
-    Where experts lie in groups, a group is rated by the sum of its `group_rating` best scores: 1 in DeepSeek-V2
-    (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437), while Megatron takes k / (groups of a token).
+    With groups of experts (group-limited routing), a group is rated by the sum of its `group_rating` best scores: 1 in
+    DeepSeek-V2 (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437). Megatron would take k / (groups per token).
 
-    forced: indices [T, k], where a token with -1 chooses freely; None: all do.
+    forced: expert indices [T, k] to use, such as recorded ones, or −1 to choose by score; None: choose all by score.
     """
 
     group_rating: int
@@ -41,8 +41,8 @@ class ExpertChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [T, k] and the indices of each token's experts. Megatron's routing calls this in replay
-        mode.
+        """Return the scores and the indices of each token's experts, both [T, k]. Megatron's router calls this
+        method.
         """
         rated = scores
         if num_groups is not None and group_topk is not None:

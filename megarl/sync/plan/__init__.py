@@ -1,3 +1,1 @@
-"""Plan which bytes go from which rank to which engine worker. The plan is computed alike, without IO, in every
-process.
-"""
+"""Plan which bytes each trainer rank sends to each engine worker. Every process computes the same plan, without I/O."""

@@ -1,4 +1,6 @@
-"""Choose who sends each piece that an engine worker (sink) needs: the rank beside it, or whichever rank sends least."""
+"""Choose which trainer rank sends each part of a tensor that an engine worker needs: one beside it or the least
+busy.
+"""
 
 import heapq
 import itertools
@@ -20,7 +22,7 @@ _NOWHERE: _Places = {}
 
 
 class Run(NamedTuple):
-    """The same box (rectangular part) of several tensors, sent together. num_bytes: of one box; item_bytes: of one
+    """The same box (rectangular part) of several tensors, sent end to end. num_bytes: of one box; item_bytes: of an
     element.
     """
 
@@ -31,9 +33,7 @@ class Run(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One sending and one receiving rank of a run (the same box of several tensors). Equal needs share one run
-    object.
-    """
+    """One run (a box of several tensors) to send from a source rank to a sink worker; local: they share memory."""
 
     source: int
     sink: int
@@ -42,10 +42,9 @@ class Transfer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Successive tensors of the model with the same shape and dtype, held by the same ranks and needed by the same
-    workers.
+    """Successive tensors of one layer with the same shape, dtype, holders and receivers, for which one plan is enough.
 
-    Experts of a layer on one rank are, so that what holds for one of them is worked out once. All are of one layer.
+    Experts of a layer on the same rank are an example. held, needed: box (rectangular part) → processes.
     """
 
     tensors: tuple[str, ...]
@@ -57,7 +56,9 @@ class Alike(NamedTuple):
 def alike_tensors(
     specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]
 ) -> Iterator[Alike]:
-    """Group tensors of the same shape that the same ranks hold and the same workers need, in the order of `specs`."""
+    """Group successive tensors that have the same layer, shape, dtype, holders and receivers, in the order of
+    `specs`.
+    """
     holders, takers = _by_tensor(held), _by_tensor(needed)
 
     def places(name: str) -> tuple[str, TensorSpec, _Places, _Places]:
@@ -68,7 +69,7 @@ def alike_tensors(
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a tensor, such as model.layers.3; "" for a tensor outside of layers."""
+    """Return the prefix of a tensor name that names its layer, such as model.layers.3, or "" outside layers."""
     head, layers, rest = name.partition(".layers.")
     return f"{head}{layers}{rest.partition('.')[0]}" if layers else ""
 
@@ -79,10 +80,10 @@ def assign(
     needed: Mapping[int, Holding],
     neighbours: Neighbours,
 ) -> Iterator[Transfer]:
-    """Choose for every piece that an engine worker (sink) needs the trainer rank (source) that sends it.
+    """Choose, for every part of a tensor that an engine worker (sink) needs, the trainer rank (source) that sends it.
 
     Raises:
-        WeightSyncError: a worker needs what no rank holds.
+        WeightSyncError: a worker needs something that no rank holds.
     """
     near = {sink: sorted(neighbours.get(sink, ())) for sink in needed}
     load = dict.fromkeys(held, 0)
@@ -107,9 +108,7 @@ def assign(
 
 
 def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iterable[tuple[int, Run]]:
-    """Share the tensors of a run among sending ranks: the rank with least to send takes the next one. Updates
-    `load`.
-    """
+    """Divide a run's tensors among ranks that all hold them: each goes to the rank with the fewest bytes in `load`."""
     tensors, _, num_bytes, _ = run
     if len(candidates) == 1:
         (source,) = candidates
@@ -131,7 +130,7 @@ def _spread(run: Run, candidates: Collection[int], load: dict[int, int]) -> Iter
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, dict[Box, tuple[int, ...]]]:
-    """Return which ranks hold each box of each tensor. Replicas that share one object are looked at once."""
+    """Return tensor → box → the processes that hold (or need) the box. Replicas' shared mappings are read only once."""
     replicas: dict[int, tuple[Holding, list[int]]] = {}
     for process, holding in sorted(holdings.items()):
         replicas.setdefault(id(holding), (holding, []))[1].append(process)

@@ -1,12 +1,11 @@
-"""Plan a weight sync: which trainer rank (source) sends which box of which tensor to which engine worker (sink), and
-when.
+"""Plan a weight sync: which trainer rank (source) sends which box (part of a tensor) to which engine worker (sink).
 
-A pure function of what sources hold and sinks need, computed once. Sink i receives
+The plan is a pure function of what sources hold and sinks need, computed once. Sink i receives only
 
     R_i = |D_i| − |D_i ∩ S_i|
 
-bytes over the wire and no more: D_i is what it needs, S_i what the sources hold that share its memory. The rest of
-D_i it copies from these. Where several sources hold a piece, the one that has least to send so far sends it.
+bytes over the wire (network or host memory). D_i is what it needs, and S_i what the sources that share its memory hold;
+it copies D_i ∩ S_i from them. If several sources hold a part, the one with least to send so far sends it.
 """
 
 import functools
@@ -28,7 +27,7 @@ _LEAST_BUCKET, _MOST_BUCKET = 1 << 20, 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A box (rectangular part) of a tensor in a message; `offset` is where its bytes start in the message."""
+    """A box (rectangular part) of a tensor within a message, whose bytes start at `offset` in the message."""
 
     tensor: str
     box: Box
@@ -36,9 +35,9 @@ class Fragment:
 
 
 class Parcel(NamedTuple):
-    """The message of a sending to a receiving rank in one bucket; `turn` numbers the messages of this pair of ranks.
+    """One message from a trainer rank (source) to an engine worker (sink); `turn` numbers the messages of this pair.
 
-    local: the two share memory, and nothing goes over the wire.
+    bucket: the step of the sync in which it is sent. local: whether source and sink share memory, so no wire is needed.
     """
 
     bucket: int
@@ -51,7 +50,7 @@ class Parcel(NamedTuple):
 
     @property
     def parts(self) -> tuple[Fragment, ...]:
-        """Return every box of every tensor in the message; made on demand, as large models have millions."""
+        """Return the boxes of tensors in the message. Computed on demand, because large models have millions."""
         found, offset = [], 0
         for run in self.runs:
             for tensor in run.tensors:
@@ -62,8 +61,8 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a weight sync: its messages, by bucket (messages under way at one time), and the `specs` of full
-    tensors.
+    """The plan of a weight sync: all messages, ordered by bucket (step), with `specs` of the full tensors and `needs`,
+    the box of each tensor per sink.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -85,14 +84,14 @@ class Plan:
         return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """Return the bytes R_i that an engine worker gets over the wire or, with `local`, copies from ranks beside
-        it.
+        """Return the bytes R_i that a sink receives over the wire or, with `local`, copies from ranks that share its
+        memory.
         """
         return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
 
     @property
     def wire_bytes(self) -> int:
-        """Return the bytes that are sent over the wire to all workers together: Σ R_i."""
+        """Return the bytes sent over the wire to all engine workers: Σ R_i."""
         return sum(message.num_bytes for message in self.messages if not message.local)
 
 
@@ -104,15 +103,14 @@ def build_plan(
     neighbours: Neighbours | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """Plan a weight sync in which workers complete tensors in the order of `specs`, each worker beginning at another
-    tensor.
+    """Plan a weight sync. Each engine worker (sink) gets tensors in the order of `specs`, from a different start on.
 
-    In one bucket a source sends and a sink receives at most `bucket_bytes` over the wire, and as much again locally,
-    unless one row of a tensor is more; by default a sixteenth of all tensors, but 1 to 128 MiB. Larger buckets are
-    fewer messages; each process stages `wires.DEPTH` of them.
+    bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much over the wire, and as
+    much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB. Larger
+    buckets mean fewer messages, but more memory, as each process stages `wires.DEPTH` buckets.
 
     Raises:
-        WeightSyncError: a sink needs what no source holds.
+        WeightSyncError: a sink needs something that no source holds.
     """
     if bucket_bytes is None:
         bucket_bytes = min(max(_LEAST_BUCKET, -(-sum(spec.num_bytes for spec in specs.values()) // 16)), _MOST_BUCKET)
@@ -131,7 +129,9 @@ def build_plan(
 
 
 def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
-    """Split a run into runs that are small enough, each of some of its tensors or of a block of rows of one tensor."""
+    """Split a run (one box of several tensors) into runs of at most `max_bytes`: fewer tensors, or fewer rows of
+    one.
+    """
     tensors, box, num_bytes, item_bytes = run
     if len(tensors) * num_bytes <= max_bytes:
         return (run,)
@@ -146,7 +146,7 @@ def _blocks(run: Run, max_bytes: int) -> Iterable[Run]:
 
 
 class _Open:
-    """The last message of a pair of ranks, which still grows."""
+    """The message of a (source, sink) pair to which `_pack` is still adding runs."""
 
     __slots__ = ("bucket", "num_bytes", "runs", "turn")
 
@@ -158,10 +158,10 @@ class _Open:
 
 
 def _pack(transfers: Iterable[Transfer], bucket_bytes: int) -> list[Parcel]:
-    """Pack transfers into messages, one per bucket and pair of a sender and a receiver.
+    """Pack transfers into messages, one per bucket (step of the sync) and pair of source and sink.
 
-    Each transfer goes into the first bucket with room at both its source and its sink, and never before the latest
-    bucket that either has used. Every process thus handles its buckets in the order of its transfers: no deadlock.
+    A transfer goes into the first bucket with room at both source and sink, but not before the last bucket that either
+    has used. Every process thus handles its buckets in the order of its transfers, so there is no deadlock.
     """
     # For every source and every sink, over the wire and locally: its current bucket, and the bytes in it.
     at = {local: [defaultdict[int, list[int]](lambda: [0, 0]) for _ in range(2)] for local in (False, True)}
@@ -210,7 +210,7 @@ class PlanStatistics:
 
 
 def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
-    """Compute what a plan costs when up to `depth` of its buckets are under way at a time."""
+    """Compute a plan's cost if processes stage up to `depth` buckets (steps of the sync) at a time."""
     wire = [message for message in plan.messages if not message.local]
     received, sent = defaultdict[int, int](int), defaultdict[int, int](int)
     for message in wire:
@@ -231,7 +231,7 @@ def plan_statistics(plan: Plan, *, depth: int) -> PlanStatistics:
 
 
 def _staged(messages: Iterable[Parcel], depth: int) -> int:
-    """Return the largest number of bytes in any `depth` successive buckets."""
+    """Return the largest total size of messages in any `depth` successive buckets, which a process must stage."""
     by_bucket = defaultdict[int, int](int)
     for message in messages:
         by_bucket[message.bucket] += message.num_bytes

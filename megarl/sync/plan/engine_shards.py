@@ -1,4 +1,4 @@
-"""Compute vLLM's layout: the box of each Hugging Face tensor that a worker of a tensor-parallel engine needs."""
+"""Compute vLLM's weight layout: the box (rectangular part) of each Hugging Face tensor that an engine worker needs."""
 
 from dataclasses import dataclass, replace
 
@@ -15,15 +15,15 @@ _LAYER = "model.layers.{}."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePosition:
-    """The rank of a worker in its engine. expert_parallel: each of a layer's experts is whole on one worker."""
+    """A worker's rank in its vLLM engine. expert_parallel: whether each expert is whole on one worker."""
 
     rank: int
     size: int
     expert_parallel: bool = False
 
     def holds_expert(self, expert: int | None, num_experts: int) -> bool:
-        """Tell whether a worker holds any part of an expert. If experts do not divide evenly, the first workers take
-        one more.
+        """Return whether a worker holds some of an expert. If experts do not divide evenly, first workers have one
+        more.
         """
         if expert is None or not self.expert_parallel:
             return True
@@ -33,10 +33,10 @@ class EnginePosition:
 
 
 def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
-    """Compute the box of each tensor that a worker needs; tensors of which it needs nothing are left out.
+    """Compute tensor → box (rectangular part) that an engine worker needs; tensors that it does not need are left out.
 
-    Norms and routers are whole, q, k, v, gate and up split by output features, o and down by input features, the
-    vocabulary by rows after padding; key and value heads repeat where there are fewer than workers.
+    Norms and routers are whole. q, k, v, gate and up are split by output features, o and down by input features, and
+    the vocabulary by rows after padding. With fewer key/value heads than workers, several workers have the same head.
     """
     expected, split = spec.expected_tensors(), Split(at.rank, at.size, VOCAB_PADDING)
     shards = {}
@@ -53,9 +53,9 @@ def engine_shards(spec: ModelSpec, at: EnginePosition) -> dict[str, Box]:
 
 
 def engine_needs(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> list[Holding]:
-    """Compute `engine_shards` for each of `size` workers, from one layer of each kind; tensors are in another order.
+    """Compute `engine_shards` for each of `size` workers, in another order of tensors.
 
-    Layers of a kind differ in their number only, and large models have many.
+    It is faster than a call per worker, because it computes one dense and one expert layer and repeats them.
     """
     first = {spec.dims.kind_of(layer): layer for layer in reversed(range(spec.dims.num_layers))}
     # A shortened model that still has a layer of every kind at its original index.

@@ -11,9 +11,7 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
-    """Compute |D_i ∩ S_j|, the bytes that worker i needs and rank j holds: [workers, ranks] int64, in the order of the
-    keys.
-    """
+    """Compute the bytes |D_i ∩ S_j| that worker i needs and rank j holds: [workers, ranks] int64, in key order."""
     sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
     shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
     for alike in alike_tensors(specs, held, needed):
@@ -25,9 +23,9 @@ def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], neede
 
 
 def best_neighbours(shared: np.ndarray) -> list[int]:
-    """Choose a different rank to put beside each worker, such that Σ_i |D_i ∩ S_σ(i)| is largest.
+    """Choose a different trainer rank σ(i) to put beside each engine worker i, so that Σ_i |D_i ∩ S_σ(i)| is largest.
 
-    shared: [workers, ranks], of `overlaps` or a part of it, such as an engine's workers and the devices it may use.
+    shared: |D_i ∩ S_j| [workers, ranks] from `overlaps`, or rows and columns of it, such as for one engine.
 
     Raises:
         ValueError: there are more workers than ranks.
@@ -38,7 +36,7 @@ def best_neighbours(shared: np.ndarray) -> list[int]:
 
 
 def assignment(costs: np.ndarray) -> list[int]:
-    """Choose a column for each row, at the least total cost: the Hungarian method by shortest augmenting paths.
+    """Choose a different column for each row at the least total cost (Hungarian method, shortest augmenting paths).
 
     costs: [n, m] int64, n ≤ m. Exact; O(n² m).
     """

@@ -1,7 +1,7 @@
-"""Order what engine workers receive, so that each begins with another part of the model and goes around.
+"""Order what engine workers receive: each starts at another part of the model, and wraps around at its end.
 
-In the model's own order all sinks would at first want what the first stage holds, whose ranks have to serve all of them
-while the others have nothing to do.
+In the model's own order, all workers would first need weights of the first pipeline stage. Its ranks would be the
+bottleneck, while the ranks of other stages would be idle.
 """
 
 import bisect
@@ -14,9 +14,9 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 class _Place(NamedTuple):
-    """A tensor's place in bytes: where its layer begins, the size of that layer, and the tensor's offset in the layer.
+    """A tensor's position in bytes: where its layer begins, the layer's size, and the tensor's offset in the layer.
 
-    What stands between layers, such as embeddings, counts as a layer of size 0: it keeps its order.
+    Tensors outside layers, such as embeddings, count as layers of size 0, so that their order is kept.
     """
 
     layer: int
@@ -30,11 +30,11 @@ def staggered(
     held: Mapping[int, Holding],
     needed: Mapping[int, Holding],
 ) -> Iterable[Transfer]:
-    """Sort transfers by when they would come if all sinks received evenly, the i-th of n from i/n of the model on.
+    """Sort transfers by their time if all sinks received at equal rates, sink i of n starting at i/n of the model.
 
-    A sink gets whole layers one after another, since engines hold back what they have of a layer until it is whole;
-    but it begins elsewhere within each of them, as experts of a layer are on different ranks. Where every source has
-    something of every tensor there is nothing to gain, and the model's order stays.
+    A sink receives whole layers one after another, because engines hold back a layer's weights until it is complete.
+    Within each layer sinks also start at different tensors, because its experts are on different ranks. If every source
+    holds part of every tensor, staggering gains nothing, and the order stays.
     """
     if all(len(holding) == len(specs) for holding in held.values()):
         return transfers

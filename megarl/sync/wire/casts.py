@@ -1,8 +1,8 @@
-"""Cast weights to narrower types for sending, at some loss of precision.
+"""Cast weights to bfloat16 or float8 before a weight sync, so that fewer bytes are sent at some loss of precision.
 
-bfloat16 is rounded to the nearest. float8_e4m3 has one scale s = 2^k per tensor, the smallest power of two with
-max |x| ≤ 448 s: a power of two costs no precision beside any other scale, and stays the same from step to step.
-Then x ≈ s · e4m3(x / s), with a relative error of at most 2⁻⁴ where |x| ≥ 2⁻⁶ s.
+bfloat16 rounds to nearest. float8_e4m3 uses one scale s = 2^k per tensor: the smallest power of two with max |x| ≤ 448
+s. A power of two is as precise as any other scale, and rarely changes between steps. Then x ≈ s · e4m3(x / s), with a
+relative error of at most 2⁻⁴ where |x| ≥ 2⁻⁶ s.
 """
 
 import math
@@ -23,11 +23,11 @@ _MATRICES = (Partition.ROWS, Partition.COLUMNS, Partition.GATE_UP, Partition.QKV
 
 
 def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """Return for each tensor the dtype in which it is sent under `sync.dtype`.
+    """Return name → shape and dtype in which each tensor is sent; dtype is `sync.dtype` (None: as it is).
 
-    bfloat16 is for all tensors but those that are in float32 whatever the model's type. float8_e4m3 is only for the
-    matrices that tensor parallelism splits: vocabularies, norms, biases and routers are small or sensitive, and keep
-    their type.
+    With bfloat16, all tensors are cast except those that are always float32. With float8_e4m3, only the matrices that
+    tensor parallelism splits are cast. Vocabularies, norms, biases and routers are small or sensitive, and keep their
+    dtype.
     """
     if dtype is None:
         return dict(specs)
@@ -50,7 +50,7 @@ def wire_specs(spec: ModelSpec, specs: Mapping[str, TensorSpec], dtype: str | No
 
 
 def scale_of(largest: float) -> float:
-    """Return the scale of a tensor whose largest magnitude is given; 1 if the tensor is all zeros."""
+    """Return the float8 scale of a tensor, given its largest magnitude; 1 if the tensor is all zeros."""
     if largest == 0:
         return 1.0
     mantissa, exponent = math.frexp(largest / _LARGEST)
@@ -59,10 +59,10 @@ def scale_of(largest: float) -> float:
 
 
 def largest_magnitude(name: str, view: torch.Tensor) -> float:
-    """Compute max |x| of a part of a tensor.
+    """Compute max |x| of a part of the tensor `name`.
 
     Raises:
-        NonFiniteError: it is NaN or infinite, which no scale covers.
+        NonFiniteError: a weight is NaN or infinite, which float8 cannot represent.
     """
     largest = float(view.detach().abs().amax()) if view.numel() else 0.0
     if not math.isfinite(largest):
@@ -71,7 +71,7 @@ def largest_magnitude(name: str, view: torch.Tensor) -> float:
 
 
 def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
-    """Cast elements to the dtype in which they are sent, after dividing them by `scale` if there is one."""
+    """Cast weights to the dtype in which they are sent, after dividing them by `scale` if it is given."""
     if scale is not None:
         return view.float().div(scale).to(dtype)
     # `to` lets other threads in even if it has nothing to do, once per part.
@@ -79,5 +79,5 @@ def to_wire(view: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torc
 
 
 def from_wire(tensor: torch.Tensor, scale: float) -> torch.Tensor:
-    """Turn scaled elements back into float32."""
+    """Convert received float8 weights to float32, multiplied by their scale."""
     return tensor.float().mul_(scale)

@@ -15,23 +15,21 @@ _DEVICE = 6
 
 
 class DeviceSegments:
-    """Device memory shared by name: the sender creates it, the receiver opens it, and a rendezvous store carries the
-    handles.
-    """
+    """Device memory shared between two processes by name; its CUDA IPC handles are exchanged through a TCPStore."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store
 
     def create(self, path: Path, num_bytes: int) -> torch.Tensor:
-        """Allocate a tensor [num_bytes] uint8 that the other process can open as long as this tensor lives."""
+        """Allocate a uint8 tensor [num_bytes] that the other process can `open`, as long as this tensor exists."""
         segment = torch.empty(num_bytes, dtype=torch.uint8, device=platform().device())
         # The store only takes text.
         self._store.set(str(path), base64.b64encode(pickle.dumps(reduce_tensor(segment))).decode())
         return segment
 
     def open(self, path: Path) -> torch.Tensor:
-        """Return the memory that the other process created, as a tensor on this process's device (device indices may
-        differ).
+        """Return the tensor that the other process created under this path; the two may number the device
+        differently.
         """
         rebuild, arguments = pickle.loads(base64.b64decode(self._store.get(str(path))))
         own = [*arguments]
@@ -40,5 +38,5 @@ class DeviceSegments:
         return segment
 
     def synchronize(self) -> None:
-        """Wait until copies to or from segments are done, because the other process does not see this one's stream."""
+        """Wait until this process's copies have finished, because the other process cannot wait for its CUDA stream."""
         platform().synchronize()

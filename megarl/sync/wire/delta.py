@@ -1,11 +1,11 @@
-"""Encode the difference between two versions of a message without loss, as the elements whose bits changed.
+"""Encode the change of a message since the last weight sync without loss, as the elements whose bits have changed.
 
 Elements are grouped in blocks of 2¹⁶. For each block, the payload has the number of changed elements (uint32) and their
-places, as uint16 each, or as a bitmap if that is shorter. The new values follow. If c of n elements of w bytes have
-changed, evenly over the blocks, this takes 4 ⌈n / 2¹⁶⌉ + min(2c, n / 8) + w c bytes.
+positions: uint16 each, or a bitmap if that is shorter. The new values follow. If c of n elements of w bytes have
+changed, evenly over the blocks, this takes 4 ⌈n / 2¹⁶⌉ + min(2c, n / 8) + w c bytes, besides checksums.
 
-A payload begins with its own CRC-32 and contains that of each tensor of the result; otherwise, applying it to another
-version than it was made from would give wrong weights unnoticed.
+The payload has a CRC-32 of itself and of each resulting tensor. Without these, applying it to a version other than the
+one it was made from would silently give wrong weights.
 """
 
 import zlib
@@ -25,7 +25,7 @@ Span = tuple[str, int, int, int]
 
 
 def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | None:
-    """Encode the changes from `previous` to `current`; return None if sending all of `current` is no longer."""
+    """Encode the changes from `previous` to `current`. Return None if that is not shorter than `current` itself."""
     masks = [_words(previous, span) != _words(current, span) for span in spans]
     if sum(np.count_nonzero(mask) * span[3] for mask, span in zip(masks, spans, strict=True)) >= len(current):
         return None
@@ -51,10 +51,10 @@ def encode(previous: Bytes, current: Bytes, spans: Sequence[Span]) -> Bytes | No
 
 
 def apply(payload: Bytes, target: Bytes, spans: Sequence[Span]) -> None:
-    """Apply a payload in place to the version that it was made from, which turns it into the new version.
+    """Apply encoded changes to `target` in place, which must be the version that they were computed from.
 
     Raises:
-        WeightSyncError: the payload was changed on its way, or `target` is another version.
+        WeightSyncError: the payload was corrupted on its way, or `target` is another version.
     """
     if payload[:_CRC_BYTES].tobytes() != _crc(payload[_CRC_BYTES:]).tobytes():
         raise WeightSyncError("a message with changed weights arrived with other bits than were sent")
@@ -81,14 +81,14 @@ class _Reader:
         self._data, self._at = data, 0
 
     def take(self, count: int, dtype: np.dtype[np.unsignedinteger]) -> npt.NDArray[np.unsignedinteger]:
-        """Return the next `count` numbers."""
+        """Return the next `count` numbers of the payload."""
         end = self._at + count * dtype.itemsize
         section, self._at = self._data[self._at : end], end
         return section.view(dtype)
 
 
 def _words(message: Bytes, span: Span) -> npt.NDArray[np.unsignedinteger]:
-    """View the bits of a span's elements as unsigned integers."""
+    """Return the elements of a span (a part of a tensor in a message) as unsigned integers with the same bits."""
     _, start, end, width = span
     return message[start:end].view(f"u{width}")
 
@@ -102,7 +102,7 @@ def _has_bitmap(counts: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_
 
 
 def _size(counts: npt.NDArray[np.uint32], width: int) -> int:
-    """Count the bytes of a span's counts, places and values."""
+    """Return the encoded size in bytes of a span: changes per block, their positions, and new values."""
     places = np.where(_has_bitmap(counts), _BITMAP_BYTES, 2 * counts.astype(np.int64))
     return 4 * len(counts) + int(places.sum()) + width * int(counts.sum())
 
@@ -110,7 +110,7 @@ def _size(counts: npt.NDArray[np.uint32], width: int) -> int:
 def _places(
     mask: npt.NDArray[np.bool_], changed: npt.NDArray[np.int64], counts: npt.NDArray[np.uint32]
 ) -> tuple[Bytes, npt.NDArray[np.uint16]]:
-    """Return the bitmaps of the blocks that have one, and the places of changes in the others."""
+    """Return bitmaps for blocks with many changes, and uint16 positions of changes in all other blocks."""
     with_bitmap = _has_bitmap(counts)
     bitmaps = np.zeros((int(with_bitmap.sum()), BLOCK), np.bool_)
     for row, block in enumerate(np.flatnonzero(with_bitmap)):
@@ -121,7 +121,7 @@ def _places(
 
 
 def _positions(counts: npt.NDArray[np.unsignedinteger], reader: _Reader) -> npt.NDArray[np.int64]:
-    """Return the places in a span where elements changed, ascending."""
+    """Decode the positions in a span at which elements have changed, in ascending order."""
     with_bitmap = _has_bitmap(counts)
     blocks = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     in_bitmap = with_bitmap[blocks]

@@ -1,8 +1,8 @@
-"""Send messages as differences from their last versions, by wrapping the sender and the receiver of any other wire.
+"""Send messages as differences from the last weight sync, by wrapping any sender and its receiver.
 
-Both sides keep the last version of each of their messages in host memory. The sender announces the current length of a
-message in the store; a message of full length is sent in full. Messages between neighbours stay in shared memory and
-are passed on unchanged.
+Sender and receiver keep the last version of each message in host memory. For each message, the sender announces the
+current length through the TCPStore; full length means that it is sent in full. Messages between processes that share
+memory are passed on unchanged.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _Key = tuple[int, int, int]
 
 
 class _Versions:
-    """The last version of each message, from which sender and receiver make and apply differences."""
+    """The last version of each message: senders compute differences from it, and receivers apply them to it."""
 
     def __init__(self, share: Share) -> None:
         self._specs, meeting = share.specs, share.meeting
@@ -46,7 +46,7 @@ class _Versions:
         self._store.set(self._name(message), str(message.num_bytes))
 
     def with_length(self, message: Parcel) -> Parcel:
-        """Wait for the length that the sender announced for a message, and return the message with that length."""
+        """Wait until the sender announces a message's current length, and return the message with this length."""
         name = self._name(message)
         if not is_said(self._store, name, self.transfer, self._timeout_s):
             raise WeightSyncError(
@@ -62,7 +62,7 @@ class _Versions:
 
 
 class DeltaSender:
-    """A sender that transmits only what changed since the last sync, if that is shorter than the whole message."""
+    """A sender that transmits only the elements that changed since the last sync, if this is shorter."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
@@ -70,7 +70,7 @@ class DeltaSender:
         self._packed = torch.empty(largest, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Forget all last versions, so that every message is next sent in full."""
+        """Forget the last versions, so that every message is sent in full next time."""
         self._versions.kept.clear()
 
     def start(self, transfer: int) -> None:
@@ -96,7 +96,7 @@ class DeltaSender:
 
 
 class DeltaReceiver:
-    """The receiver of messages from a `DeltaSender`."""
+    """The receiver of messages from a `DeltaSender`; it reconstructs the full messages."""
 
     def __init__(self, share: Share, wire: ReceivingEnd) -> None:
         self._wire, self._versions = wire, _Versions(share)
@@ -112,7 +112,7 @@ class DeltaReceiver:
         self._wire.expect([self.sent(message) for message in messages])
 
     def sent(self, message: Parcel) -> Parcel:
-        """Return a message with the length that it has in this transfer."""
+        """Return a planned message with the length that it actually has in the current weight sync."""
         if message.local:
             return message
         if key_of(message) not in self._sent:
@@ -138,5 +138,5 @@ class DeltaReceiver:
 
 
 def key_of(message: Parcel) -> _Key:
-    """Return the key that identifies a message within its plan."""
+    """Return (source, sink, turn), which identifies a message within its plan."""
     return message.source, message.sink, message.turn

@@ -1,4 +1,6 @@
-"""Implement the two ends of a weight sync: ranks send slices of their shards, workers receive full-shape tensors."""
+"""Implement both ends of a weight sync: ranks send slices of their shards, engine workers receive full-shape
+tensors.
+"""
 
 import itertools
 from collections import Counter, defaultdict
@@ -19,14 +21,14 @@ _Views = Mapping[str, list[tuple[Box, torch.Tensor]]]
 
 
 def holding_of(slices: Iterable[Slice], shapes: Mapping[str, Sequence[int]]) -> dict[str, Box]:
-    """Return which box of each tensor a rank holds, replicas included; a tensor held twice (tied embeddings) counts
+    """Return tensor → box (rectangular part) that a rank holds, even if another rank owns it. Tied tensors count
     once.
     """
     return {part.tensor: box_of(part.index, shapes[part.tensor]) for part in slices}
 
 
 class BridgeSender:
-    """The sending end of a weight sync on one trainer rank."""
+    """The sending end of weight syncs on one trainer rank."""
 
     def __init__(self, share: Share, wire: SendingEnd) -> None:
         self._share, self._scales = share, dict[str, float]()
@@ -36,7 +38,7 @@ class BridgeSender:
 
     @torch.no_grad()
     def largest(self, slices: Iterable[Slice]) -> dict[str, float]:
-        """Return the largest magnitude on this rank of each tensor that is sent in float8."""
+        """Return max |x| on this rank of each tensor that is sent in float8, from which scales are chosen."""
         found = dict[str, float]()
         for part in slices:
             if part.tensor in self._share.specs and self._share.specs[part.tensor].dtype == SCALED:
@@ -53,10 +55,10 @@ class BridgeSender:
         scales: Mapping[str, float] | None = None,
         full: bool = False,
     ) -> dict[int, dict[str, int]]:
-        """Send this rank's messages; return the checksums of what was sent, as receiver → tensor → checksum.
+        """Send this rank's messages of one weight sync. Return checksums of the sent data: sink → tensor → checksum.
 
-        with_checksums: compute them; the result is empty otherwise. scales: those of tensors that travel with one, the
-        same on all ranks. full: send everything this time, not differences.
+        with_checksums: whether to compute them; else the result is empty. scales: of tensors sent in float8, the same
+        on all ranks. full: send whole messages this time, not differences.
         """
         specs, self._scales = self._share.specs, dict(scales or {})
         views = {
@@ -83,7 +85,7 @@ class BridgeSender:
 
 
 class _Coming(NamedTuple):
-    """A tensor part in an incoming message: its tensor, its place in it, and its number of elements."""
+    """A part of an incoming message: the tensor it belongs to, its index in that tensor, and its number of elements."""
 
     tensor: str
     place: Index
@@ -91,7 +93,7 @@ class _Coming(NamedTuple):
 
 
 class BridgeReceiver:
-    """The receiving end of a weight sync in one engine worker."""
+    """The receiving end of weight syncs in one engine worker."""
 
     def __init__(self, share: Share, wire: ReceivingEnd, device: torch.device) -> None:
         self._share, self._device = share, device
@@ -109,10 +111,10 @@ class BridgeReceiver:
         self.wire_bytes = 0
 
     def receive(self, transfer: int, *, fill: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors of full shape in which only what this worker needs is filled, each once it is complete.
+        """Yield (name, tensor of full shape) as soon as the parts that this worker needs are received.
 
-        fill: the value of all other elements; by default they are undefined. `wire_bytes` then says how many bytes came
-        over the wire.
+        fill: the value of all other elements; by default they are undefined. Afterwards, `wire_bytes` is the number of
+        bytes that came over the wire, not from memory shared with a trainer rank.
         """
         self.wire_bytes = 0
         missing, tensors = self._num_coming.copy(), dict[str, torch.Tensor]()
@@ -141,7 +143,7 @@ class BridgeReceiver:
     def restore(
         self, name: str, tensor: torch.Tensor, scale: float | None, *, fill: float | None = None
     ) -> torch.Tensor:
-        """Return a received tensor, multiplied by its scale in float32 if it was sent in float8; `fill` is as for
+        """Return a received tensor: in float32 and multiplied by `scale` if it has one, else unchanged. `fill`: see
         `receive`.
         """
         if scale is None:
@@ -154,7 +156,7 @@ class BridgeReceiver:
         return restored
 
     def checksum(self, name: str, tensor: torch.Tensor) -> int:
-        """Return the checksum of what this worker needs of a tensor; the senders' checksums must add up to it."""
+        """Return the checksum of the received part of a tensor, which must be the sum of its senders' checksums."""
         index = slices_of(self._share.needs[name])
         return checksum(tensor[index], index, self._share.specs[name].shape)
 
@@ -165,7 +167,7 @@ class BridgeReceiver:
 
 
 def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield a slice as views in the shape of boxes: a single view, or one per group if groups of rows lie apart."""
+    """Yield views of a slice in the shape of boxes: one view, or one per group if groups of rows are not adjacent."""
     try:
         yield box, view.view([end - start for start, end in box])
     except RuntimeError:
@@ -176,7 +178,7 @@ def _flat_views(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tenso
 
 
 def _overlaps(parts: Iterable[Fragment], views: _Views) -> Iterator[tuple[Fragment, Box, torch.Tensor]]:
-    """Yield the boxes of each part that local views hold, and the views cut to them, in the order of travel."""
+    """For each part of a message, yield the overlaps with local views, as box and cut view, in sending order."""
     for part in parts:
         for box, view in views[part.tensor]:
             if (common := intersection(part.box, box)) is not None:

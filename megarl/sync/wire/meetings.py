@@ -1,6 +1,4 @@
-"""Let the processes of a weight sync exchange keys in a key-value store (torch's TCPStore) on the first trainer
-rank.
-"""
+"""Let the processes of a weight sync find each other through a TCPStore on the first trainer rank's host."""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ _CONNECT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The settings of a rendezvous: the store's address, this process's rank among `size`, and the time-out."""
+    """The settings for a rendezvous: the TCPStore's address, this process's rank among `size`, and the timeout."""
 
     address: str
     port: int
@@ -27,12 +25,12 @@ class Meeting:
     timeout_s: float
 
     def connect(self) -> dist.TCPStore:
-        """Connect this process to the key-value store."""
+        """Return a client of the rendezvous's TCPStore."""
         timeout = timedelta(seconds=self.timeout_s)
         return dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
 
     def join(self, *, over_devices: bool) -> dist.ProcessGroup:
-        """Form a process group of all processes, over the devices' links (NCCL) or the network (gloo).
+        """Make a process group of all `size` processes, over the devices' links (NCCL) or the network (gloo).
 
         Every process must call this at the same time.
         """
@@ -41,21 +39,21 @@ class Meeting:
 
 
 def open_store(address: str) -> dist.TCPStore:
-    """Open a store on a free port of this host; it lives as long as the returned object."""
+    """Start a TCPStore server on a free port of this host; it stops when the returned object is freed."""
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
 def give_up(address: str, port: int, transfer: int) -> None:
-    """Make every process that waits in a transfer (one weight sync) fail, because one of them has died."""
+    """Mark the weight sync `transfer` as failed, so that no process waits for one that has died."""
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set(f"{transfer}/given up", "")
 
 
 def is_said(store: dist.Store, key: str, transfer: int, timeout_s: float) -> bool:
-    """Wait until a key is set in the store; return False if that does not happen in time.
+    """Wait until `key` is set in the store, and return True; return False after `timeout_s`.
 
     Raises:
-        WeightSyncError: the transfer was given up.
+        WeightSyncError: the weight sync `transfer` was given up, because a process has died.
     """
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:

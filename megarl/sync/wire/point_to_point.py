@@ -1,4 +1,4 @@
-"""Carry messages between hosts over a process group (gloo or NCCL), with receives that are posted ahead."""
+"""Carry messages between hosts by send and receive over a process group; receives are posted ahead of their use."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Member:
-    """A member of the process group, with `DEPTH` staging buffers per pair of processes and the transfers under way in
-    them.
+    """A process's membership in the group, with `DEPTH` staging buffers per (source, sink) pair and their pending
+    operations.
     """
 
     def __init__(self, share: Share, group: dist.ProcessGroup) -> None:
@@ -31,12 +31,12 @@ class _Member:
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer; messages that a failed transfer left under way are not waited for."""
+        """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
         self._transfer = transfer
         self._under_way.clear()
 
     def close(self) -> None:
-        """Leave the group, which closes its connections; processes that wait for this one then fail."""
+        """Leave the group and close its connections, so that processes waiting for this one fail."""
         self._under_way.clear()
         del self._group
 
@@ -47,11 +47,11 @@ class _Member:
         return self._buffers[slot][: message.num_bytes]
 
     def _tag(self, message: Parcel) -> int:
-        """Return a tag that distinguishes a message from those of other turns and of failed transfers."""
+        """Return a tag that differs between messages of a pair, also between those of different weight syncs."""
         return self._transfer * self._num_turns[message.source, message.sink] + message.turn
 
     def _wait(self, slot: tuple[int, int, int]) -> None:
-        """Wait until no send or receive uses a staging buffer."""
+        """Wait until the pending send or receive in a staging buffer, if any, has finished."""
         if (under_way := self._under_way.pop(slot, None)) is not None:
             under_way[1].wait()
 
@@ -60,14 +60,14 @@ class PointToPointSender(_Member):
     """The sender of messages over a process group (gloo or NCCL)."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Pack a message and start sending it, once the previous message in the same buffer has been sent."""
+        """Copy tensors into a staging buffer and start to send it. Wait first if the buffer is still being sent."""
         self._wait(_slot(message))
         buffer = self._bytes_of(message)
         pack(parts, buffer)
         self._under_way[_slot(message)] = message, self._group.send([buffer], message.sink, self._tag(message))
 
     def flush(self) -> None:
-        """Return when every message has been sent."""
+        """Wait until every message has been sent."""
         for slot in list(self._under_way):
             self._wait(slot)
 
@@ -80,18 +80,18 @@ class PointToPointReceiver(_Member):
         self._held = set[tuple[int, int, int]]()
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer."""
+        """Begin the weight sync number `transfer`, with all staging buffers free."""
         super().start(transfer)
         self._held.clear()
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Post receives for messages whose buffers are free; the others are posted when their turn comes."""
+        """Post receives for those messages whose staging buffers are free; `receive` posts the remaining ones."""
         for message in messages:
             if _slot(message) not in self._under_way and _slot(message) not in self._held:
                 self._post(message)
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message, after posting its receive unless `expect` has done so."""
+        """Wait for a message, whose receive is posted first unless `expect` has done so."""
         if self._under_way.get(_slot(message), (None, None))[0] is not message:
             self._post(message)
         self._wait(_slot(message))
@@ -99,7 +99,7 @@ class PointToPointReceiver(_Member):
         return Arrival(self._bytes_of(message))
 
     def release(self, message: Parcel) -> None:
-        """Mark the buffer of a message as free, because the message has been read."""
+        """Mark the staging buffer of a message as free, after the message has been read."""
         self._held.discard(_slot(message))
 
     def _post(self, message: Parcel) -> None:

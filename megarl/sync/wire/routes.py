@@ -16,8 +16,8 @@ Far = TypeVar("Far", PointToPointSender, PointToPointReceiver)
 
 
 class _Routed(Generic[Near, Far]):
-    """A sender or receiver for each of two ways: shared memory within a host, and a process group between hosts, if
-    any.
+    """A pair of senders or receivers: one over shared memory within the host and, if the run has several hosts, one
+    over a process group.
     """
 
     def __init__(self, share: Share, near_end: type[Near], far_end: type[Far]) -> None:
@@ -31,13 +31,13 @@ class _Routed(Generic[Near, Far]):
             self._far = far_end(replace(share, messages=tuple(far)), share.join())
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer on both wires."""
+        """Begin the weight sync number `transfer` on both wires (shared memory and process group)."""
         self._near.start(transfer)
         if self._far is not None:
             self._far.start(transfer)
 
     def close(self) -> None:
-        """Close the connections between hosts."""
+        """Leave the process group, which closes the connections between hosts."""
         if self._far is not None:
             self._far.close()
             self._far = None
@@ -50,42 +50,42 @@ class _Routed(Generic[Near, Far]):
 
 
 class RoutedSender(_Routed[SharedMemorySender, PointToPointSender]):
-    """A sender that takes shared memory to processes of its host, and a process group to others."""
+    """A sender that uses shared memory to processes of its own host, and a process group to other hosts."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemorySender, PointToPointSender)
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Send a message over the wire (shared memory or process group) that reaches its receiver."""
+        """Send a message through shared memory if its receiver is on this host, else over the process group."""
         self._end(message).send(message, parts)
 
     def flush(self) -> None:
-        """Wait until the tensors of this transfer are no longer read."""
+        """Wait until the tensors sent in this weight sync are no longer read, so that they may change."""
         self._near.flush()
         if self._far is not None:
             self._far.flush()
 
     def close(self) -> None:
-        """Remove the segments, and close the connections between hosts."""
+        """Remove the shared-memory segments, and close the connections between hosts."""
         self._near.close()
         super().close()
 
 
 class RoutedReceiver(_Routed[SharedMemoryReceiver, PointToPointReceiver]):
-    """A receiver that takes shared memory from processes of its host, and a process group from others."""
+    """A receiver that uses shared memory from processes of its own host, and a process group from other hosts."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share, SharedMemoryReceiver, PointToPointReceiver)
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Let messages from other hosts begin to arrive; messages within this host need no preparation."""
+        """Post receives for messages from other hosts; messages through shared memory need none."""
         if self._far is not None:
             self._far.expect(message for message in messages if not self._is_near(message))
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message on the wire (shared memory or process group) that its sender uses."""
+        """Wait for a message, through shared memory if its sender is on this host, else over the process group."""
         return self._end(message).receive(message)
 
     def release(self, message: Parcel) -> None:
-        """Let the wire reuse the buffer of a message, because the message has been read."""
+        """Let the buffer or segment of a message be reused, after the message has been read."""
         self._end(message).release(message)

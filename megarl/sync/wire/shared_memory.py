@@ -1,6 +1,6 @@
-"""Carry messages between processes of one host in shared-memory segments, with signals through a key-value store.
+"""Carry messages between processes of one host in shared-memory segments, with signals through a TCPStore.
 
-Segments are in host memory or, with `cuda_ipc`, on the device if both ends use the same one.
+Segments are in host memory or, with `cuda_ipc`, on the device if sender and receiver use the same one.
 """
 
 import os
@@ -18,7 +18,7 @@ from megarl.sync.wire.wires import DEPTH, Arrival, Share, pack
 
 
 class _Segments:
-    """The shared-memory segments of a process, one per partner, mapped at first use; each holds the longest message."""
+    """A process's shared-memory segments: `DEPTH` per (source, sink) pair, each as long as its longest message."""
 
     def __init__(self, share: Share) -> None:
         self._prefix, self._timeout_s = share.segments, share.meeting.timeout_s
@@ -35,7 +35,7 @@ class _Segments:
         self._transfer = 0
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer."""
+        """Begin the weight sync number `transfer`."""
         self._transfer = transfer
 
     def _path(self, message: Parcel) -> Path:
@@ -59,7 +59,7 @@ class _Segments:
         self._store.set(self._key(what, message), "")
 
     def _wait(self, what: str, message: Parcel) -> None:
-        """Wait until the partner process says in the key-value store that a message was `sent` or `taken`."""
+        """Wait until the other process signals in the TCPStore that a message was `sent` or `taken`."""
         key = self._key(what, message)
         if not is_said(self._store, key, self._transfer, self._timeout_s):
             raise WeightSyncError(
@@ -73,7 +73,7 @@ class _Segments:
 
 
 class SharedMemorySender(_Segments):
-    """A sender through shared-memory segments, which it creates and which live until `close`."""
+    """The sender of messages through shared-memory segments; it creates them, and `close` removes them."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share)
@@ -85,12 +85,12 @@ class SharedMemorySender(_Segments):
         self._under_way = list[Parcel]()
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer; messages that a failed transfer left under way are not waited for."""
+        """Begin the weight sync number `transfer`; pending messages of a failed earlier one are dropped."""
         super().start(transfer)
         self._under_way.clear()
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Pack a message into its segment, once the previous message there has been taken."""
+        """Copy tensors into a segment, after its previous message has been read, and signal that they are sent."""
         path = self._path(message)
         for earlier in [each for each in self._under_way if self._path(each) == path]:
             self._wait_taken(earlier)
@@ -99,12 +99,12 @@ class SharedMemorySender(_Segments):
         self._under_way.append(message)
 
     def flush(self) -> None:
-        """Wait until every message has been taken."""
+        """Wait until the receivers have read every message."""
         for message in list(self._under_way):
             self._wait_taken(message)
 
     def close(self) -> None:
-        """Unlink the segments."""
+        """Remove the files of all shared-memory segments."""
         for path in self._sizes:
             path.unlink(missing_ok=True)
 
@@ -117,20 +117,20 @@ class SharedMemoryReceiver(_Segments):
     """The receiver of messages from a `SharedMemorySender`."""
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Do nothing, because senders need no preparation."""
+        """Do nothing, because messages in shared memory need no posted receive."""
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait until a message has been sent."""
+        """Wait until a message has been sent, and return its segment for reading."""
         self._wait("sent", message)
         return Arrival(self._bytes_of(message))
 
     def release(self, message: Parcel) -> None:
-        """Tell the sender that a message has been taken."""
+        """Signal to the sender that a message has been read, so that its segment may be reused."""
         self._say("taken", message)
 
 
 def create_segment(path: Path, num_bytes: int) -> None:
-    """Reserve a file of shared memory at once, because later a page without room would kill the process."""
+    """Create a shared-memory file with reserved space; otherwise full memory would kill the process later."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

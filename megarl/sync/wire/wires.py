@@ -1,7 +1,7 @@
-"""Define the interface of wires, which carry the messages of a weight sync; a message is tensors laid end to end.
+"""Define the interface of wires (shared memory, process groups), which carry a weight sync's messages.
 
-A wire carries at most `DEPTH` messages of a pair at a time, so that packing, carrying and unpacking overlap while
-staging memory stays bounded.
+A message consists of tensors laid end to end. At most `DEPTH` messages per (source, sink) pair are in flight, so that
+packing, carrying and unpacking overlap while staging memory stays bounded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,12 +20,12 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One process's share of a sync plan: its messages, the full tensors and, in an engine, what it needs of them.
+    """One process's share of a sync plan: the messages that it sends or receives, and how to reach other processes.
 
-    segments: the path with which names of shared memory begin. meeting: where the processes of the plan meet; its ranks
-    are their numbers in the plan. hosts: the host of every process. over_devices: whether messages between hosts use
-    the devices' own connections instead of the network. delta: whether messages that travel are sent as differences
-    from their last versions. cuda_ipc: whether messages between neighbours stay on their device.
+    specs: the full tensors. needs: the box of each tensor that an engine worker needs. segments: path prefix of
+    shared-memory files. meeting: the rendezvous of all processes; its ranks are their numbers in the plan. hosts: the
+    host of each process. over_devices: whether messages between hosts use the devices' links (NCCL), not gloo. delta:
+    whether to send differences from the last sync. cuda_ipc: whether local messages stay on the device.
     """
 
     messages: tuple[Parcel, ...]
@@ -43,31 +43,31 @@ class Share:
         return len(set(self.hosts))
 
     def join(self) -> dist.ProcessGroup:
-        """Form the process group that carries messages between hosts; every process must call this at the same time."""
+        """Make the process group that carries messages between hosts. Every process must call this at the same time."""
         return self.meeting.join(over_devices=self.over_devices)
 
 
 class SendingEnd(Protocol):
-    """The interface for sending a rank's messages; those to one receiver must be sent in the plan's order."""
+    """The interface for sending a rank's messages. Messages to one receiver must be sent in the plan's order."""
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer (one weight sync). Its number must be new, and the same for senders and receivers."""
+        """Begin a weight sync. Its number `transfer` must be new, and the same in all processes."""
 
     def send(self, message: Parcel, parts: Iterable[torch.Tensor]) -> None:
-        """Send tensors of any strides end to end as one message; they must not change before `flush` returns."""
+        """Send tensors of any strides, end to end, as one message. They must not change before `flush` returns."""
 
     def flush(self) -> None:
-        """Wait until the tensors that were sent are no longer read, so that they may change."""
+        """Wait until the sent tensors are no longer read, so that they may change."""
 
 
 class Arrival:
-    """A message that has arrived in a buffer; it is read once, from its beginning."""
+    """A received message in a buffer, which `read` copies out once, from beginning to end."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._rest = buffer
 
     def read(self, targets: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Fill tensors of any strides, end to end, with the next bytes of the message; yield each once it is full."""
+        """Fill tensors of any strides, one after another, from the rest of the message; yield each when it is full."""
         for target in targets:
             target.copy_(_first(self._rest, target))
             self._rest = self._rest[target.nbytes :]
@@ -78,20 +78,20 @@ class ReceivingEnd(Protocol):
     """The interface for receiving the messages that are addressed to one engine worker."""
 
     def start(self, transfer: int) -> None:
-        """Begin a transfer, as `SendingEnd.start` does."""
+        """Begin a weight sync. Its number `transfer` must be new, and the same in all processes."""
 
     def expect(self, messages: Iterable[Parcel]) -> None:
-        """Announce the messages to be received next, so that they may begin to arrive."""
+        """Announce the next messages to be received, so that their transmission may begin."""
 
     def receive(self, message: Parcel) -> Arrival:
-        """Wait for a message, and return it for reading."""
+        """Wait for a message, and return it to be read."""
 
     def release(self, message: Parcel) -> None:
-        """Let the wire reuse the buffer of a message that has been read."""
+        """Let the buffer of a message be reused, after the message has been read."""
 
 
 def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy tensors into a buffer, end to end."""
+    """Copy tensors into a buffer of bytes, end to end."""
     for part in parts:
         _first(buffer, part).copy_(part)
         buffer = buffer[part.nbytes :]
