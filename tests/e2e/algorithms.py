@@ -58,7 +58,7 @@ class Result:
 
     @property
     def without_times(self) -> list[dict[str, float]]:
-        measured = ("timing_s/", "perf/", "memory/")
+        measured = ("timing_", "perf/", "memory/")
         return [{k: v for k, v in step.items() if not k.startswith(measured)} for step in self.steps]
 
 

@@ -29,7 +29,7 @@ RUN_FILES = {
 }
 MEGARL = (sys.executable, "-W", "ignore", "-m", "megarl.cli")
 # What a resumed run may measure differently.
-MEASURED = ("timing_s/", "perf/", "memory/")
+MEASURED = ("timing_", "perf/", "memory/")
 SETTINGS = (
     "use.model=qwen3-tiny",
     "run.deterministic=true",
