@@ -68,8 +68,8 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
         ),
         (
             {"remote_rm_url": "http://judge:5000/get_reward"},
-            "unknown key 'remote_rm_url', OpenRLHF's name for 'rewards.remote.urls' and 'rewards.custom.path' (URLs "
-            "with rewards.manager=remote, or a .py file)",
+            "unknown key 'remote_rm_url', OpenRLHF's name for 'rewards.manager' and 'rewards.remote.urls' and "
+            "'rewards.custom.path' (URLs with manager=remote, or a .py file with manager=rule)",
         ),
         (
             {"trainer": {"critic_warmup": 5}},

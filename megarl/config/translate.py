@@ -1,0 +1,256 @@
+"""Translate values of other frameworks' options, whose names `aliases` maps to keys here.
+
+A rule takes an option's value and all options of its command or file, defaults included, by their names in that
+framework. It returns the value for the option's key, or a tuple with one value for each of its keys, in which `UNSET`
+leaves a key alone. It raises ConfigError, with the reason as its text, for a value that has no counterpart here.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from megarl.errors import ConfigError
+
+Options: TypeAlias = Mapping[str, Any]
+Rule: TypeAlias = Callable[[Any, Options], Any]
+
+
+class _Unset(Enum):
+    """The type of `UNSET`, which has no other value."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = _Unset.UNSET
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def choose(values: Mapping[Any, Any]) -> Rule:
+    """Return the rule that looks a value up in a table; a tuple there has one value for each key."""
+
+    def look_up(value: Any, _: Options) -> Any:
+        if value not in values:
+            known = ", ".join(map(repr, values))
+            raise ConfigError(f"{value!r} has no counterpart; those of {known} do")
+        return values[value]
+
+    return look_up
+
+
+def unless_off(value: Any, _: Options) -> Any:
+    """Return a number, but None for one below 0 and for null, by which verl and LUFFY switch a bound off."""
+    return None if value is None or value < 0 else value
+
+
+def if_given(value: Any, _: Options) -> Any:
+    """Return a value, or leave the key alone for null and for a negative number, which stand for a default."""
+    return UNSET if value is None or (not isinstance(value, str) and value < 0) else value
+
+
+def as_list(value: Any, _: Options) -> Any:
+    """Return a list of files from one file, a list of them, or several that commas separate."""
+    if value is None:
+        return UNSET
+    return value if isinstance(value, list) else [part for part in str(value).split(",") if part]
+
+
+def every_steps(value: Any, _: Options) -> Any:
+    """Return a number of steps between validations; −1, which means never, has no counterpart."""
+    if value is None or value < 1:
+        raise ConfigError("there is validation wherever data.val is set; leave data.val out to have none")
+    return value
+
+
+def weighted_files(value: Any, options: Options) -> Any:
+    """Return OpenRLHF's comma-separated prompt files with their sampling probabilities as entries of data.train."""
+    files = as_list(options.get("prompt_data"), options)
+    if value is None or files is UNSET:
+        return UNSET
+    weights = [float(part) for part in str(value).split(",")]
+    if len(weights) != len(files):
+        raise ConfigError(f"{len(weights)} probabilities do not fit the {len(files)} files of prompt_data")
+    return [{"path": path, "weight": weight} for path, weight in zip(files, weights, strict=True)]
+
+
+def reward_url(value: Any, _: Options) -> Any:
+    """Return rewards.manager, rewards.remote.urls and rewards.custom.path for OpenRLHF's remote_rm_url."""
+    if value is None:
+        return UNSET
+    urls = [part for part in str(value).split(",") if part]
+    files = [url for url in urls if url.endswith(".py")]
+    return ("rule", UNSET, files[0]) if files else ("remote", urls, UNSET)
+
+
+def loggers(value: Any, _: Options) -> Any:
+    """Return whether verl's list of loggers has TensorBoard; its project name is for Weights & Biases."""
+    return "tensorboard" in (value or [])
+
+
+def wandb_project(value: Any, options: Options) -> Any:
+    """Return verl's project name if it logs to Weights & Biases."""
+    return value if "wandb" in (options.get("trainer.logger") or []) else UNSET
+
+
+def kl_place(value: Any, options: Options, *, place: str, coef: str) -> Any:
+    """Return where the KL penalty acts if this switch of verl is on, unless its coefficient is 0."""
+    return place if value and options.get(coef) else UNSET
+
+
+def kl_coef(value: Any, options: Options, *, switch: str) -> Any:
+    """Return a coefficient of the KL penalty if the switch of the same framework is on."""
+    return value if value and options.get(switch) else UNSET
+
+
+def kl_estimator(value: Any, options: Options, *, in_loss: str) -> Any:
+    """Return the name of the KL estimator; some have no useful gradient and are refused in the loss."""
+    if options.get(in_loss) and value in ("k1", "kl", "abs"):
+        raise ConfigError(f"{value} has no useful gradient in the loss, so it is refused there; use k2 or k3")
+    return value
+
+
+def init_kl_coef(value: Any, options: Options) -> Any:
+    """Return algo.kl.coef and algo.kl.where for OpenRLHF's init_kl_coef, of which 0 switches the penalty off."""
+    return (value, "loss" if options.get("use_kl_loss") else "reward") if value else (UNSET, "none")
+
+
+def clip_ratio(value: Any, options: Options) -> Any:
+    """Return both bounds of verl's clip_ratio, without those that have an option of their own."""
+    own = (f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high")
+    return tuple(UNSET if options.get(name) is not None else value for name in own)
+
+
+def dual_clip(value: Any, options: Options, *, loss: str) -> Any:
+    """Return the bound of the dual clip, which only the loss of PPO has."""
+    return value if options.get(loss) in (None, "vanilla", "ppo") else None
+
+
+def filter_groups(value: Any, options: Options) -> Any:
+    """Return the bounds of verl's dynamic sampling, which keeps the groups whose samples differ."""
+    if not value:
+        return UNSET
+    if options.get("algorithm.filter_groups.metric") not in (None, "acc"):
+        raise ConfigError("groups are kept by bounds of their mean; choose those for the range of your rewards")
+    return [0.0, 1.0]
+
+
+def refills(value: Any, _: Options) -> Any:
+    """Return how many batches verl's dynamic sampling may draw besides the first."""
+    if value and value > 0:
+        return value - 1
+    raise ConfigError("there is no unlimited number of batches; choose a limit")
+
+
+def dynamic_filtering(value: Any, options: Options) -> Any:
+    """Return bounds, what they bound, and the number of refills for OpenRLHF's dynamic filtering.
+
+    OpenRLHF refills without limit; 10 further batches stand in for that.
+    """
+    return ([*options.get("dynamic_filtering_reward_range", (0, 1))], "score", 10) if value else UNSET
+
+
+def overlong(value: Any, options: Options, *, switch: str) -> Any:
+    """Return the length of the overlong buffer if verl's switch for it is on."""
+    return int(value) if value and options.get(switch, True) else UNSET
+
+
+def is_correction(value: Any, options: Options) -> Any:
+    """Return name, low and high for OpenRLHF's correction of the mismatch between engine and trainer."""
+    if not value:
+        return UNSET
+    bounds = options.get("vllm_is_truncated_threshold")
+    low, high = bounds if isinstance(bounds, list) else (UNSET, bounds)
+    kind = options.get("vllm_is_correction_type") or "tis"
+    if isinstance(bounds, list):
+        return kind, low, high
+    return ("tis_upper" if kind == "tis" else kind, UNSET, UNSET if bounds is None else high)
+
+
+def rows_as_tokens(value: Any, options: Options, *, dynamic: str, lengths: tuple[str, str]) -> Any:
+    """Return the tokens of so many rows of full length, unless micro-batches are already sized by tokens."""
+    if value is None or options.get(dynamic):
+        return UNSET
+    return int(value) * sum(int(options[length]) for length in lengths)
+
+
+def tokens_of_ranks(value: Any, options: Options, *, dynamic: str, context: str) -> Any:
+    """Return tokens per data-parallel rank from tokens per device, of which `context` devices share a row."""
+    return int(value) * int(options.get(context) or 1) if value and options.get(dynamic) else UNSET
+
+
+def rows_as_prompts(value: Any, options: Options) -> Any:
+    """Return OpenRLHF's train_batch_size, a number of rows, as a number of prompts."""
+    samples = int(options["n_samples_per_prompt"])
+    if value % samples:
+        raise ConfigError(f"{value} rows are no whole number of prompts with {samples} samples each")
+    return min(value // samples, int(options["rollout_batch_size"]))
+
+
+def _optimizer_steps(options: Options, steps: float) -> int:
+    """Return how many optimizer steps so many steps of verl have; its schedule counts the latter."""
+    batches = options["data.train_batch_size"] // options[f"{_ACTOR}.ppo_mini_batch_size"]
+    return round(steps * max(batches, 1) * options.get(f"{_ACTOR}.ppo_epochs", 1))
+
+
+def warmup_steps(value: Any, options: Options) -> Any:
+    """Return verl's warm-up in optimizer steps; it counts training steps."""
+    return UNSET if value is None or value < 0 else _optimizer_steps(options, value)
+
+
+def warmup_share(value: Any, options: Options, *, steps: str = "", given: str = "") -> Any:
+    """Return the optimizer steps of a warm-up given as a share of the run, if the run's length in steps is known.
+
+    steps: the option for the run's number of steps, if there is one. given: the option that sets the warm-up itself.
+    """
+    if not value or (options.get(given) or -1) > 0:
+        return UNSET
+    if not options.get(steps):
+        raise ConfigError("a share of a run whose number of steps is not in the file; set a number of optimizer steps")
+    return _optimizer_steps(options, value * options[steps])
+
+
+def off_policy_loss(value: Any, _: Options) -> Any:
+    """Return the name of LUFFY's loss on demonstrations if it is on."""
+    return "luffy" if value else UNSET
+
+
+def sampled_validation(value: Any, _: Options) -> Any:
+    """Return a temperature of validation; 0 stands for greedy answers, which are always an extra there."""
+    return value if value else UNSET
+
+
+# A switch that is one of several for the same setting: on sets it, off leaves it to the others.
+SWITCH: Final = choose({True: True, False: UNSET, None: UNSET})
+NEGATED: Final = choose({True: False, False: True})
+RECOMPUTE: Final = choose({True: "full", False: "none"})
+SCHEDULE: Final = choose(
+    {
+        "constant": "constant",
+        "constant_with_warmup": "constant",
+        "linear": "linear",
+        "cosine": "cosine",
+        None: UNSET,
+    }
+)
+SCHEDULE_WITH_FLOOR: Final = choose(
+    {
+        "constant": ("constant", UNSET),
+        "constant_with_warmup": ("constant", UNSET),
+        "linear": ("linear", UNSET),
+        "cosine": ("cosine", UNSET),
+        "cosine_with_min_lr": ("cosine", 0.1),
+    }
+)
+VERL_ROWS: Final = partial(
+    rows_as_tokens,
+    dynamic=f"{_ACTOR}.use_dynamic_bsz",
+    lengths=("data.max_prompt_length", "data.max_response_length"),
+)
+VERL_TOKENS: Final = partial(
+    tokens_of_ranks, dynamic=f"{_ACTOR}.use_dynamic_bsz", context=f"{_ACTOR}.ulysses_sequence_parallel_size"
+)
+OPENRLHF_ROWS: Final = partial(
+    rows_as_tokens, dynamic="use_dynamic_batch", lengths=("prompt_max_len", "generate_max_len")
+)
+OPENRLHF_TOKENS: Final = partial(tokens_of_ranks, dynamic="use_dynamic_batch", context="ring_attn_size")
