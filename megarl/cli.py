@@ -45,6 +45,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_eval(commands)
     _add_inspect_hints(commands)
     add_convert(commands)
+    peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
+    peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
+    peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
+    peer.set_defaults(run=_convert_config)
     add_slurm(commands, parse)
     _add_serve_reward(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
@@ -192,6 +196,12 @@ def _inspect_hints(arguments: argparse.Namespace) -> None:
             answers=arguments.answers,
         )
     )
+
+
+def _convert_config(arguments: argparse.Namespace) -> None:
+    from megarl.config.convert_config import convert_config
+
+    convert_config(arguments.file, arguments.out)
 
 
 def _serve_reward(arguments: argparse.Namespace) -> None:

@@ -156,6 +156,7 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
             ),
         ),
         ("skipped rollouts; rollout.source=replay trains on recorded ones", ("skip.*",)),
+        ("a configuration of several files; convert what --cfg job prints of it", ("defaults", "hydra*")),
         (_HDFS, ("*hdfs*", "*.use_shm")),
         ("a minimum of tokens at which routing is recorded; leave it out", ("*.router_replay.*_file",)),
         ("weights of rows by their share; choose algo.aggregation", ("*.loss_scale_factor",)),

@@ -197,6 +197,7 @@ VERL: Entries = {
                 "rloo": "rloo",
                 "rloo_vectorized": "rloo",
                 "reinforce_plus_plus_baseline": "reinforce_baseline",
+                "cpo": "grpo",
             }
         ),
     ),
@@ -225,7 +226,7 @@ VERL: Entries = {
     "data.truncation": (
         "data.on_long_prompt",
         "error or drop; nothing is truncated",
-        translate.choose({"error": "error", "left": "drop", "right": "drop", "middle": "drop"}),
+        translate.truncation,
     ),
     "data.val_files": ("data.val", "", translate.as_list),
     "ray_init.num_cpus": ("cluster.num_cpus",),

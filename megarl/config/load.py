@@ -48,7 +48,7 @@ def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """Return a copy of a configuration with some settings overridden, as in `compose`, but without `use`."""
-    return from_dict(Config, _merge(asdict(config), _parse_overrides(overrides)))
+    return from_dict(Config, merge(asdict(config), _parse_overrides(overrides)))
 
 
 def saved_config(saved: Mapping[str, Any]) -> Config:
@@ -77,7 +77,7 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
     groups = [_read_group_file(path) for path in group_files.values()]
     algo = group_files.get("algo")
     layers = [layer for body in bodies for layer in (body, *_take_for_algo(body, algo))]
-    return reduce(_merge, [*groups, *layers, changes], {})
+    return reduce(merge, [*groups, *layers, changes], {})
 
 
 def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
@@ -96,12 +96,13 @@ def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
     return [settings for name, settings in choices.items() if algo is not None and fnmatch(algo.stem, str(name))]
 
 
-def _merge(below: Tree, above: Tree) -> Tree:
+def merge(below: Tree, above: Tree) -> Tree:
+    """Merge two mappings key by key; where both have a value that is no mapping, that of `above` wins."""
     merged = dict(below)
     for key, value in above.items():
         covered = merged.get(key)
         both = isinstance(covered, dict) and isinstance(value, dict)
-        merged[key] = _merge(cast(Tree, covered), value) if both else value
+        merged[key] = merge(cast(Tree, covered), value) if both else value
     return merged
 
 
@@ -113,7 +114,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
         if not equals or not all(keys):
             raise ConfigError(f"override {override!r}: expected key=value, such as actor.optimizer.lr=1e-5")
         value = _parse_yaml(text.encode(), f"override {override!r}")
-        changes = _merge(changes, reduce(lambda nested, key: {key: nested}, reversed(keys), value))
+        changes = merge(changes, reduce(lambda nested, key: {key: nested}, reversed(keys), value))
     return changes
 
 

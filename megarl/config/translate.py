@@ -63,6 +63,11 @@ def every_steps(value: Any, _: Options) -> Any:
     return value
 
 
+def truncation(value: Any, options: Options) -> Any:
+    """Return what happens to long prompts: nothing is cut here, so verl's cuts become drops."""
+    return UNSET if options.get("data.filter_overlong_prompts") else ("error" if value == "error" else "drop")
+
+
 def weighted_files(value: Any, options: Options) -> Any:
     """Return OpenRLHF's comma-separated prompt files with their sampling probabilities as entries of data.train."""
     files = as_list(options.get("prompt_data"), options)
@@ -103,9 +108,14 @@ def kl_coef(value: Any, options: Options, *, switch: str) -> Any:
     return value if value and options.get(switch) else UNSET
 
 
-def kl_estimator(value: Any, options: Options, *, in_loss: str) -> Any:
-    """Return the name of the KL estimator; some have no useful gradient and are refused in the loss."""
-    if options.get(in_loss) and value in ("k1", "kl", "abs"):
+def kl_estimator(value: Any, options: Options, *, in_loss: str, elsewhere: bool = False) -> Any:
+    """Return the name of the KL estimator; some have no useful gradient and are refused in the loss.
+
+    in_loss: the option that puts the penalty into the loss. elsewhere: whether the name counts without it, too.
+    """
+    if not options.get(in_loss):
+        return value if elsewhere else UNSET
+    if value in ("k1", "kl", "abs"):
         raise ConfigError(f"{value} has no useful gradient in the loss, so it is refused there; use k2 or k3")
     return value
 

@@ -1,0 +1,256 @@
+"""Turn the options of a training run of verl, OpenRLHF or LUFFY into a run file (`megarl convert-config`).
+
+`aliases` names the key of every option and the rule for its values; here are the defaults that a run of another
+framework relies on without naming them, and the settings here that follow from others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.aliases import Alias, find_alias
+from megarl.config.aliases_verl import SAME
+from megarl.config.load import merge
+from megarl.config.peer_files import PeerOptions, read_peer_file
+from megarl.config.translate import UNSET
+from megarl.errors import ConfigError
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_VERL: Mapping[str, Any] = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.truncation": "error",
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_penalty": "kl",
+    f"{_ACTOR}.ppo_mini_batch_size": 256,
+    f"{_ACTOR}.ppo_epochs": 1,
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{_ACTOR}.clip_ratio": 0.2,
+    f"{_ACTOR}.clip_ratio_c": 3.0,
+    f"{_ACTOR}.entropy_coeff": 0,
+    f"{_ACTOR}.use_kl_loss": False,
+    f"{_ACTOR}.kl_loss_coef": 0.001,
+    f"{_ACTOR}.kl_loss_type": "low_var_kl",
+    f"{_ACTOR}.loss_agg_mode": "token-mean",
+    f"{_ACTOR}.grad_clip": 1.0,
+    f"{_ACTOR}.optim.lr": 1e-6,
+    f"{_ACTOR}.optim.betas": [0.9, 0.999],
+    f"{_ACTOR}.optim.weight_decay": 0.01,
+    f"{_ROLLOUT}.n": 1,
+    f"{_ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{_ROLLOUT}.gpu_memory_utilization": 0.5,
+    f"{_ROLLOUT}.free_cache_engine": True,
+    f"{_ROLLOUT}.val_kwargs.do_sample": False,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.betas": [0.9, 0.999],
+    "critic.cliprange_value": 0.5,
+    "trainer.total_epochs": 30,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "verl": _VERL,
+    "LUFFY": {
+        **_VERL,
+        f"{_ACTOR}.entropy_coeff": 0.001,
+        f"{_ACTOR}.use_kl_loss": True,
+        f"{_ACTOR}.clip_ratio_c": None,
+        f"{_ACTOR}.clip_upper_bound": 1.0,
+        f"{_ACTOR}.off_policy_reshape": "no_reshape",
+        f"{_ROLLOUT}.prefix_strategy": "random",
+        f"{_ROLLOUT}.min_prefix_ratio": 0.0,
+        f"{_ROLLOUT}.max_prefix_ratio": 1.0,
+        f"{_ROLLOUT}.n_prefix": -1,
+        f"{_ROLLOUT}.max_prefix_len": 8192,
+        f"{_ROLLOUT}.n_val": 8,
+        f"{_ROLLOUT}.val_temperature": 0.6,
+    },
+    "OpenRLHF": {
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 8,
+        "colocate_all_models": False,
+        "vllm_num_engines": 1,
+        "vllm_gpu_memory_utilization": 0.95,
+        "advantage_estimator": "gae",
+        "n_samples_per_prompt": 1,
+        "rollout_batch_size": 1024,
+        "train_batch_size": 128,
+        "micro_train_batch_size": 4,
+        "train_max_tokens_per_gpu": 16192,
+        "num_episodes": 1,
+        "prompt_max_len": 1024,
+        "generate_max_len": 1024,
+        "actor_learning_rate": 1e-6,
+        "critic_learning_rate": 9e-6,
+        "lr_scheduler": "cosine_with_min_lr",
+        "lr_warmup_ratio": 0.03,
+        "adam_betas": [0.9, 0.95],
+        "l2": 0.0,
+        "max_norm": 1.0,
+        "eps_clip": 0.2,
+        "dual_clip": None,
+        "value_clip": 0.5,
+        "policy_loss_type": "ppo",
+        "init_kl_coef": 0.01,
+        "kl_estimator": "k1",
+        "reward_clip_range": [-10.0, 10.0],
+        "seed": 42,
+        "input_key": "input",
+        "eval_temperature": 0.6,
+        "eval_n_samples_per_prompt": 4,
+    },
+}
+
+# Settings that only act with others: what a key starts with, the key that decides, and its values (empty: any).
+_ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (
+    ("critic.", "algo.advantage.estimator", frozenset({"gae"})),
+    ("algo.advantage.gamma", "algo.advantage.estimator", frozenset({"gae"})),
+    ("algo.advantage.lam", "algo.advantage.estimator", frozenset({"gae"})),
+    ("algo.advantage.norm_by_std", "algo.advantage.estimator", frozenset({"grpo", "grpo_split", "reinforce_baseline"})),
+    ("algo.kl.", "algo.kl.where", frozenset({"loss", "reward"})),
+    ("reference.", "algo.kl.where", frozenset({"loss", "reward"})),
+    ("reward_model.", "rewards.manager", frozenset({"model"})),
+    ("algo.filter.", "algo.filter.mean_score", frozenset()),
+    ("algo.reward.overlong_factor", "algo.reward.overlong_buffer_tokens", frozenset()),
+    ("algo.correction.", "algo.correction.name", frozenset()),
+    ("placement.offload", "placement.mode", frozenset({"colocated"})),
+    ("algo.entropy.", "algo.entropy.controller", frozenset({"learned", "proportional"})),
+    ("algo.off_policy.reshape_weight", "algo.off_policy.reshape", frozenset({"logp", "p_logp"})),
+    ("algo.off_policy.reshape_exponent", "algo.off_policy.reshape", frozenset({"pow"})),
+)
+# Values of an option that asks for nothing, and options that switch off all others of their section by such a value.
+_OFF: tuple[Any, ...] = (False, None, 0, "", [], {}, -1)
+_SWITCHES = ("enable", "enabled", "rank", "lora_rank")
+
+
+@dataclass(kw_only=True)
+class Converted:
+    """A run file in the making: its settings by dotted key, and what became of each given option.
+
+    differs: options carried over whose meaning is not quite the same. needless: options without an effect here. lost:
+    options that could not be carried over. Each maps an option, as it was given, to what to know about it.
+    """
+
+    framework: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    differs: dict[str, str] = field(default_factory=dict)
+    needless: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+def convert_config(path: Path, out: Path | None) -> None:
+    """Convert a script or YAML file, and write the run file to `out`, or print it."""
+    if out is not None and out.exists():
+        raise ConfigError(f"--out: {out} exists; choose another name or delete it")
+    converted = convert(read_peer_file(path))
+    text = to_run_file(converted, str(path))
+    if out is None:
+        print(text, end="")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    counts = f"{len(converted.settings)} settings, {len(converted.lost)} options not carried over"
+    print("\n".join([f"{out}: {counts}", *_report(converted)]))
+
+
+def convert(peer: PeerOptions) -> Converted:
+    """Return the settings for a run's options and the defaults it relies on, and what could not be carried over."""
+    converted = Converted(framework=peer.framework, lost=dict(peer.unreadable))
+    options = {**DEFAULTS[peer.framework], **peer.options}
+    # Defaults first, so that an option given for the same key wins.
+    for name, value in options.items():
+        given = f"{name}={value}" if name in peer.options else f"{name}={value} (default)"
+        found = find_alias(name)
+        if name in SAME:
+            converted.settings[name] = value
+        elif found is None:
+            converted.lost[given] = f"{peer.framework} has no option of this name that is known here"
+        elif not found[1].key:
+            section = name.rpartition(".")[0]
+            switches = [options[f"{section}.{each}"] for each in _SWITCHES if f"{section}.{each}" in options]
+            is_lost = found[1].unsupported and value not in _OFF and not any(switch in _OFF for switch in switches)
+            (converted.lost if is_lost else converted.needless)[given] = found[1].note
+        else:
+            try:
+                settings = translated(found[1], value, options)
+            except ConfigError as error:
+                converted.lost[given] = f"{' and '.join(found[1].key.split())}: {error}"
+                continue
+            converted.settings.update(settings)
+            if settings and found[1].note and name in peer.options:
+                shown = ", ".join(f"{key}={ours}" for key, ours in settings.items())
+                converted.differs[given] = f"{shown} ({found[1].note})"
+    converted.settings = _complete(converted.settings)
+    return converted
+
+
+def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings by key that an option's value amounts to, or raise ConfigError with the reason."""
+    keys = alias.key.split()
+    result = alias.rule(value, options) if alias.rule else value
+    if alias.rule is None and value is None:
+        return {}
+    is_one_each = len(keys) > 1 and isinstance(result, tuple | list) and len(result) == len(keys)
+    values = result if is_one_each else [result] * len(keys)
+    return {key: ours for key, ours in zip(keys, values, strict=True) if ours is not UNSET}
+
+
+def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop settings that nothing would read, and add those that follow from others: layouts, engines, sizes."""
+    known = {"placement.mode": "colocated", **settings}
+    for start, decides, values in _ONLY_WITH:
+        decided = known.get(decides)
+        if decided is None or (values and decided not in values):
+            known = {key: value for key, value in known.items() if key == decides or not key.startswith(start)}
+    if "trainer.total_steps" in known:
+        known.pop("trainer.total_epochs", None)
+    devices = known.get("placement.trainer.num_nodes", 1) * known.get("placement.trainer.devices_per_node", 1)
+    actor = {key: value for key, value in known.items() if key.startswith("actor.layout.")}
+    for role in ("reference", "critic", "reward_model"):
+        own = {key: value for key, value in known.items() if key.startswith(f"{role}.layout.")}
+        # The actor's own layout is null here: the role then runs in the actor's processes.
+        if all(actor.get(key.replace(role, "actor", 1), 1) == value for key, value in own.items()):
+            known = {key: value for key, value in known.items() if key not in own}
+    for role in ("actor", "reference", "critic", "reward_model"):
+        sizes = [known.get(f"{role}.layout.{size}") for size in ("tp", "pp", "cp")]
+        if role == "actor" or any(sizes):
+            ranks = reduce(lambda product, size: product * (size or 1), sizes, 1)
+            known[f"{role}.layout.dp"] = max(devices // ranks, 1)
+    if known["placement.mode"] == "colocated":
+        known.setdefault("rollout.engine.num_engines", max(devices // known.get("rollout.engine.tp", 1), 1))
+    longest = known.get("data.max_prompt_tokens", 1024) + known.get("rollout.max_response_tokens", 1024)
+    for role in ("actor", "reference", "critic", "reward_model"):
+        tokens = known.get(f"{role}.micro_batch_tokens", 16384 if role == "actor" else longest)
+        if tokens < longest or role == "actor":
+            known[f"{role}.micro_batch_tokens"] = max(tokens, longest)
+    loss, estimator = known.get("algo.policy_loss.name", "ppo_clip"), known.get("algo.advantage.estimator", "grpo")
+    known["algo.name"] = estimator if loss == "ppo_clip" else loss
+    return known
+
+
+def to_run_file(converted: Converted, source: str) -> str:
+    """Return the text of a run file, whose comments say what could not be carried over."""
+    tree: dict[str, Any] = {}
+    for dotted, value in sorted(converted.settings.items()):
+        tree = merge(tree, reduce(lambda nested, key: {key: nested}, reversed(dotted.split(".")), value))
+    head = [f"Converted from {source} of {converted.framework} by megarl convert-config; check it with --dry-run.", ""]
+    comments = "\n".join(f"# {line}".rstrip() for line in [*head, *_report(converted)])
+    return f"{comments}\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
+
+
+def _report(converted: Converted) -> list[str]:
+    parts = (
+        ("Not carried over:", converted.lost),
+        ("Carried over, but check the difference:", converted.differs),
+        ("Without a counterpart, and without need of one:", converted.needless),
+    )
+    return [
+        line for title, entries in parts if entries for line in (title, *(f"  {k}: {v}" for k, v in entries.items()))
+    ]

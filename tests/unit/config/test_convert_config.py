@@ -1,0 +1,292 @@
+"""`megarl convert-config`: run files from scripts with the names and values of published ones, and their dry runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.cli import main
+from megarl.config import Config, load_config
+from megarl.config.aliases import ALIASES
+from megarl.config.convert_config import DEFAULTS, convert, translated
+from megarl.config.peer_files import PeerOptions, read_peer_file
+from megarl.errors import ConfigError
+from tests.unit.config.test_aliases import keys_of
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted((Path(__file__).parent / "peer_scripts").iterdir())
+# Of each script, settings by hand: what a setting here must be for the same run.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "grpo_verl.sh": {
+        "algo.advantage.estimator": "grpo",
+        "algo.kl.where": "loss",
+        "algo.kl.coef": 0.001,
+        "algo.kl.estimator": "low_var_kl",
+        "data.train": [f"{Path.home()}/data/gsm8k/train.parquet"],
+        "data.on_long_prompt": "drop",
+        # 40 rows of 512 + 1024 tokens.
+        "actor.micro_batch_tokens": 61440,
+        "actor.optimizer.betas": [0.9, 0.999],
+        "actor.recompute": "full",
+        "rollout.num_samples": 5,
+        # 8 devices, 2 to an engine.
+        "actor.layout.dp": 8,
+        "rollout.engine.num_engines": 4,
+        "logging.wandb_project": "verl_grpo_example_gsm8k",
+        "checkpoint.every_steps": 20,
+        "trainer.total_epochs": 15,
+    },
+    "dapo_verl.sh": {
+        "algo.policy_loss.clip_low": 0.2,
+        "algo.policy_loss.clip_high": 0.28,
+        "algo.policy_loss.dual_clip": 10.0,
+        "algo.filter.mean_score": [0.0, 1.0],
+        "algo.filter.by": "correct",
+        "algo.filter.max_refills": 9,
+        "algo.reward.overlong_buffer_tokens": 4096,
+        "algo.aggregation": "token-mean",
+        "data.max_prompt_tokens": 2048,
+        "rollout.max_response_tokens": 20480,
+        # 16 nodes of 8 devices, of which 8 share a row; each of the 8 holds 2048 + 20480 tokens.
+        "actor.layout.cp": 8,
+        "actor.layout.dp": 16,
+        "actor.micro_batch_tokens": 8 * 22528,
+        # 10 training steps of 512 / 32 optimizer steps.
+        "actor.optimizer.warmup_steps": 160,
+        "model.path": "/data/verl/models/Qwen2.5-32B",
+        "placement.offload": True,
+        "validation.top_p": 0.7,
+        "validation.greedy": False,
+    },
+    "gspo_verl.sh": {
+        "algo.policy_loss.name": "gspo",
+        "algo.policy_loss.clip_low": 0.0003,
+        "algo.policy_loss.clip_high": 0.0004,
+        "algo.policy_loss.dual_clip": None,
+        "algo.aggregation": "seq-mean-token-mean",
+        "data.train": ["/data/gsm8k/train.parquet", "/data/math/train.parquet"],
+        "trainer.total_steps": 500,
+        # 0.05 × 500 training steps of 512 / 128 optimizer steps.
+        "actor.optimizer.warmup_steps": 100,
+    },
+    "rloo_verl.sh": {
+        "algo.advantage.estimator": "rloo",
+        "algo.kl.where": "reward",
+        "algo.kl.coef": 0.001,
+        "algo.kl.estimator": "kl",
+        "checkpoint.every_steps": 0,
+        "logging.tensorboard": True,
+    },
+    "reinforce_baseline_verl.sh": {
+        "algo.advantage.estimator": "reinforce_baseline",
+        "algo.kl.where": "loss",
+        "algo.kl.estimator": "mse",
+        "actor.optimizer.lr": 3e-6,
+    },
+    "ppo_verl_megatron.sh": {
+        "algo.advantage.estimator": "gae",
+        "algo.advantage.lam": 0.95,
+        "actor.layout.tp": 2,
+        "actor.layout.pp": 2,
+        "actor.layout.dp": 4,
+        # The critic's own layout on the same 16 devices.
+        "critic.layout.tp": 4,
+        "critic.layout.dp": 4,
+        "critic.value_clip": 0.5,
+        "critic.warmup_steps": 10,
+        # 0.05 × 100 training steps of 1024 / 256 optimizer steps.
+        "critic.optimizer.warmup_steps": 20,
+        "placement.trainer.num_nodes": 2,
+    },
+    "luffy.sh": {
+        "algo.demonstrations.strategy": "random",
+        "algo.demonstrations.num_prefixed": 1,
+        "algo.demonstrations.min_ratio": 1.0,
+        "algo.off_policy.loss": "luffy",
+        "algo.off_policy.reshape": "p_div_p_0.1",
+        "algo.off_policy.remove_clip": True,
+        "algo.advantage.norm_by_std": False,
+        "algo.aggregation": "dr_grpo",
+        "algo.entropy_coef": 0.001,
+        "validation.temperature": 0.6,
+        "validation.before_train": False,
+    },
+    "cpo.sh": {
+        "algo.advantage.estimator": "grpo",
+        "algo.cpo.method": "negonly_mi3_qwen3",
+        "algo.cpo.ratio_clamp": 5.0,
+        "algo.cpo.neg_alpha": 0.1,
+        "algo.cpo.hint.source": "solution",
+        "rollout.num_samples": 8,
+    },
+    "reinforce_baseline_openrlhf.sh": {
+        "algo.advantage.estimator": "reinforce_baseline",
+        "algo.correction.name": "icepop",
+        "algo.filter.mean_score": [0.0, 1.0],
+        "algo.filter.by": "score",
+        "algo.kl.where": "loss",
+        "algo.kl.coef": 1e-5,
+        "algo.kl.estimator": "k2",
+        # 1024 rows of 8 samples each.
+        "trainer.mini_batch_prompts": 128,
+        "rewards.custom.path": "/work/reward_func.py",
+        # 4 devices, 2 to a row of 16192 tokens on each.
+        "actor.layout.cp": 2,
+        "actor.layout.dp": 2,
+        "actor.micro_batch_tokens": 32384,
+        "actor.optimizer.schedule": "cosine",
+        "actor.optimizer.min_lr_frac": 0.1,
+        "rollout.engine.num_engines": 2,
+    },
+    "ppo_openrlhf.sh": {
+        "algo.advantage.estimator": "gae",
+        "algo.kl.where": "reward",
+        "algo.kl.estimator": "k1",
+        "rewards.manager": "model",
+        "reward_model.model_path": "/models/reward",
+        "placement.mode": "split",
+        "data.train": [{"path": "/data/a.jsonl", "weight": 0.4}, {"path": "/data/b.jsonl", "weight": 0.6}],
+        "critic.optimizer.lr": 9e-6,
+        "algo.reward.clip": [-10.0, 10.0],
+        # 8 rows of 1024 + 1024 tokens.
+        "actor.micro_batch_tokens": 16384,
+    },
+    "group_norm_openrlhf.sh": {
+        "algo.advantage.estimator": "group_norm",
+        "algo.policy_loss.clip_high": 0.27,
+        "algo.kl.where": "loss",
+        "trainer.prompts_per_step": 128,
+        "trainer.mini_batch_prompts": 32,
+        "rollout.max_response_tokens": 4096,
+        "placement.mode": "colocated",
+    },
+    "grpo_verl.yaml": {
+        "algo.advantage.norm_by_std": False,
+        "actor.optimizer.lr": 1e-6,
+        "actor.optimizer.schedule": "cosine",
+        "actor.optimizer.min_lr_frac": 0.1,
+        "rollout.max_response_tokens": 1536,
+        "actor.layout.dp": 4,
+        "rollout.engine.num_engines": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_settings_by_hand(script: Path) -> None:
+    settings = convert(read_peer_file(script)).settings
+    expected = EXPECTED[script.name]
+    assert {key: settings.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_run_file_passes_a_dry_run(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.yaml"
+    main(["convert-config", str(script), "--out", str(out)])
+    assert "options not carried over" in capsys.readouterr().out
+    # Sizes are those of Qwen3-8B; a published script's model and data are not on this machine.
+    published = ROOT / "configs" / "model" / "hf" / "qwen3-8b"
+    model = [f"model.config_path={published}"]
+    out.write_text(re.sub(r"_path: /models/.*", f"_path: {published}", out.read_text()))
+    steps = [] if "total_steps" in out.read_text() else ["trainer.total_epochs=null", "trainer.total_steps=100"]
+    main(["train", str(out), *model, *steps, "--dry-run"])
+    assert "nothing was started" in capsys.readouterr().out
+
+
+def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
+    converted = convert(
+        PeerOptions(
+            framework="verl",
+            options={
+                "algorithm.adv_estimator": "remax",
+                "actor_rollout_ref.model.lora_rank": 32,
+                "actor_rollout_ref.rollout.multi_turn.enable": False,
+                "actor_rollout_ref.rollout.multi_turn.format": "hermes",
+                "async_training.staleness_threshold": 0.5,
+                "no.such.option": 1,
+                "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1,
+            },
+            unreadable={"model.path=${X}": "unknown"},
+        )
+    )
+    lost = {given.partition("=")[0]: why for given, why in converted.lost.items()}
+    assert set(lost) == {
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.model.lora_rank",
+        "async_training.staleness_threshold",
+        "no.such.option",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+        "model.path",
+    }
+    assert "'remax' has no counterpart" in lost["algorithm.adv_estimator"]
+    assert "LoRA" in lost["actor_rollout_ref.model.lora_rank"]
+    assert "asynchronous" in lost["async_training.staleness_threshold"]
+    assert "number of optimizer steps" in lost["actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"]
+    assert "algo.advantage.estimator" not in converted.settings
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=2\nB=$((A * 3 + 1))\npython3 -m verl.trainer.main_ppo data.train_batch_size=$B", 7),
+        ("B=${A:-5}\npython3 -m verl.trainer.main_ppo data.train_batch_size=${B}", 5),
+        (
+            'A=\'6\'  # six\nB="$A"\npython3 -m verl.trainer.main_ppo \\\n  data.train_batch_size="${B}" | tee x',
+            6,
+        ),
+        ('L=(\n  data.train_batch_size=8\n)\nL+=(data.shuffle=True)\npython -m verl.trainer.main_ppo "${L[@]}"', 8),
+        ("python3 verl/trainer/main_ppo.py +data.train_batch_size=9 2>&1", 9),
+        ("python3 -m verl.trainer.main_ppo 'data.train_batch_size=${data.gen_batch_size}' data.gen_batch_size=10", 10),
+    ],
+)
+def test_a_script_s_variables(script: str, expected: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    peer = read_peer_file(path)
+    assert peer.options["data.train_batch_size"] == expected
+    assert peer.unreadable == {}
+
+
+def test_a_variable_that_the_script_does_not_set_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=${BATCH} data.train_files=$DATA/x.parquet")
+    peer = read_peer_file(path)
+    assert peer.options == {}
+    assert list(peer.unreadable) == ["data.train_batch_size=${BATCH}", "data.train_files=$DATA/x.parquet"]
+
+
+def test_a_file_that_starts_no_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("echo main\n")
+    with pytest.raises(ConfigError, match="no command that starts training"):
+        read_peer_file(path)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_peer_file(tmp_path / "missing.sh")
+
+
+def test_an_existing_run_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.yaml"
+    out.write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["convert-config", str(SCRIPTS[0]), "--out", str(out)])
+    assert out.read_text() == "mine"
+    assert "exists; choose another name" in capsys.readouterr().err
+
+
+def test_every_default_is_a_known_option_whose_rule_takes_it() -> None:
+    for options in DEFAULTS.values():
+        for name, value in options.items():
+            if name in ALIASES and name != "lr_warmup_ratio":
+                assert set(translated(ALIASES[name], value, options)) <= set(ALIASES[name].key.split())
+            assert name in ALIASES or name in keys_of(Config)
+
+
+def test_the_printed_run_file_is_yaml_with_a_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["convert-config", str(SCRIPTS[0])])
+    printed = capsys.readouterr().out
+    assert printed.startswith("# Converted from ")
+    path = tmp_path / "run.yaml"
+    path.write_text(printed)
+    assert load_config(path).algo.name == yaml.safe_load(printed)["algo"]["name"]
