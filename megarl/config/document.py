@@ -1,7 +1,7 @@
-"""Write the key reference and the JSON schema from the configuration classes.
+"""Write the key reference, the JSON schema and the tables of other frameworks' names.
 
-`python -m megarl.config.document` writes docs/configuration.md, for people, and docs/config.schema.json, with which
-editors check and complete run files.
+`python -m megarl.config.document` writes docs/configuration.md, for people, docs/config.schema.json, with which editors
+check and complete run files, and docs/migrating.md (see `document_peers`).
 """
 
 import ast
@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from megarl.config.document_peers import PAGE as PEERS
+from megarl.config.document_peers import render_peers
 from megarl.config.parse import describe_type
 from megarl.config.schema import Config
 from megarl.config.setting import Range, range_of
@@ -209,4 +211,5 @@ def _comments(cls: type) -> dict[str, str]:
 if __name__ == "__main__":
     PAGE.write_text(render())
     JSON_SCHEMA.write_text(render_json_schema())
-    print(f"wrote {PAGE} and {JSON_SCHEMA}")
+    PEERS.write_text(render_peers())
+    print(f"wrote {PAGE}, {JSON_SCHEMA} and {PEERS}")

@@ -8,6 +8,8 @@ import pytest
 
 from megarl.config import Config
 from megarl.config.aliases import ABSENT, ALIASES, find_alias
+from megarl.config.aliases_absent import UNSUPPORTED
+from megarl.config.aliases_needless import NEEDLESS
 from tests.unit.config.test_aliases import keys_of
 
 # The names of verl 0.3.0, 0.6.1 and 0.9.1 with its DAPO and asynchronous recipes, of OpenRLHF before and in 0.11.2
@@ -19,6 +21,10 @@ KEYS = frozenset(keys_of(Config))
 @pytest.mark.parametrize("peer", OPTIONS)
 def test_every_name_is_a_key_here_or_is_answered(peer: str) -> None:
     assert [name for name in OPTIONS[peer] if name not in KEYS and find_alias(name) is None] == []
+
+
+def test_no_pattern_is_listed_twice() -> None:
+    assert len(ABSENT) == sum(len(table) for tables in (UNSUPPORTED, NEEDLESS) for table in tables.values())
 
 
 def test_patterns_cover_no_key() -> None:
