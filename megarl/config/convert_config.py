@@ -15,7 +15,9 @@ import yaml
 from megarl.config.aliases import Alias, find_alias
 from megarl.config.aliases_verl import SAME
 from megarl.config.load import merge
+from megarl.config.parse import from_dict
 from megarl.config.peer_files import PeerOptions, read_peer_file
+from megarl.config.schema import Config
 from megarl.config.translate import UNSET
 from megarl.errors import ConfigError
 
@@ -180,8 +182,13 @@ def convert(peer: PeerOptions) -> Converted:
         else:
             try:
                 settings = translated(found[1], value, options)
+                from_dict(Config, _nested(settings))
             except ConfigError as error:
-                converted.lost[given] = f"{' and '.join(found[1].key.split())}: {error}"
+                keys, reason = found[1].key.split(), str(error)
+                converted.lost[given] = reason if reason.startswith(tuple(keys)) else f"{' and '.join(keys)}: {reason}"
+                continue
+            except (ArithmeticError, LookupError, TypeError, ValueError):
+                converted.lost[given] = "its value, or that of an option it depends on, is not of the expected kind"
                 continue
             converted.settings.update(settings)
             if settings and found[1].note and name in peer.options:
@@ -237,12 +244,17 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_run_file(converted: Converted, source: str) -> str:
     """Return the text of a run file, whose comments say what could not be carried over."""
-    tree: dict[str, Any] = {}
-    for dotted, value in sorted(converted.settings.items()):
-        tree = merge(tree, reduce(lambda nested, key: {key: nested}, reversed(dotted.split(".")), value))
     head = [f"Converted from {source} of {converted.framework} by megarl convert-config; check it with --dry-run.", ""]
     comments = "\n".join(f"# {line}".rstrip() for line in [*head, *_report(converted)])
-    return f"{comments}\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
+    return f"{comments}\n{yaml.safe_dump(_nested(converted.settings), sort_keys=False, allow_unicode=True)}"
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key, sorted, as the tree of a run file."""
+    tree: dict[str, Any] = {}
+    for dotted, value in sorted(settings.items()):
+        tree = merge(tree, reduce(lambda nested, key: {key: nested}, reversed(dotted.split(".")), value))
+    return tree
 
 
 def _report(converted: Converted) -> list[str]:

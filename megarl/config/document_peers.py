@@ -56,8 +56,7 @@ def render_peers() -> str:
         parts.append(_table(("option", "here", "note"), (_row(name, alias) for name, alias in own)))
         if framework == "OpenRLHF":
             renamed = sorted({**RENAMED, **SAME}.items())
-            rows = (f"| `{new}` | `{old}` |" for new, old in renamed)
-            parts.append(_table(("since 0.11", "before"), rows))
+            parts.append(_table(("since 0.11", "before"), (f"| `{new}` | `{old}` |" for new, old in renamed)))
         for title, unsupported in (("Not supported", True), ("Without need of a setting", False)):
             absent = [
                 *((name, alias) for name, alias in named if not (alias.key or unsupported or name in RENAMED)),

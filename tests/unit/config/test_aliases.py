@@ -104,6 +104,11 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
             {"critic_learning_rate": 1e-5},
             "unknown key 'critic_learning_rate', OpenRLHF's name for 'critic.optimizer.lr'",
         ),
+        (  # a feature that does not exist
+            {"async_training": {"staleness_threshold": 0.5}},
+            "unknown key 'async_training.staleness_threshold', of verl, asks for what is not supported here: "
+            "asynchronous training; leave it out: every step trains on samples of the current policy",
+        ),
         (  # the first section left out
             {"rollout": {"n": 8}},
             "unknown key 'rollout.n', verl's name for 'rollout.num_samples'",

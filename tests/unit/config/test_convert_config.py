@@ -227,6 +227,19 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
     assert "algo.advantage.estimator" not in converted.settings
 
 
+def test_a_value_of_the_wrong_kind_is_listed_and_stops_nothing() -> None:
+    options = {
+        "data.train_batch_size": "oops",
+        "trainer.n_gpus_per_node": "abc",
+        "actor_rollout_ref.actor.clip_ratio": [1, 2, 3],
+        "actor_rollout_ref.rollout.n": 4,
+    }
+    converted = convert(PeerOptions(framework="verl", options=options, unreadable={}))
+    assert converted.settings["rollout.num_samples"] == 4
+    assert {given.partition("=")[0] for given in converted.lost} == set(options) - {"actor_rollout_ref.rollout.n"}
+    assert any("expected int" in why for why in converted.lost.values())
+
+
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
