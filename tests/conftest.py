@@ -5,11 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.rank_pool import RankPool
 
 # torch's stores look up the names of addresses. Where a name server loses a question, each such look-up took 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# How long an example takes says more of the machine's load than of the code.
+settings.register_profile("megarl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("megarl")
 # What these compare with is installed apart: make test-conformance.
 collect_ignore = ["conformance"]
 

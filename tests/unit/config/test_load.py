@@ -357,7 +357,7 @@ def test_dump_holds_every_key() -> None:
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lr=finite,
     betas=st.tuples(finite, finite),
