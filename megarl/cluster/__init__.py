@@ -1,4 +1,4 @@
-"""Start and call the processes of a run: Ray, the trainer's ranks and the engines. Several trainers can share them.
+"""Start the remote processes of a run (Ray, trainer ranks, vLLM engines) and call them; runs can use them in turn.
 
     with Cluster(config, roles=inputs.roles) as cluster:
         Trainer(inputs, cluster, recorder).fit()

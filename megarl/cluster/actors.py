@@ -1,4 +1,4 @@
-"""Define the Ray actors, which are thin wrappers around the classes that do the work."""
+"""Define the Ray actors of a run; each wraps the object that does the work, a `PolicyWorker` or a `VllmEngine`."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ END_TIMEOUT_S = 10.0
 
 
 class RunActor:
-    """The base of all actors of a run, which can be asked where the process runs and whether it still works."""
+    """The base class of a run's Ray actors, which report where they run and which worker processes they have lost."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {}
 
@@ -31,7 +31,7 @@ class RunActor:
         write_stacks_on_signal()
 
     def locate(self) -> Location:
-        """Return where this process runs."""
+        """Return the host, address, devices and process id of this process."""
         context = ray.get_runtime_context()
         return Location(
             host=context.get_node_id(),
@@ -43,9 +43,7 @@ class RunActor:
         )
 
     def lost_workers(self) -> list[int]:
-        """Return the indices of this process's workers that have died. That it answers at all shows that the process
-        lives.
-        """
+        """Return the indices of this actor's worker processes that died; any answer shows that the actor lives."""
         return []
 
 
@@ -66,7 +64,7 @@ class RankActor(RunActor):
         return getattr(self.worker, method)(*args, **kwargs)
 
     def call_with_rows(self, method: str, shards: RowShards, micro_batches: Sequence[Sequence[int]], *args: Any) -> Any:
-        """Call a method of the worker with the rows whose indices the micro-batches list."""
+        """Fetch the rows whose indices the micro-batches list, and call a method of the `PolicyWorker` with them."""
         return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
 
 
@@ -75,7 +73,7 @@ _GENERATION = "generation"
 
 
 class EngineActor(RunActor):
-    """A Ray actor with one inference engine. It answers other calls, weight syncs included, while it generates."""
+    """A Ray actor with one vLLM engine. While it generates, it still answers other calls, such as weight syncs."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1}
 
@@ -84,9 +82,9 @@ class EngineActor(RunActor):
         self._workers: list[psutil.Process] = []
 
     def start(self, spec: EngineSpec, device_ids: Sequence[str], predecessor: Sequence[int] = ()) -> list[int]:
-        """Build the engine, on the devices of others if any are given; return its process ids, this process first.
+        """Build the engine, on `device_ids` if any are given, and return the ids of its processes, this one first.
 
-        predecessor: process ids of an engine that died here; its workers, and the memory they hold, may outlive it.
+        predecessor: process ids of a dead engine in this place. They are killed first, as its workers may hold memory.
         """
         end_run_processes(predecessor)
         if device_ids:
@@ -104,7 +102,7 @@ class EngineActor(RunActor):
 
     @ray.method(concurrency_group=_GENERATION)
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """Call `VllmEngine.stream`; the remote call needs num_returns="streaming"."""
+        """Yield completions from `VllmEngine.stream`. The remote call must set num_returns="streaming"."""
         yield from self.engine.stream(requests)
 
 
@@ -124,7 +122,7 @@ def end_run_processes(pids: Sequence[int]) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Tell whether a process lives; a zombie (ended, but not waited for) counts as dead, though psutil says running."""
+    """Return whether a process lives. A zombie counts as dead, although psutil's `is_running` returns True for it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

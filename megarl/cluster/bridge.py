@@ -1,6 +1,4 @@
-"""Send the trainer's weights to the engines: each engine worker receives the slices it lacks from ranks that have
-them.
-"""
+"""Send the trainer's weights to the engines: trainer ranks send each engine worker the tensor slices that it lacks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,10 +23,11 @@ _SCALE_BYTES = 4
 
 
 class BridgeSync:
-    """A weight sync from the actor model's ranks to the workers of all engines, by a plan that is made once.
+    """The weight transfer from the actor's trainer ranks to the workers of all engines, by a plan that is made once.
 
-    specs: the tensors in the types in which they travel. needs: what each worker of an engine needs. shares: for each
-    engine, the ranks whose devices its workers use. delta_full_every: send differences, and every so many syncs all.
+    specs: shape and dtype of each tensor as sent. needs: tensor slices that each worker of an engine loads. shares: for
+    each engine, the ranks whose devices its workers use. delta_full_every: send only changed elements, but all elements
+    every this many syncs; None: always all.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class BridgeSync:
     def push(self, version: int, *, verify: bool) -> dict[str, float]:
         """Send the trainer's current weights to the engines, which generate with them as `version`; return metrics.
 
-        A worker receives only what it needs and does not share in memory with its neighbour.
+        A worker receives only slices that it needs, if possible from the trainer rank that shares its device.
 
         Raises:
             WeightSyncError: a tensor is missing on either side, or (with `verify`) its checksums differ.
@@ -114,14 +113,12 @@ class BridgeSync:
         return {name: scale_of(max(rank.get(name, 0.0) for rank in largest)) for name in self._scaled}
 
     def close(self) -> None:
-        """Remove what the ranks keep in shared memory."""
+        """Make the ranks delete their shared-memory segments."""
         calls = [(p, p.actor.call.remote("close_bridge")) for p in self._ranks]
         wait_all(calls, timeout_s=self._timeout_s, doing="closing the bridge for weights")
 
     def _compare(self, sent: Sequence[Mapping[int, Mapping[str, int]]], received: Sequence[Received]) -> None:
-        """Raise WeightSyncError unless the checksums of what each worker received equal those of what the ranks sent
-        to it.
-        """
+        """Raise WeightSyncError if, for any engine worker, the checksums of sent and received tensors differ."""
         for sink, worker in zip(self.plan.needs, received, strict=True):
             names = [name for name, box in self.plan.needs[sink].items() if num_elements(box)]
             parts = [sums.get(sink, {}) for sums in sent]
@@ -133,7 +130,7 @@ class BridgeSync:
                 )
 
     def _sink(self, engine: int, worker: int) -> int:
-        """Return the number by which the sync plan knows an engine's worker as a receiver."""
+        """Return the receiver number of an engine's worker in the plan, where workers come after the trainer ranks."""
         return len(self._ranks) + engine * self._tp + worker
 
     def _open(self, plan: Plan, segments: Path, **options: bool) -> None:
@@ -166,6 +163,6 @@ class BridgeSync:
         self._call([*self._ranks, *self._engines], calls)
 
     def _call(self, processes: Sequence[Process], calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Make one call to each process, all at the same time, and return the answers."""
+        """Call one method on each process, all at the same time, and return the answers."""
         pending = [(p, p.actor.call.remote(name, *args)) for p, (name, args) in zip(processes, calls, strict=True)]
         return wait_all(pending, timeout_s=self._timeout_s, doing="opening the bridge for weights")

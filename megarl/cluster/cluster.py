@@ -37,10 +37,10 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Cluster:
-    """The processes of a run: Ray, trainer ranks for the layouts of `roles` (if `with_trainer`), engines (if
-    `with_engine`).
+    """The remote processes of a run: Ray, trainer ranks (if `with_trainer`) and vLLM engines (if `with_engine`).
 
-    roles: the models that the ranks will host, the actor first; by default the actor and what shares its layout.
+    roles: the models that the ranks will host, the actor first; every distinct layout among them gets ranks of its own.
+    By default there are only ranks for the actor's layout.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Cluster:
             raise
 
     def check_serves(self, config: Config, roles: Sequence[RoleSpec]) -> None:
-        """Raise ConfigError if the cluster's processes do not suit a run with these roles and this configuration."""
+        """Raise ConfigError if a run with these settings and roles needs processes that were started otherwise."""
         check_serves(self._config, [group.layout for group in self.workers.groups], config, roles)
 
     def _start(self, environment: dict[str, str], with_engine: bool) -> None:
@@ -125,9 +125,7 @@ class Cluster:
         return [device for rank in seat.shares for device in ranks[rank].location.device_ids]
 
     def _join_ranks(self, plan: PlacementPlan) -> dict[str, int]:
-        """Make the ranks of each layout form their process groups, and return the process ids of all ranks by rank
-        name.
-        """
+        """Make the ranks of each layout form their process groups; return the process id of each rank by its name."""
         ranks, timeout_s = self.workers.processes, self._config.cluster.start_timeout_s
         seats = itertools.chain(plan.ranks, *plan.other_ranks)
         prepared = [
@@ -144,12 +142,12 @@ class Cluster:
 
     @property
     def roster(self) -> Roster:
-        """Return the roster of all processes of the run."""
+        """Return the run's `Roster`, which lists its processes and knows which of them have died."""
         first, *_ = [*self.workers.processes, *self.engines.processes]
         return first.roster
 
     def restart_engine(self, index: int) -> None:
-        """Replace an engine that died; see `EngineSeats.restart`."""
+        """Start a new engine in place of engine number `index`, which died; see `EngineSeats.restart`."""
         lost = self.engines.processes[index]
         if self._log_dir is not None:
             # A run that succeeds keeps no other worker logs.
@@ -159,7 +157,7 @@ class Cluster:
         self.pids |= engine_pids(lost.name, new_pids)
 
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
-        """Open the bridge that sends the actor's weights to the engines; call this after the actor has been loaded."""
+        """Return an open `BridgeSync`, which sends the actor's weights to the engines. Load the actor first."""
         config = self._config.sync
         model = read_model_spec(self._config.model.path)
         return BridgeSync(
@@ -186,7 +184,7 @@ class Cluster:
     def close(self, *, failed: bool = False) -> None:
         """End every process of the run; after a failure, first copy the workers' logs to RUN/logs.
 
-        Closing again does nothing, since by then Ray may belong to another cluster.
+        A second call does nothing, since Ray may by then belong to another `Cluster` of this process.
         """
         if self._closed:
             return

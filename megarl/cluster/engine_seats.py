@@ -1,4 +1,4 @@
-"""Start engines in their places on the cluster, at first and again when one has died."""
+"""Start each engine in its reserved place on the cluster, and start a new engine there when one has died."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,21 +15,21 @@ from megarl.rollout.engine import engine_spec
 
 
 def create_actor(cls: type[RunActor], reservation: Reservation, seat: Seat, *args: Any) -> Any:
-    """Create the Ray actor of a process in its place (`Seat`), without waiting until it has started."""
+    """Create a Ray actor in the place that is reserved for it (`Seat`), and return without waiting for its start."""
     remote = ray.remote(concurrency_groups=dict(cls.concurrency_groups))(cls)
     return remote.options(**reservation.options(seat)).remote(*args)
 
 
 def engine_pids(name: str, pids: Sequence[int]) -> dict[str, int]:
-    """Map the names of an engine's processes to their ids, the engine itself first."""
+    """Map names of an engine's processes to their ids: first `name`, then `name worker 0`, `name worker 1`, …"""
     pid, *workers = pids
     return {name: pid} | {f"{name} worker {i}": worker for i, worker in enumerate(workers)}
 
 
 class EngineSeats:
-    """The places of the run's engines. An engine is started in each, and another one if it dies.
+    """The reserved places (seats) of a run's engines. It starts an engine in each place, and a new one if that dies.
 
-    devices_of: returns the devices that a seat shares with trainer ranks, once these ranks have started.
+    devices_of: returns ids of the devices that an engine shares with trainer ranks; the ranks must have started.
     """
 
     def __init__(
@@ -48,19 +48,15 @@ class EngineSeats:
         return {f"engine {i}": create_actor(EngineActor, self._reservation, seat) for i, seat in enumerate(self._seats)}
 
     def begin(self, index: int, process: Process, *, predecessor: Sequence[int] = ()) -> Any:
-        """Make an engine start once the processes of its predecessor have ended. The pending call is returned at
-        once.
-        """
+        """Make an engine start after killing the processes `predecessor`, and return the pending remote call."""
         devices = self._devices_of(self._seats[index])
         return process.actor.start.remote(engine_spec(self._config), devices, predecessor)
 
     def restart(self, index: int, lost: Process, pids: Sequence[int]) -> tuple[Process, list[int]]:
-        """Start an engine in place of a lost one, whose processes were `pids`; return it and its process ids.
+        """Start a new engine in the place of a dead one, whose process ids were `pids`; return it and its process ids.
 
-        It has the weights that are on disk. If memory is offloaded it is put to sleep, as the others must be by then.
-
-        Raises:
-            EngineDiedError: the new engine died as well.
+        The new engine has the weights on disk, not the policy's. With placement.offload it is put to sleep; the other
+        engines must be asleep already.
         """
         process = replace(lost, actor=create_actor(EngineActor, self._reservation, self._seats[index]))
         process.roster.enter(process)

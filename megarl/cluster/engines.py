@@ -1,4 +1,4 @@
-"""Call the engines of a cluster together: deal requests out to them, and collect their completions."""
+"""Distribute generation requests over the engines of a cluster, and collect the completions."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ from megarl.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A batch of requests that engines work on: which request each engine has (`hands`), and the pending remote
-    calls.
-    """
+    """A batch of requests in generation. `hands`: indices of each engine's requests; `calls`: pending remote calls."""
 
     requests: tuple[GenerationRequest, ...]
     hands: tuple[tuple[int, ...], ...]
@@ -23,10 +21,10 @@ class Submission:
 
 
 def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> list[list[int]]:
-    """Choose which requests each engine takes, and return their positions.
+    """Assign requests to engines, and return the indices of each engine's requests.
 
-    Requests with the same prompt go to one engine, for its prefix cache; prompts are dealt out in turn. If there are
-    fewer prompts than engines, the requests themselves are dealt out in turn.
+    Requests with the same prompt go to one engine, which then uses its prefix cache; distinct prompts are assigned in
+    turn. If there are fewer prompts than engines, single requests are assigned in turn.
     """
     prompts = {request.token_ids: i for i, request in enumerate({r.token_ids: r for r in requests}.values())}
     by_prompt = len(prompts) >= num_engines
@@ -38,9 +36,9 @@ def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> li
 
 
 def deal_again(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
-    """Choose which requests each engine takes, after engines died with requests unfinished; return the positions.
+    """Assign the unfinished requests of a batch to engines again, after engines died; return each engine's indices.
 
-    exactly: repeat every batch that has unfinished requests unchanged, with its finished requests.
+    exactly: let every engine with unfinished requests repeat all of its requests, for bitwise equal results.
     """
     if exactly:
         return [list(hand) if set(hand) - set(finished) else [] for hand in submission.hands]
@@ -50,7 +48,7 @@ def deal_again(submission: Submission, finished: Collection[int], *, exactly: bo
 
 
 class EngineGroup:
-    """A group of engines, called together; each holds a full copy of the policy.
+    """The engines of a run, called together; each holds a full copy of the policy.
 
     Every request has its own seed, so the samples do not depend on the number of engines.
     """
@@ -59,7 +57,7 @@ class EngineGroup:
         self.processes, self._timeout_s = list(processes), timeout_s
 
     def submit(self, requests: Sequence[GenerationRequest], hands: Sequence[Sequence[int]] | None = None) -> Submission:
-        """Start generating. `hands`: positions of the requests that each engine takes (default: `deal_requests`)."""
+        """Start generating. `hands`: indices of the requests for each engine; by default from `deal_requests`."""
         hands = deal_requests(requests, len(self.processes)) if hands is None else hands
         calls = [
             (p, p.actor.stream.options(num_returns="streaming").remote([requests[i] for i in hand]))
@@ -69,9 +67,10 @@ class EngineGroup:
         return Submission(requests=tuple(requests), hands=tuple(map(tuple, hands)), calls=tuple(calls))
 
     def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        """Wait for all completions, and pass each to `on_finished` with the position of its request as it arrives.
+        """Wait for all completions, and pass each to `on_finished` on arrival, with the index of its request.
 
-        Requests of engines that die and can be restarted are left unfinished."""
+        If an engine dies that can be restarted, this returns without completions for its unfinished requests.
+        """
         hands = [hand for hand in submission.hands if hand]
 
         def take(call: int, part: Mapping[int, Completion]) -> None:
@@ -87,11 +86,11 @@ class EngineGroup:
         return wait_all([(process, call)], timeout_s=self._timeout_s, doing="scoring with the engine")[0]
 
     def sleep(self) -> None:
-        """Make the engines drop their weights and KV caches, on platforms that support it."""
+        """Make the engines free the memory of weights and KV caches (vLLM's sleep), on platforms that support sleep."""
         self._move("sleep", doing="putting engines to sleep")
 
     def wake(self, parts: Sequence[str]) -> None:
-        """Make the engines allocate `weights` (which the next sync fills) or `kv_cache` again."""
+        """Make the engines allocate memory again: for `weights`, which the next weight sync fills, or `kv_cache`."""
         self._move("wake", list(parts), doing="waking engines")
 
     def _move(self, method: str, *args: Any, doing: str) -> None:

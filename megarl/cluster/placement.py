@@ -1,7 +1,7 @@
-"""Plan on which bundle of Ray's placement groups each process of a run goes, before asking Ray for any.
+"""Plan which bundle of Ray's placement groups each process of a run gets, before anything is reserved in Ray.
 
-A bundle holds one device, which is shared by a rank of the actor's layout, one of every other layout and, in colocated
-mode, an engine; in split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
+A bundle holds one device, which is shared by one rank of each layout (the actor's, the critic's, …) and, in colocated
+mode, an engine. In split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
 that its bundles stay together. If Ray has several hosts, nodes are assigned to them in turn: in the order of
 cluster.hosts if it is set, otherwise the driver's host first. The trainer's nodes come before those of engines.
 """
@@ -22,7 +22,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """Nodes of equal hardware that are divided alike into Ray bundles; `bundle` lists the resources of one bundle."""
+    """A group of equal nodes, each divided into equal Ray bundles; `bundle` has the resources of one bundle."""
 
     num_nodes: int
     bundles_per_node: int
@@ -37,7 +37,7 @@ class NodeGroup:
 class Seat:
     """The place of one process: a bundle, numbered over all nodes of its group, and a share of the bundle's resources.
 
-    shares: the trainer ranks whose devices the process uses too.
+    shares: trainer ranks whose devices this process uses as well.
     """
 
     group: str
@@ -51,7 +51,7 @@ class Seat:
 class PlacementPlan:
     """A plan that assigns every process of a run to a node group and a place (`Seat`) there.
 
-    ranks: seats of the actor's layout; other_ranks: seats of each further layout.
+    ranks: places of the ranks in the actor's layout; other_ranks: places of the ranks in each further layout.
     """
 
     groups: Mapping[str, NodeGroup]
@@ -66,19 +66,17 @@ class PlacementPlan:
 
 
 def devices_per_node(nodes: NodesConfig, num_devices: int) -> int:
-    """Return the number of devices of each node; the configuration's check has made sure that they divide evenly."""
+    """Return the number of devices on each node: the configured number, or else `num_devices` divided evenly."""
     return nodes.devices_per_node or num_devices // nodes.num_nodes
 
 
 def ranks_in_order(engine: EngineConfig) -> list[tuple[int, ...]]:
-    """Assign trainer ranks to the engines that share their devices: in order, as many to each engine as it has
-    workers.
-    """
+    """Give each colocated engine consecutive trainer ranks to share devices with, one rank for each of its workers."""
     return [tuple(range(i * engine.tp, (i + 1) * engine.tp)) for i in range(engine.num_engines)]
 
 
 def cpu_share(num_processes: int) -> float:
-    """Return the share of a bundle's CPUs that each process takes: a power of two, which Ray adds up exactly."""
+    """Return each process's fraction of a bundle's CPUs: a power of two, so that Ray adds fractions up exactly."""
     return 0.5 ** (num_processes - 1).bit_length()
 
 
@@ -91,10 +89,10 @@ def plan_placement(
     other_layouts: Sequence[LayoutConfig] = (),
     engine_ranks: Sequence[Sequence[int]] = (),
 ) -> PlacementPlan:
-    """Plan the seats of all ranks and engines. `device`: Ray resources of one device and its processes.
+    """Plan the places of all ranks and engines. `device`: Ray resources of one device and of the processes on it.
 
-    Engines without a trainer have nodes of their own (placement.mode=split). engine_ranks: of each colocated engine
-    the ranks whose devices its workers use; by default those that come next.
+    Without a trainer, engines need nodes of their own (placement.mode=split). engine_ranks: for each colocated engine,
+    the trainer ranks whose devices its workers use; by default consecutive ranks.
     """
     nodes, world_size = config.placement.trainer, config.actor.layout.world_size
     per_node = devices_per_node(nodes, world_size)
@@ -133,10 +131,10 @@ def plan_placement(
 
 
 class Reservation:
-    """The Ray placement groups of a plan, once they are reserved in a running cluster."""
+    """The Ray placement groups that a plan needs; creating this object reserves them in a running cluster."""
 
     def __init__(self, plan: PlacementPlan, *, hosts: Sequence[str], timeout_s: float) -> None:
-        """Reserve the groups. `hosts`: names of Ray's hosts in the order in which nodes are assigned to them."""
+        """Reserve the placement groups. `hosts`: names of Ray's hosts, in the order in which they get nodes."""
         self._groups = plan.groups
         addresses = itertools.cycle(hosts_in_order(ray.nodes(), hosts, ray.util.get_node_ip_address()))
         self._nodes = {
@@ -145,7 +143,7 @@ class Reservation:
         }
 
     def options(self, seat: Seat) -> dict[str, Any]:
-        """Return the options of the Ray actor that takes a seat."""
+        """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place."""
         node, bundle = divmod(seat.bundle, self._groups[seat.group].bundles_per_node)
         placed = self._nodes[seat.group][node]
         strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=bundle)
@@ -153,7 +151,7 @@ class Reservation:
 
 
 def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], driver: str) -> list[str]:
-    """Order the addresses of Ray's live nodes (`ray.nodes()`): `hosts` in order, then the driver's, then others."""
+    """Sort addresses of Ray's live nodes (`ray.nodes()`): first `hosts` in order, then the driver's, then others."""
     place = {host: i for i, host in enumerate(hosts)}
     alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     ordered = sorted(alive, key=lambda node: (place.get(node[0], len(place)), node[1] != driver, node[1]))
@@ -161,10 +159,10 @@ def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], dri
 
 
 def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: float) -> list[PlacementGroup]:
-    """Reserve one placement group per node, and fail after `timeout_s` because Ray itself would wait forever.
+    """Reserve one placement group per node, and fail after `timeout_s`, since Ray itself would wait forever.
 
     Raises:
-        ConfigError: the cluster has no room; the message lists what each of its nodes has.
+        ConfigError: the cluster has too few free resources; the message lists the resources of each node.
     """
     others = [dict(group.bundle)] * (group.bundles_per_node - 1)
     # Ray gives every node one unit of a resource named after its address; any amount of it pins a group to the node.
@@ -182,7 +180,7 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
 
 
 def resource_table(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """List what each live node has (`ray.nodes()`), and what is free altogether (`ray.available_resources()`)."""
+    """Format CPUs and GPUs of each live node (`ray.nodes()`) and the free ones in all (`ray.available_resources()`)."""
     alive = [node for node in nodes if node["Alive"]]
     held = [(f"node {node['NodeManagerAddress']}", node["Resources"]) for node in alive]
     return "; ".join(

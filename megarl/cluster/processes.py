@@ -22,9 +22,7 @@ NUM_DESCRIBED = 4
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """Wait until actors (`RunActor`) have started, and return their processes; names include the host if there are
-    several.
-    """
+    """Wait until the actors have started, and return their processes; on several hosts, names include the host."""
     roster = Roster()
     processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
@@ -40,18 +38,18 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """A note that a process cannot continue, because it or one of its worker processes died."""
+    """A record that a process cannot continue, because it or one of its worker processes died."""
 
     process: Process
     what: str
 
     def report(self, doing: str) -> WorkerError:
-        """Record the death in the roster, and return the error to raise where the process is needed."""
+        """Record the death in the run's `Roster`, and return the error that describes it, for the caller to raise."""
         return self.process.roster.report_death(self.process, f"{doing}: {self.what}")
 
 
 class _Watch:
-    """A poll of the run's other processes during a wait, which never blocks on their answers."""
+    """A check, during a wait, that the processes which the wait does not concern still live; it never blocks."""
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
@@ -59,14 +57,14 @@ class _Watch:
         self.asked: dict[Any, Process] = {}
 
     def ask(self, busy: Collection[Process]) -> None:
-        """Ask every living process for a sign of life, except those that are busy or were already asked."""
+        """Ask every living process for a sign of life, unless it is busy or has yet to answer an earlier question."""
         others = {*busy, *self.asked.values()}
         living = [process for roster in self._rosters for process in roster.living.values()]
         for process in [process for process in living if process not in others]:
             self.asked[process.actor.lost_workers.remote()] = process
 
     def deaths(self) -> Iterator[_Death]:
-        """Yield the deaths found in the answers that have arrived."""
+        """Yield a `_Death` for each death that the answers received so far reveal."""
         for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
             if (death := _answered_death(self.asked.pop(ref), ref)) is not None:
                 yield death
@@ -91,22 +89,22 @@ def _noted(doing: str) -> Iterator[None]:
 
 
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
-    """Return the results of remote calls in order. The first failure ends the wait: peers would hang in a collective.
+    """Return the results of remote calls in order. Stop at the first failure: other ranks would hang in a collective.
 
     Raises:
-        EngineDiedError: a process whose answer was awaited died, and can be replaced.
-        WorkerError: a process of the run died, called or not, or is unreachable, or the calls did not finish in time.
-            What can be replaced and was not awaited is noted in the roster instead.
-        Exception: whatever megarl or the libraries raised in a process, preferring megarl's own errors.
+        EngineDiedError: a called process died, and can be replaced.
+        WorkerError: any process of the run died, or is unreachable, or the calls did not finish in time. If the dead
+            process was not called and can be replaced, the roster records its death and the wait goes on.
+        Exception: any error that megarl or a library raised in a called process; megarl's own errors have priority.
     """
     wait_living(calls, timeout_s=timeout_s, doing=doing, needs_all=True)
     return ray.get([ref for _, ref in calls])
 
 
 def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = False) -> None:
-    """Wait until remote calls have ended, and raise what `wait_all` raises.
+    """Wait until remote calls have ended. Raises the errors of `wait_all`.
 
-    needs_all: whether to fail too when a called process dies that can be replaced; otherwise the roster notes it.
+    needs_all: raise EngineDiedError if a called process dies that can be replaced; otherwise only record its death.
     """
     wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=needs_all)
     with _noted(doing):
@@ -118,9 +116,9 @@ def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing
 def wait_streams(
     calls: Sequence[tuple[Process, Any]], take: Callable[[int, Any], None], *, timeout_s: float, doing: str
 ) -> None:
-    """Wait until streams of results have ended, passing each result and the position of its call to `take` at once.
+    """Pass each result of streaming remote calls to `take` on arrival, with the index of its call, until all end.
 
-    Raises as `wait_living`, and what `take` raises.
+    Raises the errors of `wait_living` and of `take`.
     """
     with _noted(doing):
         positions = {stream: i for i, (_, stream) in enumerate(calls)}
@@ -136,9 +134,9 @@ def wait_streams(
 
 
 class _Wait:
-    """A wait for remote calls, each a reference or a stream of references, until none is pending.
+    """The state of a wait for remote calls; each call is an object reference or a stream of references.
 
-    needs_all: whether it fails when a process dies that was called and can be replaced.
+    needs_all: whether the wait fails if a called process dies that can be replaced.
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class _Wait:
         self._timeout_s, self._doing, self._needs_all = timeout_s, doing, needs_all
 
     def ready(self) -> Iterator[Any]:
-        """Yield pending calls that have a result, until the caller has ended all of them."""
+        """Yield each pending call that has a result, until `end` has been called for every call."""
         deadline = time.monotonic() + self._timeout_s
         while self._pending:
             left_s = deadline - time.monotonic()
@@ -171,9 +169,9 @@ class _Wait:
         self._pending.pop(call, None)
 
     def succeeded(self, ref: Any, call: Any) -> bool:
-        """Return whether `ref`, a result of `call`, succeeded. False: its process died, and the wait goes on.
+        """Return whether `ref`, a result of `call`, succeeded; False if its process died but can be replaced.
 
-        Raises the most telling failure otherwise.
+        Raises the error that best explains any other failure.
         """
         if (error := _failure(ref)) is None:
             return True
@@ -185,7 +183,7 @@ class _Wait:
         raise self._cause(process, error)
 
     def _cause(self, process: Process, error: Exception) -> Exception:
-        """Return the error to report after a failure: a dead process, else megarl's own error, else the first one."""
+        """Return the error that best explains a failure: a process's death, else a megarl error, else the first."""
         self._watch.ask(self._pending.values())
         others = self._pending | self._watch.asked
         done, silent = ray.wait(list(others), num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])
@@ -204,13 +202,13 @@ class _Wait:
 
 
 def _described(processes: Sequence[Process]) -> str:
-    """Describe processes that did not answer, as ` (trainer rank 1 is stopped; …)`."""
+    """Say in parentheses what processes that did not answer are doing: ` (trainer rank 1 is stopped; …)`."""
     found = describe({process.name: process.location for process in processes[:NUM_DESCRIBED]})
     return f" ({found})" if found else ""
 
 
 def _failure(call: Any) -> Exception | None:
-    """Return the error of a result that has arrived, or of the next one in a stream; None if it succeeded."""
+    """Return the error in a call's result, or in the next result of a stream; None if there is no error."""
     try:
         ray.get(next(call) if isinstance(call, ray.ObjectRefGenerator) else call, timeout=0)
     except StopIteration:
@@ -223,7 +221,7 @@ def _failure(call: Any) -> Exception | None:
 
 
 def _death(process: Process, error: Exception) -> _Death | None:
-    """Return the death of a process if the error that it answered with means that it died."""
+    """Return a `_Death` if this error of a call to the process means that the process died, else None."""
     if isinstance(error, ActorDiedError | ActorUnavailableError):
         text = str(error)
         # An actor that failed while it was made says why; a killed one has nothing to say.
@@ -233,7 +231,7 @@ def _death(process: Process, error: Exception) -> _Death | None:
 
 
 def _answered_death(process: Process, ref: Any) -> _Death | None:
-    """Return the death of a process or of one of its workers, judged by the answer to `lost_workers`."""
+    """Return a `_Death` if `ref`, the answer to `lost_workers`, shows that the process or one of its workers died."""
     if (error := _failure(ref)) is not None:
         return _death(process, error)
     workers = ray.get(ref)
@@ -241,6 +239,6 @@ def _answered_death(process: Process, ref: Any) -> _Death | None:
 
 
 def _death_of_worker(process: Process) -> _Death | None:
-    """Ask a process whether one of its workers died."""
+    """Ask a process for its lost workers; return a `_Death` if it lost any or died itself, else None."""
     ref = process.actor.lost_workers.remote()
     return _answered_death(process, ref) if ray.wait([ref], timeout=CAUSE_WAIT_S)[0] else None

@@ -19,9 +19,9 @@ POLL_S = 0.2
 
 
 def open_ray(settings: ClusterConfig, *, num_cpus: float, temp_dir: Path, environment: Mapping[str, str]) -> None:
-    """Connect this process to the run's Ray, whose workers get the variables in `environment`.
+    """Connect this process to the run's Ray cluster. Ray's workers get the environment variables in `environment`.
 
-    Without `settings.address`, start Ray here, with at least `num_cpus` logical CPUs unless `settings.num_cpus` is set.
+    Without `settings.address`, start Ray here, with `settings.num_cpus` logical CPUs, or else at least `num_cpus`.
 
     Raises:
         WorkerError: Ray did not start or could not be reached, or not all of `settings.hosts` joined.

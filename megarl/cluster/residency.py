@@ -1,8 +1,8 @@
-"""Move memory between devices and hosts in each phase of a step, where trainer and engines share devices.
+"""Move models between device and host memory in each phase of a step, where trainer and engines share devices.
 
-A phase is data: the set of parts it needs. The moves follow from what is resident now and what the phase needs. Parts
-are released first, so that never more is resident than in the larger of two successive phases. After an update the
-order is: wake the engines' weights → sync → offload the trainer → wake the KV caches.
+A phase lists the parts of memory that it needs on the devices, such as `actor.params`. The moves before it follow from
+what the devices hold. Parts are moved off first, so that two successive phases never use more memory than the larger
+of them. After an update the order is: wake the engines' weights → sync → offload the trainer → wake the KV caches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """The name of a part of a role's or an engine's memory, such as `actor.params`."""
+    """The name of one part of device memory, by its owner (a role or the engines), such as `actor.params`."""
 
     owner: str
     part: str
@@ -32,7 +32,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A phase is a section of a step, with the parts that must be on the devices during it."""
+    """One phase of a training step, with the parts of memory that it needs on the devices."""
 
     name: str
     needs: frozenset[Resident]
@@ -40,7 +40,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A move takes parts of one owner off the devices or brings them back."""
+    """One transfer of parts of an owner's memory, off the devices or back to them (`to_device`)."""
 
     owner: str
     parts: tuple[str, ...]
@@ -67,17 +67,17 @@ SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(E
 
 
 def scoring(role: Role) -> Phase:
-    """Return the phase of a forward pass of a role."""
+    """Return the phase in which a role's model computes scores; it needs the parameters only."""
     return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
 
 
 def updating(role: Role) -> Phase:
-    """Return the phase of a role's backward passes and optimizer step."""
+    """Return the phase in which a role is trained (backward passes, optimizer step); it needs all parts of the role."""
     return Phase(name=f"update {role}", needs=parts_of(role, Part))
 
 
 def exporting(role: Role) -> Phase:
-    """Return the phase in which a role is written as a model directory."""
+    """Return the phase in which a role's weights are written as a model directory."""
     return Phase(name=f"export {role}", needs=parts_of(role, [Part.PARAMS]))
 
 
@@ -88,16 +88,14 @@ def checkpointing(roles: Sequence[RoleSpec]) -> Phase:
 
 
 def step_phases(roles: Sequence[RoleSpec]) -> list[Phase]:
-    """Return the phases of a step: every role scores and every trained one is updated, the actor last each time."""
+    """Return a step's phases in order: generation, scoring by every role, updates of trained roles, weight sync."""
     others_first = (*roles[1:], roles[0])
     trained = [updating(r.role) for r in others_first if r.trainable]
     return [GENERATE, *(scoring(r.role) for r in others_first), *trained, SYNC]
 
 
 def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
-    """List what must move before a phase, one move per owner and direction: first off the devices, then back to
-    them.
-    """
+    """List the moves that must precede a phase, one per owner and direction: those off the devices come first."""
     leaving = resident - phase.needs
     if leaving & _ENGINE_PARTS:
         # Engines that sleep drop everything.
@@ -110,7 +108,7 @@ def plan_moves(resident: frozenset[Resident], phase: Phase) -> list[Move]:
 
 
 def phase_table(resident: frozenset[Resident], phases: Sequence[Phase]) -> str:
-    """Format a table with a line per phase: the moves before it, and what is on the devices in it."""
+    """Format a table with a line per phase: the moves before the phase, and what is on the devices during it."""
     lines = []
     for phase in phases:
         moves = ", ".join(map(str, plan_moves(resident, phase))) or "-"
@@ -151,7 +149,7 @@ class MemoryLedger:
         self.resident |= parts
 
     def metrics(self) -> dict[str, float]:
-        """Return the GiB that the trainer's devices gave back since the last call, by role."""
+        """Return how many GiB of device memory each role gave up since the last call."""
         metrics = {f"memory/offloaded_gib/{owner}": num / 2**30 for owner, num in self._released.items()}
         self._released = {}
         return metrics

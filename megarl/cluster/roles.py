@@ -1,4 +1,4 @@
-"""Work out which models a run needs, which of them share processes, and which runs can use the same processes."""
+"""Determine which models a run needs, which of them share trainer ranks, and whether started processes suit a run."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from megarl.types.messages import Head, Role, RoleSpec
 
 
 def actor_role(config: Config) -> RoleSpec:
-    """Return the role of the policy, which every run trains."""
+    """Return the specification of the actor: the policy, which every run trains."""
     return RoleSpec(role=Role.ACTOR, model=config.model, settings=config.actor)
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
-    """List a run's roles: the actor; reference and critic if the algorithm reads their scores; any reward model."""
+    """List a run's models: the actor; reference and critic if the algorithm reads their scores; any reward model."""
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)
     if Score.REF_LOGPROBS in required:
@@ -56,13 +56,13 @@ def model_key(config: Config, role: RoleSpec) -> str:
 
 
 def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, ...]]:
-    """Group roles by layout, the actor's layout first; roles of one layout share its processes."""
+    """Group roles by layout, the actor's layout first; roles with the same layout share trainer ranks."""
     layouts = dict.fromkeys(role.layout for role in sorted(roles, key=lambda role: role.role is not Role.ACTOR))
     return {layout: tuple(role for role in roles if role.layout == layout) for layout in layouts}
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:
-    """Raise ConfigError unless processes started with `ours` for `layouts` can serve a run of `roles` with `theirs`."""
+    """Raise ConfigError if a run with settings `theirs` needs processes other than those started with `ours`."""
     differing = affected(ours, theirs, "workers")
     others = [role for role in roles if role.role is not Role.ACTOR]
     differing += [f"{role.role}.layout" for role in others if role.layout not in layouts]

@@ -12,8 +12,8 @@ from megarl.record.progress import write_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """The place of a process. `host` is Ray's id of the host; `stacks` is the directory there that takes its stacks;
-    `device_ids` are the ids of the devices that Ray gave the process.
+    """The host and devices of a process. `host`: Ray's id of the host; `stacks`: the directory on this host to which
+    the process writes its Python stacks; `device_ids`: ids of the devices that Ray gave the process.
     """
 
     host: str
@@ -31,7 +31,7 @@ NOWHERE = Location(host="", address="", device_ids=())
 class Process:
     """A remote process of the run: its actor (`RunActor`), its name in messages, and where it runs.
 
-    roster: all processes of the run. A wait for one of them notices the death of any.
+    roster: all processes of the run, so that a wait for this process notices the death of any other.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Process:
 
 
 class Roster:
-    """The processes of a run by name. Some can be replaced when they die; the death of any other ends the run.
+    """The list of a run's processes, by name. Some can be replaced when they die; the death of any other ends the run.
 
     living: processes that are not known to be dead. lost: dead processes that are to be replaced. num_restarts: the
     number of replacements so far, including those still to come for `lost`.
@@ -60,13 +60,13 @@ class Roster:
         self.lost.pop(process.name, None)
 
     def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
-        """Let the run survive up to `max_restarts` deaths, counted from now over all processes in `names`."""
+        """Let the run survive `max_restarts` deaths in total among the processes `names`, counted from this call."""
         self._replaceable, self._max_restarts, self.num_restarts = frozenset(names), max_restarts, 0
 
     def report_death(self, process: Process, event: str) -> WorkerError:
-        """Note a death and return the error to raise: `EngineDiedError` if the process can be replaced. Warns once.
+        """Record a death and print a warning; return the error, an `EngineDiedError` if the process can be replaced.
 
-        event: what the run was doing, and which process died.
+        event: text that says what the run was doing and which process died.
         """
         message = f"{event}; see RUN/logs"
         if process.name in self._replaceable and self.living.get(process.name) != process:

@@ -32,9 +32,7 @@ _COLLECTIVES = "distributed_c10d.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What a process is doing: its Linux state (`running`, `stopped`, `gone`, …) and its stacks, the main thread's
-    last.
-    """
+    """A process's state in Linux (`running`, `stopped`, `gone`, …) and its Python stacks, the main thread's last."""
 
     state: str
     stacks: str
@@ -64,7 +62,7 @@ def stacks_directory() -> Path:
 
 
 def write_stacks_on_signal() -> None:
-    """Let this process write its stacks when it gets `DUMP_SIGNAL`."""
+    """Make this process write its Python stacks to a file whenever it gets `DUMP_SIGNAL`."""
     directory = stacks_directory()
     directory.mkdir(parents=True, exist_ok=True)
     # The file stays open as long as the process lives.
@@ -72,7 +70,7 @@ def write_stacks_on_signal() -> None:
 
 
 def activities(pids: Sequence[int], directory: str) -> dict[int, Activity]:
-    """Return what processes of this host are doing; `directory` is where they write their stacks."""
+    """Return the `Activity` of each given process on this host. Processes write their stacks to `directory`."""
     asked = [pid for pid in pids if _state(pid) not in ("stopped", "gone", "zombie")]
     for pid in asked:
         os.kill(pid, DUMP_SIGNAL)
@@ -108,7 +106,7 @@ def describe(locations: Mapping[str, Location]) -> str:
 
 
 def _remote_activities(host: str, pids: Sequence[int], directory: str) -> Mapping[int, Activity]:
-    """Return what processes of another host are doing, if that host answers."""
+    """Return the `Activity` of each given process on another host; if the host does not answer, the state says so."""
     strategy = NodeAffinitySchedulingStrategy(host, soft=False)
     task = ray.remote(num_cpus=0)(activities).options(scheduling_strategy=strategy)
     try:

@@ -11,15 +11,15 @@ from megarl.rollout.vllm_source import OnCompletion
 
 
 class EngineSupervisor:
-    """The stage that keeps the engines of one run alive and in sync with the policy.
+    """A supervisor of a run's engines. It restarts engines that die, and keeps all of them in sync with the policy.
 
-    Engines are restarted at two points at which none of them is working: before a sync, and when all living ones have
-    finished their part of a batch. The devices are then emptied as for the first start, and a new bridge sends the
-    policy to all engines, so that no bridge needs to know of restarts.
+    Engines are restarted at two points at which none of them is working: before a weight sync, and when all living
+    engines have finished their requests of a batch. The devices are then emptied as for the first start, and a new
+    `BridgeSync` sends the policy to all engines, so that `BridgeSync` itself never has to handle a restart.
 
-    restart_engine: replaces the engine in a seat. open_sync: opens a bridge to the current engines; called when the
-    actor is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: unfinished
-    requests are submitted again in the same batches as before, for bitwise equal results.
+    restart_engine: replaces the engine with a given index. open_sync: returns a new `BridgeSync`; called when the actor
+    is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: unfinished requests are
+    submitted again in the same batches as before, for bitwise equal results.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class EngineSupervisor:
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
     def push(self, version: int) -> dict[str, float]:
-        """Send the current weights to all engines as `version`, restarting lost engines; see `BridgeSync.push`."""
+        """Restart lost engines, and send the current weights to all engines as `version`; see `BridgeSync.push`."""
         self._version = version
         while True:
             try:
@@ -61,7 +61,7 @@ class EngineSupervisor:
                 continue
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        """Submit requests, after lost engines have been restarted; see `EngineGroup.submit`."""
+        """Restart lost engines, and submit requests to all engines; see `EngineGroup.submit`."""
         if self._roster.lost:
             self._bring_back()
         return self._engines.submit(requests)

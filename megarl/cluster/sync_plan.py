@@ -1,4 +1,4 @@
-"""Compute which parts of Hugging Face tensors a layout's ranks hold, and plan from them what each weight sync moves."""
+"""Compute which slices of Hugging Face tensors each trainer rank holds, and plan what a weight sync sends."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,7 @@ from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Compute which box of each tensor every rank holds, as `PolicyWorker.held_weights` does, but without building a
-    model.
-    """
+    """Compute the slice of each tensor that every rank holds, as `PolicyWorker.held_weights` but without a model."""
     holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]
     shapes, padding = spec.expected_tensors(), vocab_multiple * layout.tp
     layers = [frozenset(stage_layers(layout, spec.dims.num_layers, stage)) for stage in range(layout.pp)]
@@ -49,9 +47,7 @@ def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The two ends of a weight sync: the tensors, what every trainer rank holds of them, and what each engine worker
-    needs.
-    """
+    """The input for a sync plan: all tensors, the slices that ranks hold, and the slices that engine workers need."""
 
     specs: Mapping[str, TensorSpec]
     held: Sequence[Holding]
@@ -59,7 +55,7 @@ class Ends:
 
 
 def ends_of(config: Config, spec: ModelSpec) -> Ends:
-    """Work out what the trainer's ranks hold of the weights and what the engines' workers need."""
+    """Compute which slices of the weights the trainer's ranks hold, and which slices the engine workers need."""
     return Ends(
         specs=wire_specs(spec, weight_specs(spec, config.model.dtype), config.sync.dtype),
         held=rank_holdings(spec, config.actor.layout, vocab_multiple=config.model.vocab_multiple),
@@ -68,9 +64,9 @@ def ends_of(config: Config, spec: ModelSpec) -> Ends:
 
 
 def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
-    """Choose the trainer ranks whose devices each colocated engine shares, so that the fewest bytes have to travel.
+    """Choose the trainer ranks whose devices each colocated engine shares, so that a weight sync sends few bytes.
 
-    An engine stays on its node. Ranks are shared in order unless another choice saves bytes.
+    Every engine stays on its node. Engines get consecutive ranks unless another choice saves bytes.
     """
     seats = ranks_in_order(config.rollout.engine)
     per_node = devices_per_node(config.placement.trainer, config.actor.layout.world_size)
@@ -89,7 +85,7 @@ def engine_ranks(config: Config, ends: Ends) -> list[tuple[int, ...]]:
 
 
 def bridge_plan(config: Config, spec: ModelSpec) -> Plan:
-    """Plan the weight sync of a run from trainer ranks to engine workers, which are numbered after the ranks."""
+    """Plan which rank sends which slices of weights to which engine worker; workers are numbered after the ranks."""
     ends, tp, first = ends_of(config, spec), config.rollout.engine.tp, config.actor.layout.world_size
     colocated = config.placement.mode == "colocated"
     workers = [rank for ranks in engine_ranks(config, ends) for rank in ranks] if colocated else []

@@ -1,4 +1,4 @@
-"""Call the trainer's ranks from the driver by role; there is one group of processes per Megatron layout."""
+"""Call the trainer's ranks from the driver, by the role of the model; every Megatron layout has ranks of its own."""
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
@@ -30,13 +30,13 @@ ROWS_PER_SHARD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """The rows of a batch in Ray's object store, in shards, so that a rank fetches only the shards it needs."""
+    """A batch's rows (one sample each) in Ray's object store, in shards; a rank fetches only the shards it needs."""
 
     refs: tuple[Any, ...]
     rows_per_shard: int
 
     def fetch(self, micro_batches: Iterable[Iterable[int]]) -> dict[int, Row]:
-        """Fetch the rows that these micro-batches consist of, by their index in the batch."""
+        """Fetch the rows of the given micro-batches, and return them by their index in the batch."""
         wanted = sorted({i for batch in micro_batches for i in batch})
         shards = sorted({i // self.rows_per_shard for i in wanted})
         loaded = dict(zip(shards, ray.get([self.refs[s] for s in shards]), strict=True))
@@ -44,7 +44,7 @@ class RowShards:
 
 
 def put_rows(rows: Sequence[Row]) -> RowShards:
-    """Put rows into Ray's object store."""
+    """Put the rows of a batch into Ray's object store, in shards of `ROWS_PER_SHARD` rows."""
     starts = range(0, len(rows), ROWS_PER_SHARD)
     refs = tuple(ray.put(list(rows[start : start + ROWS_PER_SHARD])) for start in starts)
     return RowShards(refs=refs, rows_per_shard=ROWS_PER_SHARD)
@@ -59,9 +59,9 @@ class RankGroup:
 
 
 class RoleWorkers:
-    """The trainer's ranks, called by role (the group that hosts the model) or all groups at the same time.
+    """The trainer's ranks as the driver calls them: either the ranks that host one role's model, or all ranks.
 
-    groups: one per layout, the actor's first.
+    groups: one per layout, the actor's layout first.
     """
 
     def __init__(self, groups: Sequence[RankGroup], *, timeout_s: float) -> None:
@@ -86,10 +86,10 @@ class RoleWorkers:
         self._wait(calls, doing="loading the models")
 
     def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
-        """Compute a role's scores of all rows in one pass, and return them by name and in row order.
+        """Run a role's model on all rows, and return its scores: by name, an array per row in the rows' order.
 
-        A language model returns `logprobs` and `entropy`, a critic or reward model `values`; with `request.paired`
-        there is also `kl`, see `HeadRequest`.
+        A language model returns `logprobs` and `entropy`, a critic or reward model `values`. With `request.paired`
+        there is also `kl`; see `HeadRequest`.
         """
         results: list[RowScores] = self._call_with_rows(
             "score", rows, plan, request, doing=f"scoring with the {request.role}"
@@ -134,26 +134,26 @@ class RoleWorkers:
         return functools.reduce(StoreResult.merged, parts)
 
     def start_checkpoint(self, directory: Path) -> None:
-        """Make every rank start writing its part; return once all have a snapshot, so that training can go on."""
+        """Make every rank start writing a checkpoint; return once all have a snapshot, so that training can go on."""
         self._call("save_checkpoint", str(directory), doing="saving a checkpoint")
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
-        """Tell whether all ranks have written their part; with `wait`, wait until they have."""
+        """Return whether all ranks have written their part of the checkpoint; with `wait`, wait until they have."""
         return all(self._call("finish_checkpoint", wait=wait, doing="writing a checkpoint"))
 
     def load_checkpoint(self, directory: Path, *, same_layout: Collection[Role]) -> None:
-        """Load a complete checkpoint, whatever layouts wrote it.
+        """Load a complete checkpoint, which may have been saved with other layouts.
 
         same_layout: the roles whose layout is the same as when they were saved.
         """
         self._call("load_checkpoint", str(directory), same_layout=same_layout, doing="loading a checkpoint")
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
-        """Move parts of a role to host memory; return the bytes released on all devices together."""
+        """Move parts of a role's state, such as parameters, to host memory; return the bytes freed on all devices."""
         return sum(self._call("offload", role, list(parts), role_only=role, doing=f"offloading the {role}"))
 
     def onload(self, role: Role, parts: Sequence[Part]) -> None:
-        """Bring parts of a role back to the devices."""
+        """Move parts of a role's state, such as parameters, from host memory back to the devices."""
         self._call("onload", role, list(parts), role_only=role, doing=f"onloading the {role}")
 
     def start_profile(self) -> None:

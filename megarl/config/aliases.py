@@ -30,7 +30,7 @@ class Alias:
 
     @property
     def advice(self) -> str:
-        """Return the advice that an error message gives after naming the unknown key."""
+        """Return the text that an error message puts after the name of the unknown key."""
         if self.unsupported:
             return f"of {self.framework}, asks for what is not supported here: {self.note}"
         name = " and ".join(repr(key) for key in self.key.split())
@@ -76,12 +76,12 @@ ABSENT: Mapping[str, Alias] = {
 
 
 def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
-    """Find an unknown dotted key, or a key below it, among other frameworks' options; return its name and its alias.
+    """Look up an unknown dotted key among other frameworks' options; return the option's name and `Alias`, or None.
 
-    A mapping is searched down to its leaves. A name may lack its first sections if all known names that end with it
-    mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is ignored.
-    An alias of one value, such as `algorithm.adv_estimator=cpo`, precedes the alias of its key. Patterns of options
-    without a key here come last.
+    If `value` is a mapping, all keys in it are looked up. A name may lack its first sections if all known names that
+    end with it mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name
+    is ignored. An alias of one value, such as `algorithm.adv_estimator=cpo`, precedes the alias of its key. Patterns
+    of options without a key here come last.
     """
     for leaf, item in leaves(path.lstrip("+"), value):
         for name in (f"{leaf}={item}", leaf):

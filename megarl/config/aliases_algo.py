@@ -1,4 +1,4 @@
-"""List names of algorithm options in verl, its CPO, PPO-critic and LUFFY forks, and OpenRLHF, for `aliases`."""
+"""List algorithm options of verl, its forks (CPO, PPO-critic, LUFFY) and OpenRLHF, which `aliases` looks up."""
 
 from functools import partial
 

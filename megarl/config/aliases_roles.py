@@ -1,4 +1,4 @@
-"""List option names of verl and OpenRLHF for reference, critic, reward model and rewards, for `aliases`."""
+"""List options of verl and OpenRLHF for reference, critic, reward model and rewards, which `aliases` looks up."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Count the rows and optimizer steps of a training step, and the steps in which the actor learns."""
+"""Compute how many rows and optimizer steps a training step has, and in which steps the actor is trained."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,7 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """The row counts of one training step. A row is one sample, whereas batch sizes in the configuration count
-    prompts.
-    """
+    """The counts of one training step in rows, that is in samples; batch sizes in the configuration count prompts."""
 
     rows_per_step: int
     rows_per_optimizer_step: int
@@ -22,7 +20,7 @@ def mini_batch_prompts(config: Config) -> int:
 
 
 def batch_counts(config: Config) -> BatchCounts:
-    """Return the counts of a full step; a filter may leave fewer rows."""
+    """Return the counts of a training step in which no filter (`algo.filter`) discards rows."""
     trainer, samples, mini = config.trainer, config.rollout.num_samples, mini_batch_prompts(config)
     return BatchCounts(
         rows_per_step=trainer.prompts_per_step * samples,
@@ -32,7 +30,7 @@ def batch_counts(config: Config) -> BatchCounts:
 
 
 def actor_learns(step: int, *, critic_warmup_steps: int) -> bool:
-    """Return whether the actor is updated in a step, counted from 1: from step `critic_warmup_steps` on."""
+    """Return whether the actor is updated in `step`: it is from step `critic_warmup_steps` on. The first step is 1."""
     return step >= critic_warmup_steps
 
 

@@ -1,6 +1,6 @@
 """Check a configuration beyond its types: ranges, relations between keys, and fit to the model's dimensions.
 
-Each rule is a function that raises ConfigError and stands in one of the lists below.
+Each rule is a function that raises ConfigError. Tuples at the end of the module list the rules of each kind of run.
 """
 
 import re
@@ -36,37 +36,37 @@ Rule: TypeAlias = Callable[[Config], None]
 
 
 def check_config(config: Config) -> None:
-    """Apply the rules of every kind of run. Raises ConfigError, whose message says what to change."""
+    """Check the rules common to all kinds of training. Raises ConfigError, whose message says what to change."""
     _apply(COMMON_RULES, config)
 
 
 def check_train(config: Config) -> None:
-    """Apply the rules of `check_config` and those of RL training. Raises ConfigError."""
+    """Check the rules of RL training, which include those of `check_config`. Raises ConfigError."""
     _apply((*COMMON_RULES, *TRAIN_RULES), config)
 
 
 def check_sft(config: Config) -> None:
-    """Apply the rules of `check_config` and those of a supervised warm start. Raises ConfigError."""
+    """Check the rules of supervised fine-tuning, which include those of `check_config`. Raises ConfigError."""
     _apply((*COMMON_RULES, *SFT_RULES), config)
 
 
 def check_train_reward(config: Config) -> None:
-    """Apply the rules of `check_config` and those of reward-model training. Raises ConfigError."""
+    """Check the rules of reward-model training, which include those of `check_config`. Raises ConfigError."""
     _apply((*COMMON_RULES, *TRAIN_REWARD_RULES), config)
 
 
 def check_eval(config: Config) -> None:
-    """Apply the rules of an evaluation, which uses engines but does not train. Raises ConfigError."""
+    """Check the rules of an evaluation, which uses engines but does not train. Raises ConfigError."""
     _apply(EVAL_RULES, config)
 
 
 def check_serve_reward(config: Config) -> None:
-    """Apply the rules of a reward service, which has no model and no data. Raises ConfigError."""
+    """Check the rules of a reward service, which has no model and no data. Raises ConfigError."""
     _apply(SERVE_RULES, config)
 
 
 def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor") -> None:
-    """Apply the rules that need the config.json of a role's model, given as a mapping. Raises ConfigError."""
+    """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError."""
     layout = role_settings(config)[role].layout
     check_tp(layout, hf_config, role)
     check_stages(layout, hf_config, f"{role}.layout")

@@ -1,4 +1,4 @@
-"""Check that rows, micro-batches and optimizer steps fit together and fit every role's layout."""
+"""Check that rows (samples), micro-batches, mini-batches and optimizer steps fit together."""
 
 from megarl.config.batches import batch_counts, mini_batch_prompts, num_actor_steps
 from megarl.config.schema import Config, OptimizerConfig, role_settings
@@ -6,14 +6,14 @@ from megarl.errors import ConfigError
 
 
 def max_row_tokens(config: Config) -> int:
-    """Return the number of tokens of the longest possible row."""
+    """Return the number of tokens (prompt and response) of the longest possible row."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
-    """Return how many tokens a row with a hint may have, in a model with `max_positions` positions.
+    """Return the maximum length of a row with a hint, in a model with a context of `max_positions` tokens.
 
-    A row is scored together with its hinted twin for algo.cpo.mi_estimator=full_kl, so the two share a micro-batch.
+    With algo.cpo.mi_estimator=full_kl, a row and its copy with the hint are scored in one micro-batch.
     """
     paired = config.algo.cpo.mi_estimator == "full_kl"
     return min(config.actor.micro_batch_tokens // (2 if paired else 1), max_positions)
@@ -76,7 +76,7 @@ def check_pair_fits_micro_batch(config: Config) -> None:
 
 
 def check_train_outlasts_warmup(config: Config) -> None:
-    """Raise ConfigError if a run with steps ends before actor and critic have passed their warm-up."""
+    """Raise ConfigError if actor or critic would have no optimizer step after its warm-up; total_steps=0 is allowed."""
     trainer, critic = config.trainer, config.critic
     if not trainer.total_steps:
         return
@@ -91,12 +91,12 @@ def check_train_outlasts_warmup(config: Config) -> None:
 
 
 def check_sft_outlasts_warmup(config: Config) -> None:
-    """Raise ConfigError unless optimizer steps are left after the warm-up."""
+    """Raise ConfigError if supervised fine-tuning would have no optimizer step after the warm-up."""
     _require_warmup_below(config.actor.optimizer, config.sft.total_steps, "actor")
 
 
 def check_train_reward_outlasts_warmup(config: Config) -> None:
-    """Raise ConfigError unless optimizer steps are left after the warm-up."""
+    """Raise ConfigError if reward-model training would have no optimizer step after the warm-up."""
     _require_warmup_below(config.actor.optimizer, config.train_reward.total_steps, "actor")
 
 

@@ -12,7 +12,7 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size")
 
 
 def check_experts(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Raise ConfigError unless ep and etp fit the experts and Megatron can train them; dense models need both 1."""
+    """Raise ConfigError unless ep and etp suit the experts and Megatron can train them; dense models need both 1."""
     where, key = f"{role}.layout", _first(_NUM_EXPERTS, hf_config)
     if key is None:
         for name in ("ep", "etp"):
@@ -40,7 +40,7 @@ def check_moe_settings(config: Config, hf_config: Mapping[str, object]) -> None:
 def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple: int) -> None:
     """Raise ConfigError unless an expert's width per engine worker is a multiple of `multiple`.
 
-    vLLM pads other widths, and padded experts cannot take new weights.
+    vLLM pads other widths, and a weight sync cannot load weights into padded experts.
     """
     name, tp = _first(_WIDTHS, hf_config), config.rollout.engine.tp
     if _first(_NUM_EXPERTS, hf_config) is None or name is None:
@@ -57,7 +57,7 @@ def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple
 
 
 def check_replayed_routing(config: Config) -> None:
-    """Raise ConfigError if routing is to be replayed without recorded samples, as only records hold expert choices."""
+    """Raise ConfigError if routing is to be replayed without recorded samples: only these include expert choices."""
     if config.actor.moe.replay_routing and config.rollout.source != "replay":
         raise ConfigError(
             f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "

@@ -8,7 +8,7 @@ from megarl.errors import ConfigError
 
 
 def check_layout(layout: LayoutConfig, where: str) -> None:
-    """Raise ConfigError unless a layout is consistent in itself; `where` is its key, such as `actor.layout`."""
+    """Raise ConfigError unless a layout is consistent in itself. `where`: its key, such as `actor.layout`."""
     if layout.sequence_parallel and layout.tp == 1:
         raise ConfigError(
             f"{where}.sequence_parallel: got true with tp=1, but it shards over tensor-parallel ranks; "
@@ -59,7 +59,7 @@ def check_role_layouts(config: Config) -> None:
 
 
 def model_dimension(hf_config: Mapping[str, object], name: str, role: str) -> int:
-    """Return a size from the config.json of a role's model. Raises ConfigError unless it is a positive int."""
+    """Return the size `name` from the config.json of a role's model. Raises ConfigError unless it is a positive int."""
     value = hf_config.get(name)
     if type(value) is not int or value < 1:
         key = "model.path" if role == "actor" else f"{role}.model_path"
@@ -73,7 +73,7 @@ def divisors(number: int) -> str:
 
 
 def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -> None:
-    """Raise ConfigError unless tensor parallelism divides the heads and widths of a role's model."""
+    """Raise ConfigError unless tp divides the numbers of heads and the widths of a role's model."""
     names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
     if hf_config.get("num_key_value_heads") is None:  # as many as query heads
         names.remove("num_key_value_heads")
@@ -88,9 +88,7 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError unless the layers split evenly over the pipeline stages (and model chunks) without a set
-    number.
-    """
+    """Raise ConfigError unless layers split evenly over the pipeline stages (and chunks) whose layers are not set."""
     if layout.pp == 1:
         return
     num_layers = int(str(hf_config["num_hidden_layers"]))

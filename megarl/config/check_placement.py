@@ -13,7 +13,7 @@ def check_trainer_nodes(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes, each on a single node."""
+    """Raise ConfigError unless engines fit on the trainer's devices or fill their own nodes; none may span nodes."""
     engine, placement = config.rollout.engine, config.placement
     num_devices = engine.num_engines * engine.tp
     wanted = f"rollout.engine.num_engines={engine.num_engines} × rollout.engine.tp={engine.tp}"

@@ -30,12 +30,12 @@ def check_group_scores(config: Config) -> None:
 
 
 def judges(rewards: RewardsConfig, manager: str) -> bool:
-    """Return whether this reward manager judges samples, alone or as a part of the hybrid mixture."""
+    """Return whether the reward manager `manager` is used, alone or in the hybrid mixture."""
     return manager in (rewards.manager, *(part.manager for _, part in _parts(rewards)))
 
 
 def _parts(rewards: RewardsConfig) -> Iterator[tuple[str, HybridPartConfig]]:
-    """Yield the key and the settings of each term of the mixture; none unless `rewards.manager` is `hybrid`."""
+    """Yield the key and settings of each part of the hybrid mixture; nothing unless `rewards.manager` is `hybrid`."""
     if rewards.manager == "hybrid":
         yield from ((f"{_HYBRID}.parts.{name}", part) for name, part in rewards.hybrid.parts.items())
 
@@ -100,7 +100,7 @@ def _check_part(key: str, part: HybridPartConfig) -> None:
 
 
 def _check_single(rewards: RewardsConfig) -> None:
-    """Raise ConfigError if several parts use the rule, or several the reward model: a run has only one of each."""
+    """Raise ConfigError if two parts of the mixture use the rule, or two the reward model: a run has one of each."""
     for manager in ("rule", "model"):
         names = [name for name, part in rewards.hybrid.parts.items() if part.manager == manager]
         if len(names) > 1:

@@ -62,15 +62,15 @@ def render() -> str:
 
 
 def entries() -> list[Entry]:
-    """Return every key of the schema, in the order of the page."""
+    """Return every key of the schema, in the order of docs/configuration.md."""
     return [entry for section, cls, allowed in _sections(Config, "") for entry in _entries(cls, section, allowed)]
 
 
 def render_json_schema() -> str:
     """Return the text of docs/config.schema.json: a JSON schema (draft 2020-12) of the files below configs/.
 
-    Cross-field rules are not part of it, nor are the spellings that only this parser accepts, such as `yes` in
-    quotation marks for true.
+    The schema omits rules that relate several keys. It also omits spellings that only megarl's parser accepts, such as
+    `yes` in quotation marks for true.
     """
     tree = _object_schema(Config, None)
     use = {
@@ -112,7 +112,7 @@ def _object_schema(cls: type, default: Range | None) -> dict[str, Any]:
 
 
 def _value_schema(hint: Any, allowed: Range | None) -> dict[str, Any]:
-    """Describe the values of a type as JSON schema; the range applies to the numbers in it."""
+    """Describe the values of a type as JSON schema; `allowed` is the range of the numbers among them."""
     args, origin = get_args(hint), get_origin(hint)
     if hint is Any:
         return {}

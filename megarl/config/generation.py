@@ -1,4 +1,4 @@
-"""Define the sections that say how engines generate, where they run, and how they get the trainer's weights."""
+"""Define the sections for rollouts, vLLM engines, placement, weight syncs and validation."""
 
 from dataclasses import dataclass, field
 from typing import Literal

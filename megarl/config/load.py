@@ -1,16 +1,16 @@
 """Build a `Config` from YAML files and dotted overrides.
 
-A run file may name files to build upon, and then holds only what differs:
+A run file may name files to build upon, and then has only the settings that differ:
 
     use: {model: qwen3-tiny, algo: grpo}        # configs/model/qwen3-tiny.yaml, configs/algo/grpo.yaml
     use: {run: sums-common, algo: ./my.yaml}    # another run file, and a path to any .yaml file
 
     for_algo: {ppo*: {critic: {freeze: true}}}  # settings for the algorithm files of these names alone
 
-Names are looked up in the configs root, the parent of the run file's directory, and then among the files that come
-with megarl; paths, here and anywhere in a configuration, are relative to the current working directory. Layers are
-merged in this order, and later ones win: the group files (one per group; a run file's choice replaces that of the run
-file it builds upon), the run files (base first), each with what it gives to the chosen algorithm, the overrides.
+Names are looked up in the configs root (the parent of the run file's directory), and then among the files that come
+with megarl. Paths, here and anywhere in a configuration, are relative to the current working directory. Settings are
+merged in this order, and later ones win: the files that `use` names, one per group such as `model`; the run files, base
+first, each followed by its `for_algo` settings; the overrides. A run file's `use` replaces that of its base.
 Mappings merge key by key; any other value, including a list, is replaced.
 """
 
@@ -42,12 +42,12 @@ PACKAGED = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE
 
 
 def load_config(run_file: Path, overrides: Sequence[str] = ()) -> Config:
-    """Load a run file with overrides. Raises ConfigError for unknown keys and wrong types; `check` checks values."""
+    """Load a run file with overrides. Raises ConfigError for unknown keys and wrong types; values are not checked."""
     return from_dict(Config, compose(run_file, overrides))
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """Return a copy of a configuration with some settings overridden, as in `compose`, but without `use`."""
+    """Return a copy of a configuration with overrides of the form `dotted.key=value`; `use` is not allowed."""
     return from_dict(Config, merge(asdict(config), _parse_overrides(overrides)))
 
 
@@ -68,9 +68,9 @@ def dump(config: Config) -> str:
 
 
 def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
-    """Merge the layers of a run (see the module) into one mapping, which is not yet checked against the schema.
+    """Merge a run's files and overrides (see the module) into one mapping, not yet checked against the schema.
 
-    An override is `dotted.key=value`, with the value read as YAML. `use.algo=cpo` chooses another group file.
+    An override is `dotted.key=value`, with the value read as YAML. `use.algo=cpo` chooses another algorithm file.
     """
     changes = _parse_overrides(overrides)
     group_files, bodies = _collect(run_file, _take_use(changes, "overrides"), ())
@@ -81,7 +81,7 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
-    """Take `for_algo` out of a run file, and return its settings for the chosen algorithm file."""
+    """Remove `for_algo` from a run file's mapping, and return its settings for the chosen algorithm file."""
     choices = body.pop("for_algo", {})
     if not isinstance(choices, dict) or not all(isinstance(settings, dict) for settings in choices.values()):
         raise ConfigError(
@@ -121,7 +121,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
 def _collect(
     run_file: Path, use_overrides: Mapping[str, str], above: tuple[Path, ...]
 ) -> tuple[dict[str, Path], list[Tree]]:
-    """Return the file of each group, and the bodies of the run files, base first.
+    """Return the file of each group (model, algo, …), and the contents of the run files, base first.
 
     above: the run files that led to this one, for detecting circular `use`.
     """
@@ -184,7 +184,7 @@ def packaged(path: str) -> str:
 
 
 def read_yaml(path: Path) -> Tree:
-    """Read a YAML file's mapping (empty if the file is). Raises ConfigError for other content or a repeated key."""
+    """Read a YAML file that has a mapping or is empty. Raises ConfigError for other content or a repeated key."""
     _require_file(path, "")
     tree = _parse_yaml(path.read_bytes(), str(path))
     if tree is None:

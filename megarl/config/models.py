@@ -52,7 +52,7 @@ class LayoutConfig:
 
     @property
     def expert_dp(self) -> int:
-        """Return the number of ranks of a stage that hold the same part of the same experts."""
+        """Return the expert data-parallel size: how many ranks of a stage hold the same shard of the same experts."""
         return self.stage_size // (self.ep * self.etp)
 
     def dp_rank_of(self, rank: int) -> int:
@@ -80,7 +80,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Configure the memory use of the log-prob head: all logits of a micro-batch at once would dominate memory."""
+    """Limit the memory for logits in log-prob computation: all logits of a micro-batch would dominate memory."""
 
     # What the head keeps from forward to backward: nothing (recompute), the logits (keep), or their gradients
     # (in_chunk, for losses that are sums over tokens). auto: keep if the logits fit memory_mib, else in_chunk if
@@ -105,7 +105,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
-    """Configure the trained policy on Megatron-Core; other roles use its settings where they set none themselves."""
+    """Configure the policy, which is trained on Megatron-Core. Its settings are the defaults of the other roles."""
 
     layout: LayoutConfig = section(LayoutConfig, affects=("engines", "workers"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -138,7 +138,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """Configure the value model, for algorithms that read values; it trains on the actor's mini-batches and epochs."""
+    """Configure the value model, for algorithms that read values. It trains on the actor's mini-batches and epochs."""
 
     # Layout of the critic, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None
@@ -160,7 +160,7 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """Configure the frozen reward model, for runs whose rewards.manager asks for one."""
+    """Configure the frozen reward model, for runs in which rewards.manager, or a part of the hybrid, is `model`."""
 
     # Layout of the reward model, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None

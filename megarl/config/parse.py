@@ -22,8 +22,8 @@ _TRUE, _FALSE = frozenset({"true", "yes", "1"}), frozenset({"false", "no", "0"})
 def from_dict(cls: type[T], mapping: Mapping[str, object], path: str = "") -> T:
     """Build the dataclass tree `cls` from a mapping; keys that are absent keep their defaults.
 
-    `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6. An int field
-    accepts a float of integral value and a float field an int, but neither accepts a bool, NaN or infinity.
+    `path` is the dotted key of `mapping` itself, for messages. Numbers may be written 1e-6 or 1e6. An int field accepts
+    a float with an integral value, and a float field accepts an int. Neither accepts a bool, NaN or infinity.
     """
     return cast(T, _convert(cls, mapping, path))
 
@@ -54,7 +54,7 @@ def _refuse_unknown_keys(cls: type, mapping: object, path: str, known: Sequence[
 
 
 def _advice(key: str, path: str, siblings: Sequence[str], known: Sequence[str]) -> str:
-    """Return the advice that an error message about an unknown key ends with."""
+    """Return the end of an error message about an unknown key: the most similar keys, or all keys of the section."""
     if "." in key:
         return "dotted keys belong to overrides on the command line; in a file, nest one mapping in the other"
     found = suggest_keys(key, path, known)
@@ -117,7 +117,7 @@ def _parse_tuple(hint: Any, value: object, path: str) -> object:
 
 
 def _parse_mapping(hint: Any, value: object, path: str) -> object:
-    """Parse a mapping whose names the user chooses."""
+    """Parse a mapping whose keys are names that the user chooses, such as data sources."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise _WrongTypeError
     return {name: _convert(get_args(hint)[1], item, _join(path, name)) for name, item in value.items()}
@@ -147,7 +147,7 @@ def _parse_exact(hint: Any, value: object, path: str) -> object:
 
 
 def parse_bool(value: object) -> bool:
-    """Parse True, False, or true/yes/1 or false/no/0 as text in any case; raise ConfigError for anything else."""
+    """Parse a bool, or one of the texts true, yes, 1, false, no, 0 in any case; raise ConfigError for anything else."""
     if isinstance(value, bool):
         return value
     text = value.lower() if isinstance(value, str) else ""
@@ -195,7 +195,7 @@ _PARSERS: Mapping[Any, Callable[[Any, object, str], object]] = {
 
 
 def describe_type(hint: Any) -> str:
-    """Describe the values that a field of this type takes."""
+    """Describe in words which values a field of this type accepts, for error messages and docs/configuration.md."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union):
         return " or ".join(_alternative(arg) for arg in args)

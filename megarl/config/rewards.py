@@ -1,4 +1,4 @@
-"""Define the section `rewards`, which says who judges samples and how. See docs/rewards.md."""
+"""Define the section `rewards`, which chooses what computes the rewards of samples. See docs/rewards.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from megarl.sandbox.options import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """Configure how the rule (the manager `rule`) judges one data source; null keeps the scorer's own choice."""
+    """Configure how rule-based scorers (the manager `rule`) judge one data source; null keeps the scorer's default."""
 
     # Name of a data source whose scorer to use; null: this source's own scorer, or the custom function if there
     # is one.
@@ -91,7 +91,7 @@ class RemoteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPartConfig:
-    """Define one term of the mixture, weight × transform(reward), under a name of your choice."""
+    """Define one part of the hybrid mixture, under a name of your choice: weight × transform(a manager's reward)."""
 
     manager: Literal["rule", "remote", "model"]  # Who gives the term's reward; see rewards.manager.
     weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
@@ -104,7 +104,7 @@ class HybridPartConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig:
-    """Define a mixture of managers: a row's reward is the sum of the terms for its data source."""
+    """Define a mixture of reward managers: a row's reward is the sum of the parts that apply to its data source."""
 
     parts: Mapping[str, HybridPartConfig] = field(default_factory=dict)  # Terms of the mixture by name.
     # Names of the terms that apply to a data source; sources that are not listed get all terms.
@@ -113,7 +113,7 @@ class HybridConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
-    """Choose who judges responses; whether one is correct is always the rule's verdict if its source has a scorer."""
+    """Choose what computes rewards. A data source's scorer, if there is one, decides which responses are correct."""
 
     # Who gives rewards. rule: scorers and custom functions; remote: an HTTP service; model: a reward model on
     # Megatron; hybrid: a mixture of these.

@@ -105,7 +105,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Set the length and batch sizes of the training loop. Sizes count prompts, each with rollout.num_samples rows."""
+    """Set the length and batch sizes of training. Sizes count prompts, each with rollout.num_samples samples."""
 
     # Number of training steps: rollout, update, sync. 0 validates the model and ends.
     total_steps: int = setting(100, AT_LEAST_0)
@@ -215,7 +215,7 @@ class Config:
 
 
 def role_settings(config: Config) -> dict[str, ActorConfig]:
-    """Return the settings of every role by its name; what a role does not set itself, it takes from the actor.
+    """Return the settings of every role by its name. Where a role has no setting of its own, the actor's is used.
 
     The result has all roles, whether or not the run needs them.
     """

@@ -17,7 +17,7 @@ Affected: TypeAlias = Literal["engines", "workers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """A range holds the numbers that a setting accepts: those within all bounds except `never`, and the number `also`.
+    """The numbers that a setting accepts: those within all bounds except `never`, and in addition the number `also`.
 
     `at_least` and `at_most` are inclusive bounds, `above` and `below` exclusive ones. `expected` describes the range
     in error messages.
@@ -32,7 +32,7 @@ class Range:
     never: float | None = None
 
     def holds(self, number: float) -> bool:
-        """Return whether the setting may have this value; NaN is within no range."""
+        """Return whether a number is in this range; NaN is in no range."""
         within = self.at_least <= number <= self.at_most and self.above < number < self.below
         return (within and number != self.never) or number == self.also
 
@@ -50,13 +50,13 @@ PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
 def setting(default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
     """Declare a field of a configuration class with its default, its range and what a change to it affects.
 
-    The range of a list holds for each of its numbers; null is in every range.
+    In a list, every number must be in the range. Null is always accepted.
     """
     return cast(T, field(default=default, metadata={"range": allowed, "affects": affects}))
 
 
 def section(factory: Callable[[], T], allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
-    """Declare a section of a configuration class; its range and what it affects hold for all of its fields.
+    """Declare a nested section of a configuration class; `allowed` and `affects` apply to all of its fields.
 
     A field of the section that declares its own range keeps that range.
     """
@@ -69,10 +69,10 @@ def range_of(each: Field[Any], default: Range | None) -> Range | None:
 
 
 def affected(before: T, now: T, by: Affected) -> list[str]:
-    """Return the dotted names, in the schema's order, of settings that differ and are declared to affect `by`.
+    """List settings that differ between two configurations and are declared to affect `by`; return their dotted names.
 
-    A section declared with `affects=by` is named as a whole if anything in it differs. Every other section is
-    searched for fields that are declared with it. Lists, mappings, and sections of which one is null are compared
+    A section declared with `affects=by` is named as a whole if anything in it differs. In every other section, fields
+    declared with `affects=by` are compared one by one. Lists, mappings, and sections of which one is null are compared
     as a whole.
     """
     found: list[str] = []
@@ -88,7 +88,7 @@ def affected(before: T, now: T, by: Affected) -> list[str]:
 
 
 def differences(before: T, now: T, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted key and both values of every setting that differs; `path` is put before the keys."""
+    """Yield the dotted key and both values of every setting that differs; each key starts with `path`."""
     for each in fields(cast(Any, before)):
         old, new, key = getattr(before, each.name), getattr(now, each.name), f"{path}{each.name}"
         if is_dataclass(old) and type(old) is type(new):
@@ -105,7 +105,7 @@ def require_ranges(config: object) -> None:
 
 
 def _values(value: Any, key: str, allowed: Range | None) -> Iterator[tuple[str, Any, Range | None]]:
-    """Yield the dotted key, the value and the range of every setting; the numbers of a list share its key."""
+    """Yield the dotted key, the value and the range of every setting; each number of a list has the list's key."""
     if is_dataclass(value):
         for each in fields(value):
             name = f"{key}.{each.name}" if key else each.name

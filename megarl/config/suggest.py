@@ -1,4 +1,4 @@
-"""Suggest which configuration key a user probably meant by an unknown one."""
+"""Suggest the configuration key that a user probably meant by an unknown key."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -15,7 +15,7 @@ _MIN_BEGINNING = 3
 
 
 def suggest_keys(key: str, path: str, known: Sequence[str]) -> list[str]:
-    """Return dotted keys of exactly this name, or else of the most similar name, preferring the same section.
+    """Return known keys with exactly this name, or else with the most similar name, preferring the same section.
 
     Args:
         path: the section in which `key` was given; "" is the root.
@@ -35,7 +35,7 @@ def _name(dotted: str) -> str:
 
 
 def _score(key: str, path: str, dotted: str) -> float:
-    """Return how similar a known key is to the given one, or 0 if it is too different to suggest."""
+    """Return how similar a known key is to an unknown one, or 0 if it is too different to suggest."""
     section, _, name = dotted.rpartition(".")
     letters, words = _letters(key, name), _words(key, name)
     if section == path:

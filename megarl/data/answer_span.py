@@ -21,7 +21,7 @@ _MAX_SPLITS = 8
 
 
 def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
-    r"""Mark the tokens of the final answer.
+    r"""Return a mask of the tokens that belong to the final answer of a response.
 
     Args:
         decode: turns token ids into the text that scorers read.

@@ -1,4 +1,4 @@
-"""Encode chats as token ids with the tokenizer's own template; tokenizers are read from a directory, not the hub."""
+"""Encode chats as token ids with the tokenizer's chat template, and load tokenizers, from local directories only."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 def load_tokenizer(
     path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model directory that `key` names, and fix arguments of its chat template.
+    """Load the tokenizer of the model directory that the setting `key` names, and fix arguments of its chat template.
 
-    arguments: `data.chat_template`. They become part of the template, so that everything that renders a chat has them.
+    arguments: `data.chat_template`; they become part of the template, so that every chat is rendered with them.
 
     Raises:
         ConfigError: there is no chat template or eos token, or the template never reads an argument.
@@ -47,7 +47,7 @@ def load_tokenizer(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-    """Raise ConfigError, which names the config key `key`, unless the model at `path` has `tokenizer`'s token ids."""
+    """Raise ConfigError, which names the key `key`, unless the model at `path` has the same tokens as `tokenizer`."""
     ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
@@ -92,7 +92,7 @@ def encode_chats(
     """Encode chats as token ids with the tokenizer's chat template.
 
     Args:
-        add_generation_prompt: end each chat, as a prompt, with the start of an assistant turn; else it is complete.
+        add_generation_prompt: end each chat with the start of an assistant turn, as in a prompt for generation.
     """
     texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -138,7 +138,7 @@ def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[i
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; one that ends within a character adds nothing, the last one all of it."""
+    """Return the text of each token. If several tokens make up one character, the last of them has its whole text."""
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     texts: list[str] = []
     # Tokens from `start` on are decoded with those before `known` as context, as spaces may depend on it.
@@ -153,10 +153,10 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Return the token ids that the template writes after the end token of an answer.
+    """Return the token ids that the chat template writes after the eos token of an answer.
 
-    Returns None if the template does not reproduce prompt, answer and end token as the policy writes them, for example
-    because it removes or adds thoughts.
+    Returns None if the template does not reproduce prompt, answer and eos token as the policy writes them, for example
+    because it removes or adds reasoning.
     """
     question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
     prompt = render_chats(tokenizer, [[question]])[0]
@@ -171,7 +171,7 @@ def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
 def render_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
 ) -> list[str]:
-    """Write chats as text, as the template does; `add_generation_prompt` is that of `encode_chats`."""
+    """Render chats as text with the chat template. For `add_generation_prompt` see `encode_chats`."""
     conversations = [[message.as_dict() for message in chat] for chat in chats]
     texts: list[str] = tokenizer.apply_chat_template(
         conversations, tokenize=False, add_generation_prompt=add_generation_prompt

@@ -131,7 +131,7 @@ class RowFiles:
             yield from file
 
     def counts(self, indices: Sequence[int]) -> list[int]:
-        """Count how many of some ascending row indices lie in each file."""
+        """Return how many of the given row indices, which must be in ascending order, lie in each file."""
         return np.diff(np.searchsorted(indices, self._ends), prepend=0).tolist()
 
     def where(self, index: int) -> str:

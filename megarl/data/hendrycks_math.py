@@ -1,4 +1,4 @@
-"""Convert MATH's rows (problem, level, type, solution with a boxed answer) to the prompt schema."""
+"""Convert rows of the MATH data set (problem, level, type, solution with a boxed answer) to the prompt schema."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def convert_math(
 
 
 def _read(paths: Sequence[Path]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield the rows of files and directories in order, each with its place for messages."""
+    """Yield the rows of files and directories in order, each with its file and position for messages."""
     for path in paths:
         if not path.is_dir():
             files = RowFiles([path], columns=COLUMNS, required=("problem", "solution"))

@@ -1,9 +1,9 @@
-"""Write hints into prompts for one more scoring pass; they reach neither samples, nor evaluation, nor logged texts.
+"""Write hints into prompts for CPO's additional scoring pass. Sampling, evaluation and logged texts never see them.
 
-A hint is placed by text: the prompt's messages are rendered with the hint among them, and the whole is encoded. So the
-tokens around it are those that the tokenizer would make of such a chat. A hinted row has the prompt with the hint and
-the very response tokens that were sampled. The hinted prompt depends on the prompt alone, never on a response, so that
-all rows of a group are scored with the same hint.
+A prompt's messages are rendered together with the hint, and the whole text is tokenised, so that the tokens around
+the hint are those of an ordinary chat. A hinted row (a sample that is scored with a hint) has the hinted prompt and
+the response tokens that were sampled. A hinted prompt depends on its prompt alone, never on a response, so that all
+samples of a prompt are scored with the same hint.
 """
 
 import random
@@ -38,15 +38,15 @@ class Missing(StrEnum):
 
 
 class UserTagNotFound(DataError):  # noqa: N818 - the name under which the rule is known
-    """The error of a hint that must have a place in a prompt but has none."""
+    """The error for a chat that has no turn into which the hint can be written, where a hint is required."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedPrompt:
-    """A hinted prompt is a prompt with its hint as the model reads it; without a hint it is the prompt itself.
+    """A prompt with its hint, as the model reads it; if the hint is missing, the prompt alone.
 
-    num_hint_tokens: tokens of the hint's own text. is_cut: the hint was longer. missing: why there is none, else None.
-    text: what stands before the hint, the hint, and what follows it; empty if there is none.
+    num_hint_tokens: tokens of the hint itself. is_cut: whether the hint was shortened. missing: why there is no hint,
+    or None. text: the rendered text before the hint, the hint, and the text after it; empty if there is no hint.
     """
 
     token_ids: IntArray
@@ -57,7 +57,7 @@ class HintedPrompt:
 
 
 def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
-    """Return the text of the prompt's hint, or None if it has none. Raises DataError for a hint that is no text."""
+    """Return the text of a prompt's hint, or None if it has no hint. Raises DataError if the hint is not a string."""
     keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
     candidates = {f"extra_info.{key}": prompt.extra_info.get(key) for key in keys}
     if cfg.source == "answer" and cfg.field is None:
@@ -71,7 +71,7 @@ def hint_text(prompt: Prompt, cfg: HintConfig) -> str | None:
 
 
 def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> tuple[Message, ...]:
-    """Write a hint into a chat where `cfg.place` says; the result is empty if the chat has no such place."""
+    """Write a hint into a chat at the place `cfg.place`; the result is empty if the chat has no such place."""
     if cfg.place == "system":
         written = cfg.template.replace("{hint}", hint)
         if messages and messages[0].role == "system":
@@ -92,15 +92,13 @@ def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> 
 
 
 class HintPlacer:
-    """A writer of hints into prompts. It cuts a hint to `cfg.max_tokens`, and to the room left in
-    `max_prompt_tokens`.
-    """
+    """A writer of hints into prompts. It shortens hints to `cfg.max_tokens` and to the room in `max_prompt_tokens`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: HintConfig, *, max_prompt_tokens: int) -> None:
         self.cfg, self.max_prompt_tokens, self._tokenizer = cfg, max_prompt_tokens, tokenizer
 
     def place(self, prompt: Prompt, donor: Prompt | None = None) -> HintedPrompt:
-        """Return the prompt with its hint, or with that of another prompt.
+        """Return the prompt with its own hint or, if `donor` is given, with the hint of that other prompt.
 
         Raises:
             DataError: there is no hint, and `on_missing` is error; the message names the prompt and the reason.
@@ -118,9 +116,7 @@ class HintPlacer:
     def place_all(
         self, prompts: Mapping[str, Prompt], donated: Mapping[str, str] | None = None
     ) -> dict[str, HintedPrompt]:
-        """Return all prompts with their own hints by uid or, with `donated`, with hints of other prompts (see
-        `donors`).
-        """
+        """Return all prompts with hints, by uid: their own hints or, with `donated`, those of their `donors`."""
         if donated is None:
             return {uid: self.place(prompt) for uid, prompt in prompts.items()}
         return {
@@ -131,7 +127,7 @@ class HintPlacer:
         }
 
     def explain(self, missing: Missing) -> str:
-        """Say what was expected of a prompt or a file in which a hint is missing."""
+        """Explain for a message why a hint is missing: what was expected, and which setting decides that."""
         cfg = self.cfg
         if missing is Missing.NO_TEXT:
             keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
@@ -175,9 +171,10 @@ class HintPlacer:
         return HintedPrompt(token_ids=token_ids, missing=Missing.NO_ROOM)
 
     def _rendered(self, messages: Sequence[Message], hint: str) -> tuple[str, str, str] | None:
-        """Render a chat with a hint, as what stands before it, the hint, and what follows; None if it has no place.
+        """Render a chat with a hint; return the text before the hint, the hint, and the text after it.
 
-        The template may change the hint, for example strip it, so it is found by what surrounds a marker.
+        Returns None if the chat has no place for the hint. The template may change the hint, for example strip it; so a
+        second rendering with a unique placeholder shows where the hint stands.
         """
         marked, hinted = (hinted_messages(messages, text, self.cfg) for text in (_MARKER, hint))
         if not hinted:
@@ -193,7 +190,7 @@ class HintPlacer:
         return (before, found, rest[0]) if found else None
 
     def _beginning(self, text: str, num_tokens: int) -> str:
-        """Return the text that the first tokens of a text stand for."""
+        """Return the beginning of a text that its first `num_tokens` tokens encode."""
         if self._tokenizer.is_fast:
             offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             return text[: offsets[num_tokens - 1][1]]
@@ -204,10 +201,9 @@ class HintPlacer:
 
 
 def donors(hinted: Mapping[str, HintedPrompt], *, seed: int) -> dict[str, str]:
-    """Pair each prompt that has a hint with another prompt whose hint it gets: a cycle in an order that `seed`
-    decides.
+    """Pair each prompt that has a hint with another prompt, whose hint it gets: a cycle, shuffled by `seed`.
 
-    It does not depend on the order of `hinted`. A single prompt with a hint has no other.
+    The order of `hinted` has no effect. The result is empty if fewer than two prompts have a hint.
     """
     uids = sorted(uid for uid, prompt in hinted.items() if prompt.missing is None)
     random.Random(seed).shuffle(uids)
@@ -216,7 +212,7 @@ def donors(hinted: Mapping[str, HintedPrompt], *, seed: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedRows:
-    """The rows to score with a hint, in the order of the rows they were made from, and each one's hinted prompt."""
+    """Copies of rows (samples) whose prompts have hints, in the rows' order, and the hinted prompt of each row."""
 
     rows: tuple[Row, ...]
     prompts: tuple[HintedPrompt, ...]
@@ -227,7 +223,7 @@ class HintedRows:
         return np.array([prompt.missing is None for prompt in self.prompts], dtype=np.bool_)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean tokens of the hints that rows got, and the shares of rows whose hint was cut or missing."""
+        """Return the mean number of tokens of a hint, and the fractions of rows whose hint was cut or missing."""
         if not self.rows:
             return {}
         count, missing = len(self.rows), Counter(prompt.missing for prompt in self.prompts)
@@ -241,7 +237,7 @@ class HintedRows:
 
 
 def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> HintedRows:
-    """Give every row the hinted form of its prompt. Response and loss mask stay, scores are left out."""
+    """Replace every row's prompt by its hinted prompt. Response and loss mask are kept, scores are left out."""
     chosen = tuple(prompts[row.uid] for row in rows)
     made = (
         Row(
@@ -258,10 +254,10 @@ def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> Hin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintSurvey:
-    """Counts of how the hints of all prompts fared: placed, cut, or left out and why.
+    """Counts of prompts by what became of their hints: placed, cut, or missing and why.
 
-    counts: by data source the number of prompts, of those whose hint is placed, of those cut, and of those missing by
-    reason. fields: those of extra_info that have text in some prompt.
+    counts: by data source, the numbers of prompts, of placed hints, of cut hints, and of missing hints by reason.
+    fields: the fields of extra_info that contain text in some prompt.
     """
 
     counts: Mapping[str, Counter[str]]
@@ -307,7 +303,7 @@ class HintSurvey:
 
 
 def survey_hints(placer: HintPlacer, prompts: Iterable[Prompt]) -> HintSurvey:
-    """Place the hints of all prompts, and count how they fared."""
+    """Write every prompt's hint into it, and count how many hints are placed, cut or missing."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     fields: set[str] = set()
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Distribute rows over data-parallel ranks and micro-batches; the bins hold indices into `lengths`."""
+"""Distribute rows (samples) over data-parallel ranks and micro-batches. A bin is a list of indices into `lengths`."""
 
 import heapq
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(slots=True)
 class _Bin:
-    """The rows of one bin, with the sum of their costs or lengths."""
+    """One bin: the indices of its rows, and the sum of their costs or lengths."""
 
     total: int = 0
     indices: list[int] = field(default_factory=list)
@@ -21,8 +21,8 @@ class _Bin:
 def balance(costs: Sequence[int], num_bins: int) -> Bins:
     """Split rows into bins of nearly equal costs by the largest differencing method (Karmarkar & Karp, 1982).
 
-    Numbers of rows differ: a bin of few long rows may stand beside one of many short rows. No bin is empty if there are
-    at least `num_bins` rows.
+    Bins may differ in their numbers of rows: one may have few long rows, another many short rows. No bin is empty if
+    there are at least `num_bins` rows.
     """
     _require_positive(costs)
     if num_bins < 1:
@@ -88,10 +88,10 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) ->
 def plan_micro_batches(
     lengths: Sequence[int], dp: int, max_tokens: int, *, multiple: int = 1, costs: Sequence[int] | None = None
 ) -> list[Bins]:
-    """Split rows into the micro-batches of each of `dp` ranks, which get nearly equal costs (None: equal lengths).
+    """Split rows into micro-batches for each of `dp` ranks, so that all ranks get nearly equal costs.
 
-    Ranks stay in step because every rank gets the same number of micro-batches, a multiple of `multiple` (for
-    interleaved pipelines). A rank with fewer rows than micro-batches, such as one with few long rows, has empty ones.
+    costs: the cost of each row; None: its length. Every rank gets the same number of micro-batches, a multiple of
+    `multiple` (for interleaved pipelines). Some of a rank's micro-batches are empty if it has few rows.
     """
     if not lengths:
         raise DataError("got no rows to split over data-parallel ranks, expected at least one; skip the pass")

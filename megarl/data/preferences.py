@@ -16,7 +16,7 @@ from megarl.types import Row, row_read_at_end
 
 
 class PreferenceDataset:
-    """Preference pairs by index; each side is a whole chat as the tokenizer's template writes it.
+    """A data set of preference pairs. Each side of a pair is a whole chat, rendered with the chat template.
 
     Raises DataError for a malformed row, or a chat of more than `max_tokens` tokens.
     """

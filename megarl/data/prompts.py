@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class PromptDataset:
-    """Prompts by index. A prompt's uid consists of its data source and its row number before any rows are dropped.
+    """A data set of prompts. A prompt's uid is its data source and its row number, counted before rows are dropped.
 
     A prompt over `max_prompt_tokens` raises DataError; with `on_long_prompt="drop"` it is left out and counted in
     `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
@@ -117,7 +117,7 @@ class PromptDataset:
 
 
 class SftDataset:
-    """Demonstrations by index, as rows with loss on the response; a row over either limit raises DataError."""
+    """A data set of demonstrations, as rows with loss on the response. A row over a length limit raises DataError."""
 
     def __init__(
         self,
@@ -167,10 +167,10 @@ def _demonstration(
     cfg: DemonstrationConfig,
     where: str,
 ) -> tuple[list[int], bool]:
-    """Encode a row's target as the policy would have written it; also return whether it comes with probabilities.
+    """Encode a row's target as the policy would have written it; also return whether the row has `target_probs`.
 
-    The target ends with the end token. One of more than `cfg.max_tokens` tokens is cut, without end token, or not used
-    (`cfg.on_long`). A row without a target has an empty demonstration. DataError names `where` and what is wrong.
+    The target ends with the eos token. A target of more than `cfg.max_tokens` tokens is cut, without eos token, or not
+    used (`cfg.on_long`). Without a target, the result has no tokens. DataError names `where` and what is wrong.
     """
     if not row.get("target"):
         return [], False

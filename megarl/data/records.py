@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """A question and what its scorer needs; `ground_truth` may be empty if a model judges (style "model")."""
+    """One parsed prompt row; `ground_truth` may be empty if a reward model judges responses (style "model")."""
 
     messages: tuple[Message, ...]
     data_source: str
@@ -67,7 +67,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationRecord:
-    """A question with the answer to imitate."""
+    """One parsed demonstration row: a chat, and the answer to imitate."""
 
     messages: tuple[Message, ...]
     target: str
@@ -75,7 +75,7 @@ class DemonstrationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Two complete chats with the same prompt, and the margin by which their scores should differ."""
+    """One parsed preference row: two complete chats with one prompt, and the margin desired between their scores."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
@@ -83,7 +83,7 @@ class PreferenceRecord:
 
 
 def prompt_columns(form: DataConfig) -> tuple[str, ...]:
-    """Return the columns that `parse_prompt` reads from files of this form."""
+    """Return the columns that `parse_prompt` reads, whose names `form` can set."""
     label = "reward_model" if form.label_key is None else form.label_key
     return (form.prompt_key, form.source_key, "ability", label, "extra_info")
 
@@ -190,12 +190,12 @@ def parse_target_probs(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
 
 
 def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows of `SCHEMA`; keys that a row leaves out become nulls."""
+    """Write rows as a Parquet file with the columns of `SCHEMA`; keys that a row leaves out become nulls."""
     pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), path)
 
 
 def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
-    """Read a list of turns, or with `text_role` also a text, which becomes one turn of that role."""
+    """Read a list of turns. With `text_role`, a plain text is read as well: it becomes one turn of that role."""
     value = row.get(name)
     if text_role and isinstance(value, str):
         return (Message(role=text_role, content=value),)

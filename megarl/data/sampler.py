@@ -1,8 +1,8 @@
-"""Draw batches of rows in an order that depends only on the seed, so that a resumed run draws the same ones.
+"""Draw batches of rows in an order that depends only on the seed, so that a resumed run draws the same batches.
 
 Several prompt files can be mixed by weight. With weights w_i and p_i = w_i / Σ w, the number of the first n draws that
 go to file i stays close to n·p_i: each draw goes to the file that lags furthest behind its share (smooth weighted
-round-robin). So the shares hold over any stretch of batches, not only on average; within a file, rows come in the
+round-robin). So the shares hold over any stretch of batches, not only on average. Within a file, rows come in the
 seeded order of `PromptSampler`.
 """
 
@@ -29,8 +29,8 @@ def require_batch(dataset_size: int, batch_size: int) -> None:
 class PromptSampler:
     """An endless source of batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
 
-    Batches run across the end of an epoch. No batch holds a row twice, because samples are grouped by their
-    prompt's uid: the new epoch draws the rows that an unfinished batch already holds only after that batch.
+    A batch may cross the end of an epoch. It never has a row twice, because samples are grouped by their prompt's uid:
+    the new epoch draws rows that such a batch already has only after that batch.
 
     `epoch` is the epoch of the last row drawn, counted from 0; -1 before the first batch.
     """
@@ -62,7 +62,7 @@ class PromptSampler:
         return batch
 
     def draw(self, num_rows: int) -> list[int]:
-        """Draw the next `num_rows` row indices (at most the data set's size), as a mixture's weights require."""
+        """Draw the next `num_rows` row indices, at most the data set's size; `MixtureSampler` uses this."""
         rows = self._order[self._position : self._position + num_rows]
         self._position += len(rows)
         if len(rows) < num_rows:
@@ -84,7 +84,7 @@ class PromptSampler:
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue after `num_batches`, by replaying the draws; DataError if the settings differ."""
+        """Restore the state by drawing `num_batches` batches again; raise DataError if the settings differ."""
         for name, value in self._settings.items():
             if state[name] != value:
                 raise DataError(
@@ -130,7 +130,7 @@ class MixtureSampler:
         self._num_batches = 0
 
     def next_batch(self) -> list[int]:
-        """Draw the next `batch_size` row indices, data set by data set."""
+        """Draw the next `batch_size` row indices, grouped by data set."""
         counts = [0] * len(self._sizes)
         for _ in range(self._batch_size):
             self._credits = [credit + share for credit, share in zip(self._credits, self._shares, strict=True)]
@@ -146,7 +146,7 @@ class MixtureSampler:
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue after `num_batches`, by replaying the draws; DataError if the settings differ."""
+        """Restore the state by drawing `num_batches` batches again; raise DataError if the settings differ."""
         for name in sorted(self._settings.keys() | (state.keys() - {"num_batches"})):
             was, now = state.get(name), self._settings.get(name)
             if was != now:
@@ -166,7 +166,7 @@ Sampler: TypeAlias = PromptSampler | MixtureSampler
 def prompt_sampler(
     entries: Sequence[str | WeightedFile], sizes: Sequence[int], *, batch_size: int, seed: int, shuffle: bool
 ) -> Sampler:
-    """Build the sampler for `data.train`: over all rows equally, or a mixture if an entry has a weight.
+    """Build the sampler for `data.train`: of all rows equally, or of files by weight if any entry has a weight.
 
     Args:
         sizes: usable rows of each file, in the order of the entries.

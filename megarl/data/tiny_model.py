@@ -1,6 +1,6 @@
 """Make a Qwen3 model directory that is small enough for a laptop, with random weights and a byte-level tokenizer.
 
-The tokenizer has no merges, so every byte, and thus every digit, is a token, which lets so small a model calculate.
+The tokenizer has no merges: every byte is a token, and so is every digit, which helps a small model to calculate.
 A few words of the chat format are tokens of their own, to keep prompts short.
 """
 

@@ -38,9 +38,7 @@ _STDOUT = 1
 
 @contextlib.contextmanager
 def exit_on_errors() -> Iterator[None]:
-    """Turn an error that ends the command inside this context into a one-line message and an exit code of the module's
-    table.
-    """
+    """Turn an error in this context into a one-line message and an exit code of the module's table."""
     received = leave_on_signals()
     try:
         yield
@@ -59,9 +57,7 @@ def exit_on_errors() -> Iterator[None]:
 
 
 def _require_reader() -> None:
-    """Exit silently if the reader of the output (such as `head`) has gone, whether a print has failed or the next one
-    would.
-    """
+    """Exit silently if the reader of the output (such as `head`) is gone, even if no print has failed yet."""
     poll = select.poll()
     poll.register(_STDOUT)
     if any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -1,4 +1,4 @@
-"""Clean up after a run: one janitor per host ends the run's processes and removes its files when its owner is gone.
+"""Clean up after a run: one janitor process per host ends the run's processes and removes its files.
 
 Every process of a run inherits MEGARL_RUN_ID. The janitor's owner (the driver, or, in a run on several hosts, the
 process that keeps Ray on each) starts it in a session of its own. The janitor reads a pipe that only the owner can
@@ -6,7 +6,7 @@ write to. When the pipe closes, for whatever reason (clean end, crash, SIGKILL),
 carries the run's id and unlinks the run's files. It touches nothing else.
 
 Libraries (vLLM's workers, multiprocessing) create shared memory under other names. While it waits, the janitor notes
-which shared memory the run's processes have mapped, and unlinks that too once no process maps it any more.
+which shared memory the run's processes have mapped. It unlinks these files too, once no process maps them any more.
 """
 
 import contextlib
@@ -99,13 +99,13 @@ class HostedRun:
 
 
 def open_caretaker() -> "Janitor | HostedRun":
-    """Start a janitor for this process, unless the environment names a run whose janitor is already there."""
+    """Start a janitor for this process, unless the environment says that the run's hosts have janitors already."""
     run_id = os.environ.get(HOSTED_RUN_VARIABLE)
     return Janitor() if run_id is None else HostedRun(run_id)
 
 
 class Janitor:
-    """A process that cleans up after a run; it does so when the run's owner closes this pipe or dies."""
+    """The owner's handle to a janitor process, which cleans up after the run when the owner calls `close` or dies."""
 
     def __init__(self, run_id: str | None = None) -> None:
         self.scope = RunScope(run_id=run_id or uuid.uuid4().hex[:8])
@@ -136,9 +136,9 @@ def scopes_of(prefix: str) -> list[RunScope]:
 
 
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
-    """End the run's processes, then unlink its files and the `noted` files of its libraries.
+    """End the run's processes; then delete the run's files, and the shared memory of libraries listed in `noted`.
 
-    The owner itself is spared, since the environment that it was started with does not hold the id.
+    The owner itself is not ended, since it was started without the run's id in its environment.
     """
     libraries = {*noted, *scope.mapped_files()}
     end_processes(scope, settle_s=SETTLE_S, grace_s=GRACE_S)

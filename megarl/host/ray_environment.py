@@ -1,4 +1,4 @@
-"""Define Ray's environment variables in the driver and on every host, and keep the logs of its workers."""
+"""Define Ray's environment variables in the driver and on every host, and save the logs of Ray's workers."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ HEALTH_CHECKS = {
 
 
 def keep_worker_logs(temp_dir: Path, target: Path) -> None:
-    """Copy the output of the workers of the Ray in `temp_dir` to `target`, and the stacks that were requested."""
+    """Copy the logs of the workers of the Ray in `temp_dir` to `target`, with the Python stacks that they wrote."""
     target.mkdir(parents=True, exist_ok=True)
     files = {file: file.name for file in (temp_dir / "session_latest" / "logs").glob("worker-*")}
     files |= {file: f"stacks-{file.name}" for file in (temp_dir / "stacks").glob("*.txt")}

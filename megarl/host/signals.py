@@ -1,7 +1,7 @@
 """Decide what SIGINT, SIGTERM and SIGUSR1 do to a command.
 
-Outside training steps, each of them ends the process at once with 128 + n. During training steps, the first SIGTERM or
-SIGUSR1 requests a stop at the end of the current step; SIGINT, or a second signal, ends the process at once.
+Outside training steps, each of them ends the process at once with exit code 128 + n. During training steps, the first
+SIGTERM or SIGUSR1 requests a stop at the end of the current step; SIGINT, or a second signal, ends the process at once.
 """
 
 import signal
@@ -18,7 +18,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(slots=True)
 class StopRequest:
-    """The signal that requested a stop, or None."""
+    """The signal that requested a stop of training, or None."""
 
     signum: signal.Signals | None = None
 
@@ -26,7 +26,7 @@ class StopRequest:
 def leave_on_signals() -> list[int]:
     """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
-    The signal is put into the returned list, because Ray, where it waits, replaces the exit code by its own.
+    The signal is put into the returned list, because Ray may replace the exit code if the signal arrives in a Ray call.
     """
     received: list[int] = []
 
@@ -44,7 +44,7 @@ def leave_on_signals() -> list[int]:
 
 @contextmanager
 def keep_handlers() -> Iterator[None]:
-    """Restore our signal handlers after `ray.init`, which replaces them by its own."""
+    """Restore megarl's signal handlers at the end of this context, in which `ray.init` replaces them."""
     previous = {each: signal.getsignal(each) for each in _LEAVING}
     try:
         yield
@@ -70,7 +70,7 @@ def last_stop_signal() -> signal.Signals | None:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Record the first SIGTERM or SIGUSR1 during training steps in the yielded request.
 
-    That signal also restores the previous handlers, so a second one ends the process.
+    The first signal also restores the previous handlers, so that a second one ends the process.
     """
     global _last
     request = _last = StopRequest()

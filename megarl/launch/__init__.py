@@ -1,3 +1,1 @@
-"""Run inside a Slurm allocation: start Ray on every host and the driver on the first, restart after failures, submit
-jobs.
-"""
+"""Run megarl in Slurm: submit jobs, start Ray on every host and the driver on the first, restart after failures."""

@@ -19,7 +19,7 @@ PORTS_PER_JOB = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """Equal hosts of a job: all of them, or those of one component of a heterogeneous job."""
+    """A group of equal hosts of a job: all hosts, or those of one component of a heterogeneous job."""
 
     hosts: tuple[str, ...]
     cpus_per_host: int
@@ -27,7 +27,7 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The groups of hosts of a job; this host is the first of the first group.
+    """The hosts of a Slurm job, in groups; this process runs on the first host of the first group.
 
     `num_requeues` counts how often the job has been put back into the queue.
     """
@@ -43,7 +43,7 @@ class Allocation:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Read the allocation that Slurm describes to a batch script. Raises ConfigError outside of one."""
+        """Read the allocation from Slurm's environment variables. Raises ConfigError outside of a Slurm job."""
         # A heterogeneous job has each variable once per component.
         suffixes = [f"_HET_GROUP_{i}" for i in range(int(environment.get("SLURM_HET_SIZE", 0)))] or [""]
         groups = []
@@ -70,7 +70,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayPorts:
-    """The ports of Ray that have to be chosen explicitly, since jobs that share a host need different ones."""
+    """The ports of Ray that are chosen explicitly, since jobs that share a host need different ports."""
 
     gcs: int
     client: int
@@ -78,7 +78,7 @@ class RayPorts:
 
     @classmethod
     def of_job(cls, job_id: int) -> Self:
-        """Return a job's ports; any 4,000 consecutive job ids have different ones."""
+        """Return a job's ports. Any 4,000 consecutive job ids have different ports."""
         first = FIRST_PORT + job_id * PORTS_PER_JOB % NUM_PORTS
         return cls(gcs=first, client=first + 1, agent=first + 2)
 
@@ -96,7 +96,7 @@ def own_address(hostname: str) -> str:
 
 
 def address_towards(address: str, port: int) -> str:
-    """Return the IPv4 address from which this host reaches another one; nothing is sent."""
+    """Return this host's IPv4 address on the route to another host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
         return str(probe.getsockname()[0])

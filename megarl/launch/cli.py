@@ -14,7 +14,7 @@ Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 
 def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse) -> None:
-    """Add `slurm` to megarl's commands; its action `run` takes a whole command line, which `parse` reads."""
+    """Add `megarl slurm` to the commands. Its action `run` takes another megarl command line, which `parse` reads."""
     slurm = commands.add_parser("slurm", help="run on the hosts of a Slurm job")
     actions = slurm.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="inside a job: Ray on every host, then a megarl command (see slurm/*.sbatch)")

@@ -1,4 +1,4 @@
-"""Read from a megarl command line what the Slurm job that runs it needs to know."""
+"""Read from a megarl command line what its Slurm job needs: the output directory and the Ray settings."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class JobCommand:
         return (self.directory / "logs").resolve()
 
     def on(self, address: str, hosts: Sequence[str]) -> list[str]:
-        """Return the command line that joins a Ray cluster."""
+        """Return the command line with settings added that make it join the Ray cluster at `address`."""
         return [*self.argv, f"cluster.address={address}", f"cluster.hosts=[{', '.join(hosts)}]"]
 
 
 def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
-    """Check a command line of train, sft or eval, and its arguments. Raises ConfigError before anything has started."""
+    """Check a command line of train, sft or eval, and return it as a `JobCommand`. Raises ConfigError if it is bad."""
     if arguments.command in ("train", "sft"):
         config = load_config(arguments.config, arguments.overrides)
         directory = Path(config.run.dir) / config.run.name

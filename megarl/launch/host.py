@@ -21,7 +21,7 @@ HURRY_S = 1.0
 
 
 def main() -> None:
-    """Start Ray, wait until it ends or SIGTERM comes, and clean up; the exit code is Ray's."""
+    """Start Ray, wait until it ends or SIGTERM comes, and clean up. The exit code is 0 only after SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m megarl.launch.host", description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--job-id", type=int, required=True)

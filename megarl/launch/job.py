@@ -1,6 +1,6 @@
 """Run a megarl command as a Slurm job: Ray on every host, the driver here, restarts, and requeueing.
 
-It runs as the batch script itself, so that the signals that Slurm sends to the script arrive here.
+This process replaces the batch script (by exec), so that signals that Slurm sends to the script arrive here.
 """
 
 import os
@@ -36,7 +36,7 @@ REQUEUE_S = 120.0
 
 @dataclass(slots=True)
 class _Driver:
-    """The driver's process, if it runs, and the signals that were passed on to it."""
+    """The driver process, if it runs, and the signals that were forwarded to it."""
 
     process: subprocess.Popen[bytes] | None = None
     signals: list[signal.Signals] = field(default_factory=list)
@@ -54,7 +54,7 @@ def say(text: str) -> None:
 
 
 def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> int:
-    """Run a megarl command on all hosts of this job; returns the job's exit code, which is the driver's.
+    """Run a megarl command on all hosts of this job, and return the job's exit code, which is the driver's.
 
     After a failure the run starts again from its last checkpoint, up to `max_restarts` times in the job's life. After
     SIGUSR1 (the time limit is near) or a preemption the job goes back into the queue and resumes.
@@ -92,7 +92,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
 
 @contextmanager
 def _forwarded(driver: _Driver) -> Iterator[None]:
-    """Pass SIGUSR1 and SIGTERM on to the driver while the body runs."""
+    """Forward SIGUSR1 and SIGTERM to the driver while this context is active."""
     previous = {each: signal.signal(each, driver.forward) for each in (signal.SIGUSR1, signal.SIGTERM)}
     try:
         yield
@@ -128,7 +128,7 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
 
 
 def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
-    """Return the srun command that keeps Ray on every host by one task each, beside this script on the first."""
+    """Return the srun command that keeps Ray running on every host, by one task per host."""
     groups = allocation.groups
     line = ["srun"]
     for i, group in enumerate(groups):
@@ -183,7 +183,7 @@ def _wait(driver: subprocess.Popen[bytes], hosts: subprocess.Popen[bytes], logs:
 def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
     """End the job step that runs Ray; its tasks clean up at SIGTERM.
 
-    Signalling srun itself would leave the tasks no time for that.
+    Signalling srun itself would leave the tasks no time to clean up.
     """
     deadline = time.monotonic() + CLEAN_UP_S
     while hosts.poll() is None and time.monotonic() < deadline:
@@ -197,7 +197,7 @@ def _stop_hosts(hosts: subprocess.Popen[bytes], job_id: int) -> None:
 
 
 def _wants_queue(signals: Sequence[signal.Signals], job_id: int) -> bool:
-    """Return whether the job is to continue later: near its time limit or preempted, but not if a user cancels it."""
+    """Return whether to requeue the job: after a preemption or near its time limit, but not if a user cancels it."""
     if signal.SIGUSR1 in signals:
         return True
     shown = subprocess.run(["scontrol", "-o", "show", "job", str(job_id)], capture_output=True, text=True, check=False)

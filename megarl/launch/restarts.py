@@ -33,7 +33,7 @@ class AttemptLog:
             file.write(json.dumps(asdict(attempt)) + "\n")
 
     def read(self) -> list[Attempt]:
-        """Return all attempts, the first one first."""
+        """Return all attempts, the oldest first."""
         if not self._path.exists():
             return []
         return [Attempt(**json.loads(line)) for line in self._path.read_text().splitlines()]

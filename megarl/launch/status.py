@@ -92,7 +92,7 @@ class Heartbeat:
             self._write(replace(self._status, written=time.time(), phase=phase, phase_since=since))
 
     def _write(self, status: Status) -> None:
-        """Replace the file as a whole, so that a reader never sees half of it."""
+        """Replace the status file in one operation, so that a reader never sees half of it."""
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(status)))
         temporary.replace(self._path)

@@ -18,7 +18,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesRequest:
-    """Requests a number of equal nodes, with further options of sbatch for them."""
+    """A request for a number of equal nodes, with further options of sbatch for them."""
 
     num_nodes: int
     gpus_per_node: int
@@ -38,7 +38,7 @@ class NodesRequest:
 class SubmitRequest:
     """The options of `megarl slurm submit`: what to run, on which nodes.
 
-    engine_nodes: nodes of another kind for the engines: a heterogeneous job; None: all nodes are equal.
+    engine_nodes: separate nodes for the engines, which makes the job heterogeneous; None: all nodes are equal.
     """
 
     command: str
@@ -56,8 +56,8 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
     """Submit the run as a Slurm job, or as a chain of `num_jobs` jobs; with `dry_run`, print the script instead.
 
     Raises:
-        ConfigError: what cannot fit: devices, layout, time.
-        WorkerError: Slurm refused it.
+        ConfigError: the run does not fit the nodes, their devices or the time limit.
+        WorkerError: Slurm refused the job.
     """
     script = job_script(request)
     if dry_run:
@@ -151,9 +151,7 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
 
 
 def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dict[str, int]:
-    """Return the number of nodes for each group of processes: as few as hold its devices; a single group takes all
-    nodes.
-    """
+    """Return the number of nodes for each group of processes: as few as possible, but all nodes for a single group."""
     fewest = {where: -(-count // nodes.devices_per_node) for where, count in needs.items()}
     if len(needs) == 1:
         (where,) = needs

@@ -1,4 +1,4 @@
-"""Define the config sections under `algo:`, which compose an algorithm; each module holds one family of choices."""
+"""Define the configuration sections below `algo:`, whose settings together make up an RL algorithm."""
 
 from megarl.config.algo.compose import AlgoConfig, KLConfig, PolicyLossConfig
 from megarl.config.algo.cpo import CpoConfig, HintConfig

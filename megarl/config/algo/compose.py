@@ -1,4 +1,4 @@
-"""Define the section `algo:`, which composes an algorithm from its parts."""
+"""Define the section `algo:`, which composes an RL algorithm from advantages, policy loss, KL penalty and more."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,7 +36,7 @@ class KLConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyConfig:
-    """Configure the controller of `algo.entropy_coef`, the coefficient of the entropy bonus."""
+    """Configure how the coefficient of the entropy bonus, `algo.entropy_coef`, is controlled during training."""
 
     # fixed: constant coefficient; learned: its logarithm is a trained parameter; proportional: the coefficient is
     # entropy_coef × target_nats / entropy.
@@ -48,7 +48,7 @@ class EntropyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoConfig:
-    """Compose an algorithm: reward × estimator × shaping × policy loss × correction × KL × aggregation."""
+    """Compose an RL algorithm: reward, advantage estimator, shaping, policy loss, correction, KL, aggregation."""
 
     name: str = "grpo"  # Name of the algorithm in reports.
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -1,4 +1,4 @@
-"""Define the sections of CPO, which shapes advantages by how a hint changes the policy's log-probs."""
+"""Define the sections of CPO, which shapes advantages by how much a hint in the prompt changes the log-probs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintConfig:
-    """Configure the hint, which is written into the prompt for an additional scoring pass."""
+    """Configure CPO's hint: a text, such as the solution, that is added to the prompt for one more scoring pass."""
 
     # solution: the hint is extra_info.gold_solution (or solution); answer: it is the ground-truth answer.
     source: Literal["solution", "answer"] = "solution"
@@ -30,7 +30,7 @@ class HintConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpoConfig:
-    """Shape advantages by mutual information; `method` and `formula_set` choose a formula of docs/algorithms.md."""
+    """Shape advantages by the mutual information of hint and response, with a formula from docs/algorithms.md."""
 
     method: str = "none"  # Name of the method, with or without the suffix _qwen3; none: advantages are not shaped.
     # doc: the formulas as the method was described; ref: as its public code computes them; fix: corrected; null:

@@ -1,4 +1,4 @@
-"""Define the sections of LUFFY, which starts samples with demonstrations and has its own loss on their tokens."""
+"""Define the sections of LUFFY: samples that start with part of a demonstration, and the loss on those tokens."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationConfig:
-    """Choose which samples of a prompt start with a prefix of its demonstration, and how long that prefix is."""
+    """Choose which samples of a prompt start with a prefix of the prompt's demonstration, and the prefix's length."""
 
     # none | random | linear | linear_max | reverse_linear | fixed | linear_variance; see docs/algorithms.md.
     strategy: str = "none"

@@ -1,4 +1,4 @@
-"""Define the sections of the advantage estimator and of the correction for rollouts sampled by another engine."""
+"""Define the sections of the advantage estimator and of the correction for log-prob differences to the engine."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Define the sections that shape rewards before advantages are computed, and that filter groups."""
+"""Define the sections that shape rewards and filter groups (the samples of a prompt) before advantages are computed."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, Range, setti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardMaskConfig:
-    """Hide the reward of some rows, so that the critic's values take its place."""
+    """Hide the rewards of some rows (samples); the critic's values take their place."""
 
     ratio: float = setting(0.0, FRACTION)  # Fraction of rows whose reward is hidden.
     # bernoulli: each row independently with probability ratio; fixed: exactly ⌊rows × ratio⌋ of them.
@@ -20,7 +20,7 @@ class RewardMaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
-    """Choose the source, shaping and masking of a row's reward before advantages are computed."""
+    """Choose the source, shaping and masking of each sample's reward before advantages are computed."""
 
     # rule: the scorer's reward; critic: the critic's value of the last token.
     source: Literal["rule", "critic"] = "rule"
@@ -36,7 +36,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterConfig:
-    """Choose by a number of each sample which groups are trained on; discarded groups can be replaced."""
+    """Choose which groups to train on, by their samples' correctness, scores or rewards; others can be replaced."""
 
     # The number of a sample that decides. correct: 1 for a right answer, 0 for a wrong one; score: the scorer's own
     # score, from 0 to 1, or the `scores` of a custom function or service; reward: the reward made of it, say -1 or 1.

@@ -17,14 +17,14 @@ HELD_OUT_EVERY = 5  # one key in five is held out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem with all of its texts that are not random.
+    """One problem of a built-in task: its question, solution and demonstrations.
 
     Attributes:
-        numbers: in the order of the question.
-        target: what the numbers are to give.
+        numbers: the given numbers, in the order of the question.
+        target: the result that a right answer has.
         key: equal for problems that are the same up to the order of their numbers; it decides what is held out.
-        question: what the user asks.
-        ground_truth: what the scorer of the data source judges by.
+        question: the text of the user's turn.
+        ground_truth: what the data source's scorer compares answers with.
         solution: the gold solution, given as a hint.
         worked: a demonstration that works the answer out.
         direct: a demonstration that states the right answer at once, as one can with a hint.
@@ -43,19 +43,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltinTask:
-    """A family of problems that code can pose, solve and judge.
+    """A family of problems that code can generate, solve and score.
 
-    The teacher is mixed on purpose: `cheap` is short and mostly wrong, `Problem.worked` is long and right. A model that
-    learned both gives RL something to choose between.
+    Demonstrations have two styles on purpose: `cheap` is short and mostly wrong, `Problem.worked` is long and right. A
+    model that learned both gives RL something to choose between.
 
     Attributes:
-        sft_mix: levels of the demonstrations, unless others are asked for.
-        rl_mix: levels of the prompts, unless others are asked for.
-        draw: draws a problem of a level.
+        sft_mix: default weights of the difficulty levels in demonstrations.
+        rl_mix: default weights of the difficulty levels in RL prompts.
+        draw: draws a random problem of a level.
         cheap: writes a demonstration that answers at once, without checking.
-        corrupted_worked: writes a wrong answer that is worked out, but for a slip.
+        corrupted_worked: writes a wrong answer that is worked out, but with a slip.
         corrupted_direct: writes a wrong answer near the right one, stated at once.
-        next_lines: lists the lines that may follow some right lines in a right answer; none after the answer itself.
+        next_lines: lists the lines that may come next in a right answer with given lines; none if it is complete.
     """
 
     data_source: str
@@ -73,7 +73,7 @@ TASKS: Registry[BuiltinTask] = Registry("task", key="task")
 
 
 def check_levels(task: BuiltinTask, mix: LevelMix) -> None:
-    """Raise ConfigError unless `mix` gives weight to levels that the task has."""
+    """Raise ConfigError unless the task has all levels in `mix`, and their weights are >= 0 and not all 0."""
     unknown = [level for level in mix if level not in task.levels]
     if unknown or not mix or min(mix.values()) < 0 or sum(mix.values()) <= 0:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Define the task Countdown: use every number once to reach a target. `4 5 9 -> 8` has the answer
-`<answer>4+9-5</answer>`.
+"""Define the task Countdown: use every number once to reach a target. `4 5 9 -> 8` is solved by `4+9-5`.
 
-Level n has n + 2 numbers from 1 to 9, all added but at most one, and so n + 3 candidates to search. The worked answer
-tries the candidates in order until one hits; the cheap one is a random candidate.
+A problem of level n has n + 2 numbers from 1 to 9 and is solved by adding all of them, or all but one, which is
+subtracted: n + 3 candidates. The worked answer tries the candidates in order until one reaches the target, and ends
+with `<answer>4+9-5</answer>`. The cheap answer is a random candidate.
 """
 
 import json
@@ -18,9 +18,7 @@ MISCALCULATED_FRAC = 0.5
 
 
 def candidates(numbers: tuple[int, ...]) -> list[tuple[str, int]]:
-    """List expressions and their values in the order of the search: first the plain sum, then with one number
-    subtracted.
-    """
+    """List candidates and their values in search order: the plain sum, then the sums with one number subtracted."""
     total = sum(numbers)
     found = [("+".join(map(str, numbers)), total)]
     for i in reversed(range(len(numbers))):
@@ -30,7 +28,7 @@ def candidates(numbers: tuple[int, ...]) -> list[tuple[str, int]]:
 
 
 def pose_countdown(numbers: tuple[int, ...], target: int) -> Problem:
-    """Write the problem of reaching the target, which one of the candidates must have as its value."""
+    """Build the problem of reaching `target`, which must be the value of one of the `candidates`."""
     found = candidates(numbers)
     first = [value for _, value in found].index(target)
     search = [f"{expression}={value}" for expression, value in found[: first + 1]]
@@ -61,7 +59,7 @@ def _cheap(problem: Problem, rng: random.Random) -> str:
 
 
 def _corrupted_worked(problem: Problem, rng: random.Random) -> str:
-    """Write a wrong search: it stops at a candidate that misses the target, perhaps by a miscalculated value."""
+    """Write a search that stops at a candidate that misses the target; its value may be falsified to the target."""
     found = candidates(problem.numbers)
     wrong = [i for i, (_, value) in enumerate(found) if value != problem.target]
     last = rng.choice(wrong)
@@ -77,9 +75,7 @@ def _corrupted_direct(problem: Problem, rng: random.Random) -> str:
 
 
 def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
-    """List the lines that may come next in a right answer: a candidate with its value, or the answer that hits the
-    target.
-    """
+    """List the lines that may come next in a right answer: any expression with its value, or a right final answer."""
     if lines and lines[-1].startswith("<answer>"):
         return set()
     found = set()

@@ -1,6 +1,4 @@
-"""Write Parquet files of a built-in task from one seed: demonstrations, RL prompts, held-out prompts, preference
-pairs.
-"""
+"""Write Parquet files of a built-in task from one seed: demonstrations, prompts to train and validate, preferences."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,10 +25,10 @@ _PAIR = pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejecte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """Rows of each file, the levels they are from (None: the task's own mix), and how the teacher mixes styles.
+    """Sizes, levels (None: the task's own mix) and demonstration styles of the files that `generate` writes.
 
-    `hint_frac` of the demonstrations have the gold solution in the question; of those, `direct_frac` answer
-    at once and the rest work it out. Of those without a hint, `cheap_frac` have the cheap style.
+    `hint_frac` of the demonstrations have the gold solution in the question; of these, `direct_frac` answer at once and
+    the rest work the answer out. Of the demonstrations without a hint, `cheap_frac` have the cheap style.
     """
 
     seed: int = 0
@@ -54,7 +52,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFiles:
-    """The files that `generate` writes."""
+    """The paths of the files that `generate` wrote."""
 
     sft: Path
     train: Path
@@ -63,10 +61,11 @@ class TaskFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceConfig:
-    """Pairs of each file, and the levels they are from (None: those of the task's demonstrations).
+    """Sizes and difficulty levels of the preference files (None: the levels of the task's demonstrations).
 
-    Right answers are worked out. Of the wrong ones `cheap_frac` are cheap, or near the right one where the cheap one is
-    right, and the rest are worked out too, with slips: what tells these from right ones is correctness alone.
+    Chosen answers are worked out. Of the rejected answers, `cheap_frac` are cheap. The rest are worked out with slips,
+    so that only correctness distinguishes them from chosen answers. A rejected answer that is right by chance is
+    replaced by a direct wrong answer.
     """
 
     seed: int = 0
@@ -83,7 +82,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceFiles:
-    """The files that `generate_preferences` writes."""
+    """The paths of the files that `generate_preferences` wrote."""
 
     train: Path
     val: Path
@@ -93,7 +92,7 @@ def generate(task: BuiltinTask, out_dir: str | Path, config: GenerateConfig) -> 
     """Write sft.parquet, train.parquet (both from the training part) and val.parquet (distinct, held out).
 
     Raises:
-        ConfigError: for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
+        ConfigError: the task lacks a level, or has fewer than `num_val` distinct held-out problems.
     """
     sft_mix = task.sft_mix if config.sft_mix is None else config.sft_mix
     rl_mix = task.rl_mix if config.rl_mix is None else config.rl_mix
@@ -133,7 +132,7 @@ def generate(task: BuiltinTask, out_dir: str | Path, config: GenerateConfig) -> 
 
 
 def held_out_problems(task: BuiltinTask, rng: random.Random, mix: LevelMix, num: int) -> list[Problem]:
-    """Draw `num` held-out problems with distinct questions; ConfigError if there do not seem to be that many."""
+    """Draw `num` held-out problems with distinct questions; raise ConfigError if no more seem to exist."""
     problems: dict[str, Problem] = {}
     num_stale = 0
     while len(problems) < num:
@@ -170,13 +169,13 @@ def _demonstrations(
 def generate_preferences(
     task: BuiltinTask, out_dir: str | Path, config: PreferenceConfig, judge: Judge
 ) -> PreferenceFiles:
-    """Write preferences.parquet, and preferences-val.parquet of distinct held-out problems.
+    """Write preferences.parquet, and preferences-val.parquet with distinct held-out problems.
 
-    Each row has a right answer and a wrong one that looks like it; `judge` tells whether an answer that is meant to be
-    wrong happens to be right.
+    Each row has a right answer and a wrong one that looks similar. `judge` scores answers; it shows whether an answer
+    that is meant to be wrong is right by chance.
 
     Raises:
-        ConfigError: for levels the task lacks, and if it has fewer than `num_val` distinct held-out problems.
+        ConfigError: the task lacks a level, or has fewer than `num_val` distinct held-out problems.
     """
     mix = task.sft_mix if config.mix is None else config.mix
     check_levels(task, mix)

@@ -7,13 +7,13 @@ from megarl.data.tasks.base import BuiltinTask, Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAnswer:
-    """This is an answer as far as it is right.
+    """The right beginning of an answer to a built-in task, and the place of the first mistake.
 
     Attributes:
-        lines: the right lines before the first mistake, or all of them.
-        mistake: characters from the first wrong one to the end of its line. It reaches one beyond the text where only
-            the text's end is wrong; None without a mistake.
-        worked: whether the steps that were written lead to the target, so that the answer follows from them.
+        lines: the right lines before the first mistake, or all lines.
+        mistake: the characters from the first wrong one to the end of its line; None without a mistake. If the text
+            merely ends too early, the range is the one character beyond the end.
+        worked: whether one of the right lines reaches the target, so that the answer follows from the steps.
     """
 
     lines: tuple[str, ...]
@@ -22,9 +22,9 @@ class ReadAnswer:
 
 
 def read_answer(task: BuiltinTask, problem: Problem, text: str) -> ReadAnswer:
-    """Read an answer up to its first wrong character: the one after which no right answer can begin like this.
+    """Read an answer up to its first wrong character, that is, as long as some right answer begins like the text.
 
-    What follows a complete answer is not read.
+    Text after a complete answer is not read.
     """
     lines: list[str] = []
     start, mistake = 0, None

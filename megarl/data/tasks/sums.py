@@ -20,7 +20,7 @@ MISREAD_FRAC = 0.25
 
 
 def pose_sum(numbers: tuple[int, ...]) -> Problem:
-    """Write the problem of adding these numbers."""
+    """Build the problem of adding these numbers."""
     total = sum(numbers)
     worked = _worked(numbers, list(accumulate(numbers)), total)
     return Problem(
@@ -45,7 +45,7 @@ def _cheap(problem: Problem, rng: random.Random) -> str:
 
 
 def _corrupted_worked(problem: Problem, rng: random.Random) -> str:
-    """Write a wrong answer: misread numbers and wrong totals, whose consequences follow, and the resulting number."""
+    """Write running totals with a wrong result: numbers may be misread, and wrong totals are carried on."""
     while True:
         numbers, totals = [*problem.numbers[:1]], [*problem.numbers[:1]]
         for number in problem.numbers[1:]:
@@ -61,9 +61,7 @@ def _corrupted_direct(problem: Problem, rng: random.Random) -> str:
 
 
 def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
-    """List the lines that may come next in a right answer: the next total for each number that is left, or the
-    answer.
-    """
+    """List the lines that may come next in a right answer: adding one of the numbers left, or the final answer."""
     answer = f"#### {problem.target}"
     if answer in lines:
         return set()
@@ -77,13 +75,13 @@ def _next_lines(problem: Problem, lines: Sequence[str]) -> set[str]:
 
 
 def _worked(numbers: Sequence[int], totals: Sequence[int], answer: int) -> str:
-    """Write running totals and an answer, right or wrong."""
+    """Write the running totals and the final answer that are given, whether or not they are right."""
     lines = [f"{a}+{n}={b}" for n, (a, b) in zip(numbers[1:], pairwise(totals), strict=True)]
     return "\n".join([*lines, f"#### {answer}"])
 
 
 def _slipped(total: int, rng: random.Random, slip_frac: float) -> int:
-    """Return the total or, with probability `slip_frac`, a wrong one at least 1: a few off, or a forgotten carry."""
+    """Return the total or, with probability `slip_frac`, a wrong total of at least 1, which is off by 1, 2 or 10."""
     if rng.random() >= slip_frac:
         return total
     slip = rng.choice(SLIPS) * rng.choice((-1, 1))
