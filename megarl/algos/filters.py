@@ -1,4 +1,4 @@
-"""Remove groups (all samples of a prompt) that are too easy, too hard or without signal, before rows are scored."""
+"""Remove groups (all samples of a prompt) that would teach little, such as those whose samples are all right."""
 
 import math
 from collections.abc import Mapping, Sequence

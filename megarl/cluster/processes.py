@@ -22,7 +22,10 @@ NUM_DESCRIBED = 4
 
 
 def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
-    """Wait until the actors have started, and return their processes; on several hosts, names include the host."""
+    """Wait until Ray actors have started, and return each as a `Process` with its host, process id and devices.
+
+    If the actors run on several hosts, the name of each process ends with its host.
+    """
     roster = Roster()
     processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
     locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")

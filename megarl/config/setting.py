@@ -48,9 +48,10 @@ PROBABILITY = Range(expected="in (0, 1)", above=0, below=1)
 
 
 def setting(default: T, allowed: Range | None = None, *, affects: tuple[Affected, ...] = ()) -> T:
-    """Declare a field of a configuration class with its default, its range and what a change to it affects.
+    """Declare a field of a configuration class with its default, the range of its numbers, and what a change of it
+    affects.
 
-    In a list, every number must be in the range. Null is always accepted.
+    If the value is a list, each of its numbers must be in the range. Null is always accepted.
     """
     return cast(T, field(default=default, metadata={"range": allowed, "affects": affects}))
 

@@ -36,9 +36,11 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A whole Megatron parameter: entry `place` of the global tensor `key`, which has the leading axes `stack`.
+    """A Megatron parameter before sharding, as a distributed checkpoint stores it: layers (and experts) stacked in one
+    tensor.
 
-    place: such as (layer, expert). shape: of the entry, with vocabulary padding; padding rows are in no block.
+    key: the name of the stacked tensor. stack: its leading axes, such as (layers, experts). place: the index of this
+    parameter along those axes. shape: without those axes, with vocabulary padding; padding rows are in no block.
     other_key: the key in the other implementation of the layer (Transformer Engine's or Megatron's own).
     """
 

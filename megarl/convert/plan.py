@@ -77,7 +77,7 @@ class ConversionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total size of all output files."""
+        """Return the total size in bytes of the checkpoint that this plan writes, over all of its files."""
         return sum(file.num_bytes for file in self.files)
 
 

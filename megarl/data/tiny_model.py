@@ -93,7 +93,7 @@ def make_tiny_model(path: str | Path, config: TinyModelConfig, *, seed: int) -> 
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Make a byte-level BPE tokenizer without merges: 3 special tokens, 256 bytes, 5 words; ChatML template."""
+    """Make a tokenizer with a token for each byte, 3 special tokens and 5 whole words; its chat template is ChatML."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -1,4 +1,4 @@
-"""Write a plan as text for people and as JSON for programs."""
+"""Print what `--dry-run` has planned for a training run, as text for people or as JSON for programs."""
 
 import itertools
 import json
@@ -15,7 +15,11 @@ GIB = 2**30
 
 
 def print_plan(config: Config, *, device_gib: float | None, as_json: bool) -> None:
-    """Plan a run and print the plan; without `device_gib`, for the smallest device of this machine, if it has any."""
+    """Plan a training run and print the plan, without starting anything.
+
+    device_gib: the memory of a device, in GiB, by which the plan judges whether the run fits; by default that of the
+    smallest device of this machine, if it has any.
+    """
     if device_gib is not None and device_gib <= 0:
         raise ConfigError(f"--device-gib: got {device_gib}, expected > 0")
     here = [device.memory_gib for device in platform().devices()]

@@ -1,4 +1,6 @@
-"""Gather the inputs of CPO's shaping, from a whole step on the host or from a micro-batch in the loss."""
+"""Collect the tensors that CPO reads to shape advantages, from a whole step on the host or from a micro-batch in the
+loss.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
-"""Define scopes: masks (bool, per token [B, T] or per row [B, 1]) that select where a part of a CPO formula acts.
+"""Define scopes: masks that say on which tokens [B, T] or rows [B, 1] a part of a CPO formula acts.
 
-The names of a scope's parameters say what it reads: fields of `Terms`, or settings of `algo.cpo`.
+CPO shapes advantages by how much a hint in the prompt changes log-probs. The names of a scope's
+parameters say what it reads: fields of `Terms`, or settings of `algo.cpo`.
 """
 
 import math
@@ -29,7 +30,7 @@ def wrong(correct: Tensor) -> Tensor:
 
 
 def negative_rows(negative: Tensor) -> Tensor:
-    """Select the rows that count as negative under `algo.cpo.neg_scope`.
+    """Select the rows that CPO treats as negative examples, by the rule that `algo.cpo.neg_scope` names.
 
     >>> negative_rows(tensor([[True]])).tolist()
     [[True]]

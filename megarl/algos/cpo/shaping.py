@@ -28,7 +28,8 @@ def shape_advantages(x: CpoInputs, cfg: CpoConfig) -> Tensor:
 
 
 def terms_of(x: CpoInputs, cfg: CpoConfig) -> Terms:
-    """Return the tensors that the configured formula reads, with zeros on tokens that must not change.
+    """Return the `Terms` (all tensors that CPO formulas read) for the configured method, 0 on tokens that it must not
+    change.
 
     >>> terms_of(terms([[1.0, -1.0]]).inputs, CpoConfig(method="mi")).delta.tolist()
     [[1.0, -1.0]]

@@ -1,4 +1,7 @@
-"""Choose the log-prob head's memory regime and chunk size. Without importing torch, so that a dry run can do it."""
+"""Choose how much memory the log-prob head trades for speed: its regime, and how many tokens it processes at a time.
+
+This module does not import torch, so that `--dry-run` can use it quickly.
+"""
 
 from enum import StrEnum
 

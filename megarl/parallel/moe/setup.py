@@ -47,7 +47,9 @@ def expert_options(dims: Dims, layout: LayoutConfig) -> dict[str, Any]:
 
 
 def prepare_experts(chunks: Sequence[torch.nn.Module], config: MoeConfig) -> None:
-    """Mark expert parameters for gradient reduction and freeze routers if configured; call before wrapping in DDP."""
+    """Set up Mixture-of-Experts layers before DDP wraps the model: reduce expert gradients over the group `expert_dp`
+    only (Megatron's `allreduce = False`), and freeze the routers if `config.freeze_router` is set.
+    """
     for layer in moe_layers(chunks):
         for parameter in layer.experts.parameters():
             # Unless experts are split, Megatron treats them as replicated over data-parallel ranks. But even without

@@ -20,7 +20,7 @@ _Key = tuple[int, int, int]
 
 
 class _Versions:
-    """The last version of each message: senders compute differences from it, and receivers apply them to it."""
+    """The last sent data of each message. Senders compute differences from it, and receivers add differences to it."""
 
     def __init__(self, share: Share) -> None:
         self._specs, meeting = share.specs, share.meeting
@@ -46,7 +46,9 @@ class _Versions:
         self._store.set(self._name(message), str(message.num_bytes))
 
     def with_length(self, message: Parcel) -> Parcel:
-        """Wait until the sender announces a message's current length, and return the message with this length."""
+        """Wait until the sender announces how many bytes a message has in this transfer, and return the message with
+        that size.
+        """
         name = self._name(message)
         if not is_said(self._store, name, self.transfer, self._timeout_s):
             raise WeightSyncError(
