@@ -74,8 +74,10 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
 
 
 def _check_group(config: Config) -> None:
-    name = config.algo.advantage.estimator
-    least, got = ADVANTAGE_ESTIMATORS.get(name).min_group, config.rollout.num_samples
+    name, got = config.algo.advantage.estimator, config.rollout.num_samples
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    # With one set of k samples in a group, no sample is in a better set than another.
+    least = config.algo.advantage.k + 1 if "k" in estimator.options else estimator.min_group
     demonstrations = config.algo.demonstrations
     num_own = got - num_prefixed(demonstrations, got) if demonstrations.max_group_accuracy is not None else got
     if num_own < least <= got:

@@ -57,10 +57,18 @@ def sequence_rewards(batch: ScoredBatch) -> Tensor:
     return batch.rewards.double() - masked_sum(kl_penalty(batch), batch.loss_mask, dim=-1)
 
 
-def returns_to_go(rewards: Tensor) -> Tensor:
-    """Return, per token, the undiscounted sum of its own and all later token rewards, which are 0 on masked tokens.
+def returns_to_go(rewards: Tensor, discount: float | Tensor = 1.0) -> Tensor:
+    """Return y_t = x_t + discount_t·y_{t+1} for token rewards x [B, T], with y = 0 after the last column.
 
-    >>> returns_to_go(tensor([[-0.5, 0.75]])).tolist()
-    [[0.25, 0.75]]
+    discount: one number, or one for each token.
+
+    >>> returns_to_go(tensor([[1.0, 1.0, 1.0]]), 0.5).tolist()
+    [[1.75, 1.5, 1.0]]
     """
-    return rewards.flip(-1).cumsum(-1).flip(-1)
+    if not isinstance(discount, Tensor) and discount == 1:
+        return rewards.flip(-1).cumsum(-1).flip(-1)
+    factors = torch.as_tensor(discount, dtype=rewards.dtype).expand_as(rewards).t()
+    columns = rewards.t().clone(memory_format=torch.contiguous_format)
+    for t in range(len(columns) - 2, -1, -1):
+        columns[t] += factors[t] * columns[t + 1]
+    return columns.t()

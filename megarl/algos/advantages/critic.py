@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
 from megarl.algos.masked import masked_sum, summary
-from megarl.algos.token_rewards import last_token, token_rewards
+from megarl.algos.token_rewards import last_token, returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
 from megarl.types import Score, ScoredBatch
 
@@ -51,25 +51,13 @@ def gae(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     back = order.argsort(dim=-1)
 
     def discounted(lam: float) -> Tensor:
-        sums = discounted_sums(torch.where(mask.gather(-1, order), delta, 0.0), cfg.gamma * lam)
+        sums = returns_to_go(torch.where(mask.gather(-1, order), delta, 0.0), cfg.gamma * lam)
         return torch.where(mask, sums.gather(-1, back), 0.0)
 
     advantages = discounted(cfg.lam)
     lam_critic = cfg.lam if cfg.lam_critic is None else cfg.lam_critic
     returns = values + (advantages if lam_critic == cfg.lam else discounted(lam_critic))
     return Estimate(advantages=advantages, returns=returns, metrics=value_metrics(values, returns, mask))
-
-
-def discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """Return y_t = x_t + discount·y_{t+1} for x [B, T], with y = 0 after the last column.
-
-    >>> discounted_sums(tensor([[1.0, 1.0, 1.0]]), 0.5).tolist()
-    [[1.75, 1.5, 1.0]]
-    """
-    columns = x.t().clone(memory_format=torch.contiguous_format)
-    for t in range(len(columns) - 2, -1, -1):
-        columns[t] += discount * columns[t + 1]
-    return columns.t()
 
 
 def critic_value(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:

@@ -3,14 +3,15 @@
 The reward r is a sample's reward minus its KL penalty. In a group of one sample, mean_group is 0 and std_group is 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import comb
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
-from megarl.algos.masked import GroupStats, group_stats
+from megarl.algos.masked import GroupStats, group_index, group_stats
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import sequence_rewards
 from megarl.config.algo import AdvantageConfig
@@ -134,6 +135,108 @@ def rloo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """
     rewards = sequence_rewards(batch)
     return leave_one_out(rewards, group_stats(rewards, batch.uids))
+
+
+@_register("opo")
+def opo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Compute OPO's A = r − Σ l·r / Σ l over the group, l being a row's number of loss tokens (arXiv:2505.23585).
+
+    This baseline minimises the variance of the gradient if the squared gradient of a row's log-prob grows with l. In a
+    group of one row, or one without loss tokens, it is 0.
+
+    >>> opo(step("aa", [1.0, 0.0], [[1, 0, 0], [1, 1, 1]]), AdvantageConfig()).tolist()
+    [0.75, -0.25]
+    """
+    rewards = sequence_rewards(batch)
+    lengths = batch.loss_mask.sum(dim=-1).double()
+    length, weighted = group_stats(lengths, batch.uids), group_stats(lengths * rewards, batch.uids)
+    has_baseline = (length.size > 1) & (length.mean > 0)
+    return rewards - torch.where(has_baseline, weighted.mean / torch.where(has_baseline, length.mean, 1.0), 0.0)
+
+
+def equal_rewards(batch: ScoredBatch) -> Tensor:
+    """Return [B] bool, true for rows in a group of at least two rows whose rewards before the KL penalty are all equal.
+
+    >>> equal_rewards(step("aabb", [1.0, 1.0, 1.0, 0.0])).tolist()
+    [True, True, False, False]
+    """
+    stats = group_stats(batch.rewards, batch.uids)
+    return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
+
+
+@_register("gpg")
+def gpg(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Compute GPG's A = α·(r − mean_group), α = rows / rows in groups of unequal rewards (arXiv:2504.02546).
+
+    α makes up for the groups of equal rewards, which add nothing to the gradient but count in its mean.
+
+    >>> gpg(step("aabb", [1.0, 0.0, 1.0, 1.0]), AdvantageConfig()).tolist()
+    [1.0, -1.0, 0.0, 0.0]
+    """
+    rewards = sequence_rewards(batch)
+    num_unequal = (~equal_rewards(batch)).sum().clamp(min=1)
+    return len(batch.uids) / num_unequal * centred(rewards, group_stats(rewards, batch.uids))
+
+
+def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return [B]: what `estimate` makes of the rewards of each group, [n] to [n]."""
+    index, num_groups = group_index(uids, rewards.device)
+    result = torch.zeros_like(rewards)
+    for group in range(num_groups):
+        rows = index == group
+        result[rows] = estimate(rewards[rows])
+    return result
+
+
+@_register("passk", "k")
+def passk(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Compute the advantage for pass@k, the probability that one of k samples is correct at least (arXiv:2508.10751).
+
+    The reward of a set of k rows is the highest of theirs. With mean and (population) deviation over all sets of k rows
+    of a group, A is the mean of (reward − mean) / (deviation + 1e-6) over the sets that contain the row. For rewards of
+    0 and 1 this is the paper's formula. If k is the group's size or more, there is one set, and A is 0.
+
+    >>> passk(step("aaa", [1.0, 0.0, 0.0]), AdvantageConfig(k=2)).round(decimals=2).tolist()
+    [0.71, -0.35, -0.35]
+    """
+
+    def estimate(rewards: Tensor) -> Tensor:
+        n = len(rewards)
+        k = min(cfg.k, n)
+        ordered, order = rewards.sort()
+        # The row of rank i is the highest of C(i, k − 1) sets; those with another row j < i in them: C(i − 1, k − 2).
+        highest_of = rewards.new_tensor([comb(i, k - 1) / comb(n, k) for i in range(n)])
+        with_other = [comb(i - 1, k - 2) / comb(n - 1, k - 1) if i and k > 1 else 0.0 for i in range(n)]
+        above = rewards.new_tensor(with_other) * ordered
+        own = highest_of * n / k * ordered
+        mean = (highest_of * ordered).sum()
+        deviation = (highest_of * (ordered - mean).square()).sum().sqrt()
+        of_rank = (own + above.sum() - above.cumsum(0) - mean) / (deviation + _STD_EPS)
+        return torch.empty_like(of_rank).scatter(0, order, of_rank)
+
+    return _by_group(sequence_rewards(batch), batch.uids, estimate)
+
+
+@_register("passk_best", "norm_by_std")
+def passk_best(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Compute A = (r − r_second) / (std_group + 1e-6) for the best row of a group, 0 for others (arXiv:2503.19595).
+
+    r_second is the next highest reward, so that two equally good best rows both have A = 0. Without `norm_by_std`,
+    A = r − r_second.
+
+    >>> passk_best(step("aaa", [1.0, 0.0, 0.5]), AdvantageConfig(norm_by_std=False)).tolist()
+    [0.5, 0.0, 0.0]
+    """
+
+    def estimate(rewards: Tensor) -> Tensor:
+        highest = rewards.sort(descending=True).values
+        second = highest[1] if len(rewards) > 1 else rewards.new_zeros(())
+        return torch.where(rewards == highest[0], rewards - second, 0.0)
+
+    rewards = sequence_rewards(batch)
+    difference = _by_group(rewards, batch.uids, estimate)
+    deviation = _deviation(group_stats(rewards, batch.uids))
+    return difference / (deviation + _STD_EPS) if cfg.norm_by_std else difference
 
 
 @_register("maxrl")

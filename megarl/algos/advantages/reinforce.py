@@ -1,7 +1,7 @@
-"""Estimate advantages by REINFORCE with group baselines, then normalise them over the batch or the group.
+"""Estimate advantages by REINFORCE, with or without group baselines, then normalise them over the batch or the group.
 
-An advantage is the undiscounted sum of the rewards of a token and all later tokens. The last loss token gets the
-row's reward minus its group's baseline, and every loss token a KL penalty.
+An advantage is the sum of the rewards of a token and all later tokens. The last loss token gets the row's reward minus
+the baseline of its group, if there is one, and every loss token a KL penalty.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
-from megarl.algos.advantages.group import EQUAL_REWARDS_STD, centred, leave_one_out
+from megarl.algos.advantages.group import centred, equal_rewards, leave_one_out
 from megarl.algos.masked import group_index, group_stats, masked_sum
 from megarl.algos.token_rewards import returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
@@ -26,18 +26,25 @@ _MAX_NEGATIVE_SQUARES = 1e8
 _ZERO = 1e-12
 
 
-def _returns(batch: ScoredBatch, rewards: Tensor) -> Estimate:
-    """Compute the returns A_t = Σ_{s≥t} of token rewards, with the given `rewards` [B] in place of the batch's."""
-    returns = returns_to_go(token_rewards(replace(batch, rewards=rewards)))
+def _returns(batch: ScoredBatch, rewards: Tensor, gamma: float = 1.0) -> Estimate:
+    """Compute the returns A_t = r_t + γ·A_{t+1} of token rewards, with `rewards` [B] in place of the batch's.
+
+    Only loss tokens discount, as if the tokens between them did not exist.
+    """
+    discount = 1.0 if gamma == 1 else gamma ** batch.loss_mask.double()
+    returns = returns_to_go(token_rewards(replace(batch, rewards=rewards)), discount)
     return Estimate(advantages=torch.where(batch.loss_mask, returns, 0.0))
 
 
-def _equal_rewards(batch: ScoredBatch) -> Tensor:
-    """Return [B] bool, true for rows in a group (of at least two rows) whose rewards before the KL penalty are all
-    equal.
+def reinforce_plus_plus(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Compute REINFORCE++ (arXiv:2501.03262): returns of r, discounted by γ, before `batch_whitened` scales them.
+
+    The batch's mean is the only baseline, so groups of one row are enough.
+
+    >>> reinforce_plus_plus(step("a", [1.0], [[1, 1]]), AdvantageConfig(gamma=0.5)).advantages.tolist()
+    [[0.5, 1.0]]
     """
-    stats = group_stats(batch.rewards, batch.uids)
-    return (stats.size > 1) & (stats.std < EQUAL_REWARDS_STD)
+    return _returns(batch, batch.rewards, cfg.gamma)
 
 
 def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
@@ -62,7 +69,7 @@ def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     """
     counted = batch.loss_mask
     if cfg.exclude_equal_groups:
-        counted = counted & ~_equal_rewards(batch)[:, None]
+        counted = counted & ~equal_rewards(batch)[:, None]
     num_tokens = counted.sum().clamp(min=1)
     mean = masked_sum(advantages, counted) / num_tokens if cfg.center else advantages.new_zeros(())
     variance = masked_sum((advantages - mean).square(), counted) / num_tokens
@@ -84,7 +91,7 @@ def reinforce_max(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     rewards = batch.rewards.double()
     advantages = leave_one_out(rewards, stats)
     if cfg.uniform_scale:
-        advantages = torch.where(_equal_rewards(batch), rewards / stats.size, advantages)
+        advantages = torch.where(equal_rewards(batch), rewards / stats.size, advantages)
     return _returns(batch, advantages)
 
 
@@ -110,7 +117,7 @@ def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     sum_pos, sum_neg = group_sum(advantages * positive), group_sum(advantages * negative)
     has_both = (sum_pos >= _EPS) & (sum_neg <= -_EPS)
     if cfg.uniform_scale:
-        has_both &= ~_equal_rewards(batch)
+        has_both &= ~equal_rewards(batch)
     balance = torch.where(has_both, sum_pos / -sum_neg, 1.0)
     squares_neg = (balance.square() * group_sum(advantages.square() * negative)).clamp(max=_MAX_NEGATIVE_SQUARES)
     squares = group_sum(advantages.square() * positive) + squares_neg
@@ -120,6 +127,9 @@ def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
     return advantages * torch.where(positive, scale_pos, torch.where(negative, scale_neg, 1.0))
 
 
+ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")(
+    Estimator(raw=reinforce_plus_plus, normalise=batch_whitened, options=frozenset({"gamma", "norm_by_std"}))
+)
 ADVANTAGE_ESTIMATORS.register("reinforce_baseline")(
     Estimator(
         raw=reinforce_baseline,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.setting import AT_LEAST_0, FRACTION, POSITIVE, SHARE, Range, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,7 +10,8 @@ class AdvantageConfig:
     """Choose the estimator that turns rewards into advantages, and its options."""
 
     estimator: str = "grpo"  # Name of the advantage estimator; see docs/algorithms.md.
-    # grpo, grpo_split: divide by the group's standard deviation; reinforce_baseline: by the batch's.
+    # grpo, grpo_split, passk_best: divide by the group's standard deviation; reinforce_plus_plus, reinforce_baseline:
+    # by the batch's.
     norm_by_std: bool = True
     # reinforce_baseline: subtract the batch's token-weighted mean, which gives groups of equal rewards a learning
     # signal.
@@ -19,7 +20,8 @@ class AdvantageConfig:
     exclude_equal_groups: bool = False
     # reinforce_max: train groups of equal rewards r with advantage r / group size instead of 0.
     uniform_scale: bool = False
-    gamma: float = setting(1.0, SHARE)  # gae: discount factor; the other estimators require 1.
+    k: int = setting(4, AT_LEAST_1)  # passk: number of samples of which one has to be right.
+    gamma: float = setting(1.0, SHARE)  # gae, reinforce_plus_plus: discount factor; the other estimators require 1.
     lam: float = setting(1.0, FRACTION)  # gae: λ of the actor's advantages.
     lam_critic: float | None = setting(None, FRACTION)  # gae: λ of the critic's returns; null: lam.
     # gae, critic_value: normalise advantages to mean 0 and variance 1 over the batch's loss tokens.

@@ -28,7 +28,7 @@ from megarl.cli import main
 from megarl.config import load_config
 from megarl.types import PolicyOutputs, RowBatch, ScoredBatch
 
-cfg = load_config(Path("configs/run/gsm8k-qwen3-8b.yaml"), ["use.algo=opo"]).algo
+cfg = load_config(Path("configs/run/gsm8k-qwen3-8b.yaml"), ["use.algo=step_mean"]).algo
 algorithm = build_algorithm(cfg, max_response_tokens=3)
 lengths = torch.tensor([1, 2, 3, 2])
 mask = torch.arange(3) < lengths[:, None]
@@ -111,11 +111,11 @@ def add_and_run(directory: Path, page: Path, title: str, check: str) -> tuple[di
 def test_the_blocks_of_the_page_add_an_algorithm(tmp_path: Path) -> None:
     found, plan = add_and_run(tmp_path, PAGE, "Adding an algorithm", CHECK)
     assert Path(found["package"]).is_relative_to(tmp_path)
-    assert found["name"] == "opo"
-    # Baselines (1·1 + 3·0) / 4 and (2·1 + 2·1) / 4.
-    assert found["advantages"] == [[0.75, 0, 0], [0, 0, 0], [-0.25, -0.25, -0.25], [0, 0, 0]]
-    # −Σ A·lp = 0.75·1 − 3·0.25·2.
-    assert found["loss_sum"] == -0.75
+    assert found["name"] == "step_mean"
+    # The mean of 1, 1, 0, 1 is 0.75.
+    assert found["advantages"] == [[0.25, 0, 0], [0.25, 0.25, 0], [-0.75, -0.75, -0.75], [0.25, 0.25, 0]]
+    # −Σ A·lp = 0.25·1 + 2·0.25·5 − 3·0.75·2 + 2·0.25·5.
+    assert found["loss_sum"] == 0.75
     assert plan.startswith("plan of runs/gsm8k-qwen3-8b; nothing was started\n")
 
 

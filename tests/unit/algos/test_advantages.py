@@ -1,6 +1,9 @@
 """Estimators that compare a row with its group, and what all estimators share."""
 
+import itertools
 import math
+import random
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -101,15 +104,107 @@ def test_maxrl_refuses_negative_rewards(make_scored: MakeScored) -> None:
         compute_advantages(make_scored(["a", "b"], [1.0, -1.0]), AdvantageConfig(estimator="maxrl"))
 
 
+def test_opo_weighs_rewards_by_length(make_scored: MakeScored) -> None:
+    # Lengths 1, 3, 4 and rewards 2, 1, 0: baseline (2 + 3) / 8. A group without loss tokens, and one of a single row.
+    mask = torch.arange(4)[None, :] < torch.tensor([1, 3, 4, 0, 0, 2])[:, None]
+    batch = make_scored(["a", "a", "a", "b", "b", "c"], [2.0, 1.0, 0.0, 1.0, 0.0, 3.0], mask)
+    got = compute_advantages(batch, AdvantageConfig(estimator="opo")).advantages
+    assert got[:3, 0].tolist() == pytest.approx([1.375, 0.375, -0.625])
+    assert not got[3:5].any()
+    assert got[5].tolist() == [3.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_opo_follows_its_definition(seed: int, make_scored: MakeScored) -> None:
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, 6) for _ in range(8)]
+    rewards = [generator.gauss(0.0, 1.0) for _ in range(8)]
+    uids = list("abbabbab")
+    mask = torch.arange(6)[None, :] < torch.tensor(lengths)[:, None]
+    expected = []
+    for uid, reward in zip(uids, rewards, strict=True):
+        group = [i for i in range(8) if uids[i] == uid]
+        expected.append(reward - sum(lengths[i] * rewards[i] for i in group) / sum(lengths[i] for i in group))
+    assert rows_of(make_scored(uids, rewards, mask), AdvantageConfig(estimator="opo")) == pytest.approx(expected)
+
+
+def test_gpg_makes_up_for_groups_of_equal_rewards(make_scored: MakeScored) -> None:
+    # Of 7 rows, 3 are in a group of unequal rewards, a; all of b fail, and all of c succeed.
+    batch = make_scored(["a", "a", "a", "b", "b", "c", "c"], [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    third = 7 / 3 / 3
+    expected = [2 * third, -third, -third, 0.0, 0.0, 0.0, 0.0]
+    assert rows_of(batch, AdvantageConfig(estimator="gpg")) == pytest.approx(expected)
+
+
+def test_gpg_of_nothing_but_equal_groups(make_scored: MakeScored) -> None:
+    assert rows_of(make_scored(["a", "a"], [1.0, 1.0]), AdvantageConfig(estimator="gpg")) == [0.0, 0.0]
+
+
+def test_passk_by_hand(make_scored: MakeScored) -> None:
+    # One of four right, k = 2: 3 of 6 pairs have it, so mean and deviation are 1/2. A wrong row is in 3 pairs, 1 right.
+    got = rows_of(make_scored(["a"] * 4, [0.0, 1.0, 0.0, 0.0]), AdvantageConfig(estimator="passk", k=2))
+    assert got == pytest.approx([-1 / 3, 1.0, -1 / 3, -1 / 3], rel=1e-5)
+    # Two of three right: every pair has one.
+    assert rows_of(make_scored(["a"] * 3, [1.0, 1.0, 0.0]), AdvantageConfig(estimator="passk", k=2)) == [0.0] * 3
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 7, 8, 12])
+@pytest.mark.parametrize("num_right", range(9))
+def test_passk_is_the_formula_of_the_paper(num_right: int, k: int, make_scored: MakeScored) -> None:
+    n, k_of_n = 8, min(k, 8)
+    success = 1 - math.comb(n - num_right, k_of_n) / math.comb(n, k_of_n)
+    deviation = math.sqrt(success * (1 - success))
+    wrong = 1 - success - math.comb(max(n - num_right - 1, 0), k_of_n - 1) / math.comb(n - 1, k_of_n - 1)
+    rewards = [1.0] * num_right + [0.0] * (n - num_right)
+    expected = [(1 - success if reward else wrong) / (deviation + 1e-6) for reward in rewards]
+    got = rows_of(make_scored(["a"] * n, rewards), AdvantageConfig(estimator="passk", k=k))
+    assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_passk_is_a_mean_over_sets_of_rows(k: int, make_scored: MakeScored) -> None:
+    rewards = [0.5, -1.0, 0.5, 2.0, 0.25, -0.75]
+    sets = list(itertools.combinations(range(6), k))
+    best = [max(rewards[i] for i in rows) for rows in sets]
+    deviation = statistics.pstdev(best) + 1e-6
+    expected = [
+        statistics.fmean(
+            (b - statistics.fmean(best)) / deviation for b, rows in zip(best, sets, strict=True) if i in rows
+        )
+        for i in range(6)
+    ]
+    got = rows_of(make_scored(["a"] * 6, rewards), AdvantageConfig(estimator="passk", k=k))
+    assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_passk_best(make_scored: MakeScored) -> None:
+    # Rewards 0, 1, 2 have the deviation 1. Two best rows differ by nothing from the second best.
+    batch = make_scored(["a", "b", "a", "b", "a", "b", "c"], [0.0, 1.0, 2.0, 1.0, 1.0, 0.0, 3.0])
+    scaled = rows_of(batch, AdvantageConfig(estimator="passk_best"))
+    assert scaled == pytest.approx([0.0, 0.0, 1 / (1 + 1e-6), 0.0, 0.0, 0.0, 3 / (1 + 1e-6)])
+    plain = rows_of(batch, AdvantageConfig(estimator="passk_best", norm_by_std=False))
+    assert plain == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_passk_best_is_what_the_group_would_lose_without_the_row(seed: int, make_scored: MakeScored) -> None:
+    generator = random.Random(seed)
+    rewards = [float(generator.randint(0, 5)) for _ in range(6)]
+    expected = [max(rewards) - max(rewards[:i] + rewards[i + 1 :]) for i in range(6)]
+    got = rows_of(make_scored(["a"] * 6, rewards), AdvantageConfig(estimator="passk_best", norm_by_std=False))
+    assert got == expected
+
+
 def test_groups_of_one_have_no_baseline(make_scored: MakeScored) -> None:
     batch = make_scored(["a"], [3.0])
     expected = {"grpo": 3 / (1 + 1e-6), "grpo_split": 3 / (1 + 1e-6), "group_norm": 3 / (1 + 1e-9)}
+    expected |= {"opo": 3.0, "gpg": 3.0, "passk": 0.0, "passk_best": 3 / (1 + 1e-6)}
     expected |= {"dr_grpo": 3.0, "rloo": 3.0, "reinforce_max": 3.0, "maxrl": 0.0}
     for name, value in expected.items():
         assert rows_of(batch, AdvantageConfig(estimator=name)) == [pytest.approx(value)], name
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_split", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "grpo_split", "dr_grpo", "rloo", "opo", "gpg", "passk_best"])
 def test_kl_penalty_lowers_the_rewards_of_rows(name: str, make_scored: MakeScored) -> None:
     # Rows lose 0.25 + 0.25 and 0.5 of their rewards; NaN outside the mask is unread.
     mask = torch.tensor([[True, True], [True, False]])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algos.advantages import compute_advantages
-from megarl.algos.advantages.critic import discounted_sums, value_metrics
+from megarl.algos.advantages.critic import value_metrics
 from megarl.config.algo import AdvantageConfig
 from megarl.types import ScoredBatch
 
@@ -93,13 +93,6 @@ def test_whitening_has_mean_zero_and_unbiased_variance_one(make_scored: MakeScor
 def test_whitening_a_single_token_gives_zero(make_scored: MakeScored) -> None:
     batch = make_scored(["a"], [1.0], torch.tensor([[True, False]]), values=f64([[0.25, 0.0]]))
     assert compute_advantages(batch, AdvantageConfig(estimator="gae")).advantages.tolist() == [[0.0, 0.0]]
-
-
-def test_discounted_sums_leave_their_input() -> None:
-    x = f64([[1.0], [2.0]])
-    assert discounted_sums(x.t(), 0.5).tolist() == [[2.0, 2.0]]
-    assert discounted_sums(x, 0.5).tolist() == [[1.0], [2.0]]
-    assert x.tolist() == [[1.0], [2.0]]
 
 
 def test_values_are_required(make_scored: MakeScored) -> None:

@@ -1,7 +1,9 @@
-"""REINFORCE with group baselines: returns, and their scale over the batch or the group."""
+"""REINFORCE with and without group baselines: returns, and their scale over the batch or the group."""
 
 import math
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +87,40 @@ def test_baseline_of_single_samples_is_whitened_reward(make_scored: MakeScored) 
     # REINFORCE++: rewards 3 and 1 on two tokens each, μ = 2, σ = 1.
     got = compute_advantages(make_scored(["a", "b"], [3.0, 1.0]), AdvantageConfig(estimator="reinforce_baseline"))
     assert got.advantages.tolist() == [[1.0, 1.0], [-1.0, -1.0]]
+
+
+def test_plus_plus_by_hand(make_scored: MakeScored) -> None:
+    # γ = 1/2 skips the third token, which is no loss token; a penalty of 1 on the first: 8/4 − 1, 8/2 and 8. Row 2: 0.
+    mask = torch.tensor([[True, True, False, True], [True, False, False, False]])
+    penalty = torch.tensor([[1.0, 0.0, 9.0, 0.0], [0.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
+    batch = make_scored(["a", "b"], [8.0, 0.0], mask, kl_penalty=penalty)
+    cfg = AdvantageConfig(estimator="reinforce_plus_plus", gamma=0.5)
+    returns = [1.0, 4.0, 8.0, 0.0]
+    mean = sum(returns) / 4
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in returns) / 4)
+    got = compute_advantages(batch, cfg).advantages
+    assert got[mask].tolist() == pytest.approx([(value - mean) / deviation for value in returns])
+    shifted = compute_advantages(batch, replace(cfg, norm_by_std=False)).advantages
+    assert shifted[mask].tolist() == [value - mean for value in returns]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_plus_plus_follows_its_definition(gamma: float, make_scored: MakeScored) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths, rewards = [4, 1, 3, 5], [1.0, -0.5, 0.25, 2.0]
+    penalty = torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    returns: list[float] = []
+    for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+        of_row = [0.0]
+        for t in reversed(range(length)):
+            token_reward = (reward if t == length - 1 else 0.0) - float(penalty[i, t])
+            of_row.insert(0, token_reward + gamma * of_row[0])
+        returns += of_row[:-1]
+    mean, deviation = statistics.fmean(returns), statistics.pstdev(returns)
+    mask = lengths_mask(lengths)
+    batch = make_scored(["a", "a", "b", "c"], rewards, mask, kl_penalty=penalty)
+    got = compute_advantages(batch, AdvantageConfig(estimator="reinforce_plus_plus", gamma=gamma)).advantages
+    assert got[mask].tolist() == pytest.approx([(value - mean) / deviation for value in returns])
 
 
 def test_whitening_nothing(make_scored: MakeScored) -> None:

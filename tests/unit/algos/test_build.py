@@ -114,8 +114,16 @@ def test_estimators_that_compare_need_a_group(estimator: str) -> None:
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=2)))
 
 
-def test_baseline_estimators_take_single_samples() -> None:
-    algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"))
+def test_sets_of_k_rows_must_be_smaller_than_the_group() -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="passk", k=4))
+    with pytest.raises(ConfigError, match=r"^rollout.num_samples: got 4, expected >= 5: the passk estimator compares"):
+        algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=4)))
+    algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=5)))
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_baseline_estimators_take_single_samples(estimator: str) -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
 
 

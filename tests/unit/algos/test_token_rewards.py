@@ -32,3 +32,10 @@ def test_rows_without_loss_tokens_have_no_token_reward_but_keep_their_score(make
 
 def test_returns_to_go() -> None:
     assert returns_to_go(torch.tensor([[1.0, 2.0, 4.0]])).tolist() == [[7.0, 6.0, 4.0]]
+
+
+def test_discounted_returns_leave_their_input() -> None:
+    x = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+    assert returns_to_go(x.t(), 0.5).tolist() == [[2.0, 2.0]]
+    assert returns_to_go(x, 0.5).tolist() == [[1.0], [2.0]]
+    assert x.tolist() == [[1.0], [2.0]]
