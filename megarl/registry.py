@@ -25,7 +25,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, *, key: str) -> None:
         """Make an empty registry.
 
-        kind: what it collects, for messages. key: the setting that chooses from it, for messages.
+        kind: what the entries are, for messages. key: the setting that chooses an entry, for messages.
         """
         self._kind = kind
         self._key = key
@@ -59,11 +59,11 @@ class Registry(Generic[T]):
 def refuse_unused(
     key: str, cfg: Any, names: Iterable[str], situation: str, remedy: str, *, harmless: tuple[object, ...] = ()
 ) -> None:
-    """Raise ConfigError for the first of `names`, fields of the dataclass `cfg`, that is not at its default.
+    """Raise ConfigError if a setting that nothing would read has a value other than its default.
 
-    A run must be what its configuration says, so a setting that nothing would read is an error.
-    key: where `cfg` is in the configuration. situation: what does not read them. harmless: values that pass too, as
-    they only say that a setting is off.
+    A run must be what its configuration says, so a setting without effect is an error. names: the fields of the
+    dataclass `cfg` that are not read. key: where `cfg` is in the configuration. situation: what does not read them.
+    harmless: values that are allowed because they only say that something is off.
     """
     default = type(cfg)()
     for name in names:

@@ -1,8 +1,8 @@
-"""Correct for rollouts sampled by an engine whose probabilities differ: weight the policy loss by importance ratios.
+"""Weight the policy loss by importance ratios, because the inference engine's probabilities differ from the trainer's.
 
-ρ_t = π_trainer(y_t) / π_engine(y_t), both with the model weights that sampled, so that ρ measures what the engine's
-kernels change. A correction is a weight (how much an accepted token counts) × a gate (which tokens are accepted) × a
-veto (which rows are dropped). A name is a preset of weight and gate. Rejected tokens stay in the loss's denominator.
+ρ_t = π_trainer(y_t) / π_engine(y_t), where both have the model weights that sampled y: ρ measures only what the
+engine's different kernels change. A correction combines three parts: a weight per token, a gate that accepts or rejects
+tokens, and a veto that drops rows. Its name selects weight and gate. Rejected tokens still count in the denominator.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,9 @@ class LogRatios:
         return row_means(self.token, self.sampled)[:, None]
 
     def prefix_mean(self, *, own: bool) -> Tensor:
-        """Return, per position, the mean of ln ρ over earlier sampled tokens (with `own`: and its own), 0 for none."""
+        """Return, per position, the mean of ln ρ over the sampled tokens before it (with `own`: up to and including
+        it), else 0.
+        """
         total, count = self.token.cumsum(-1), self.sampled.cumsum(-1)
         if not own:
             total, count = total - self.token, count - self.sampled.long()

@@ -1,7 +1,7 @@
 """Control the coefficient of the entropy bonus: loss = policy loss − coef · entropy.
 
-A controller reads the entropy H: the mean over the step's policy tokens on all ranks, without a gradient. (Learned from
-each rank's own entropy, coefficients would differ between ranks.) It sets the coefficient for the next step.
+After each step, a controller reads the mean entropy H over the policy's tokens on all ranks, without gradient, and sets
+the coefficient for the next step. H covers all ranks because otherwise each rank would have its own coefficient.
 """
 
 import math

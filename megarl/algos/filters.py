@@ -12,7 +12,7 @@ _SCORE_TOLERANCE = 1e-6
 
 
 def filter_scores(rewards: Sequence[Reward], cfg: FilterConfig) -> list[float]:
-    """Return the number of each sample that `algo.filter.by` names, for `kept_rows`.
+    """Return the number by which each sample is filtered: correctness, score or reward, as `algo.filter.by` says.
 
     >>> rewards = [Reward(score=-1.0, correct=False, own_score=0.25), Reward(score=1.0, correct=True)]
     >>> filter_scores(rewards, FilterConfig()), filter_scores(rewards, FilterConfig(by="score"))
@@ -27,15 +27,15 @@ def filter_scores(rewards: Sequence[Reward], cfg: FilterConfig) -> list[float]:
 def kept_rows(
     scores: Sequence[float], uids: Sequence[str], cfg: FilterConfig, *, demonstrated: Sequence[bool] | None = None
 ) -> tuple[bool, ...]:
-    """Return for each row whether it stays; a group (rows of equal uid) stays as a whole or not at all.
+    """Return, for each row, whether the filters keep it; they keep or remove a whole group (the rows with one uid).
 
-    A group stays if low < mean score < high for `mean_score` = [low, high], both strict (dynamic sampling,
-    arXiv:2503.14476), and if its scores are not all equal to one of `uniform_scores` (within 1e-6). `filter_scores`
-    makes the scores. Rows that are `demonstrated` begin with a demonstration. Without `count_demonstrations` only the
-    other rows decide, unless the group has no others.
+    `mean_score` = [low, high] keeps a group if low < mean score < high (dynamic sampling, arXiv:2503.14476).
+    `uniform_scores` removes a group whose scores all equal one of the listed values (within 1e-6). scores: from
+    `filter_scores`. demonstrated: whether a row begins with a demonstration. Without `count_demonstrations`, such rows
+    have no say, unless the group has no others.
 
     Raises:
-        DataError: a score is not finite, or `mean_score` meets a group of one row.
+        DataError: a score is not finite, or `mean_score` is set and a group has one row.
 
     >>> kept_rows([1.0, 0.0, 1.0, 1.0], "aabb", FilterConfig(mean_score=(0.0, 1.0)))
     (True, True, False, False)
@@ -68,12 +68,12 @@ def group_metrics(
     *,
     demonstrated: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-    """Describe what a step sampled: numbers of groups, and shares of correct rows before anything is removed.
+    """Compute metrics of the sampled groups: how many were sampled and removed, and how many rows are correct.
 
-    filter/num_groups, filter/num_groups_removed: groups sampled, and those removed. batch/solve_none, batch/solve_all:
-    groups in which no row, or every row, is correct. batch/solved: share of correct rows. batch/on_solved,
-    batch/off_solved: the same over rows without and with a demonstration, where there are such rows. batch/failed:
-    share of wrong rows among those that stay.
+    filter/num_groups, filter/num_groups_removed: groups sampled, and groups that filters removed. batch/solve_none,
+    batch/solve_all: groups without and with only correct rows. batch/solved: share of correct rows. batch/on_solved,
+    batch/off_solved: the same for rows without and with a demonstration. batch/failed: share of wrong rows among the
+    rows that were kept. All except the last count removed groups too.
 
     >>> group_metrics([True, False], "aa", [True, True])["batch/solved"]
     0.5
@@ -127,9 +127,9 @@ def check_filter(cfg: FilterConfig, *, num_samples: int) -> None:
 
 
 def check_filter_ranges(cfg: FilterConfig, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ConfigError for bounds and values of a filter that a data source's numbers, from low to high, never reach.
+    """Raise ConfigError if a filter's bound or value lies outside of the numbers that a data source can produce.
 
-    ranges: by data source, for those whose range is known.
+    ranges: data source → its lowest and highest number, for the sources whose range is known.
 
     >>> check_filter_ranges(FilterConfig(mean_score=(-1.0, 1.0)), {"gsm8k": (0.0, 1.0)})
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Compute sums and means over masks, statistics of groups (rows with one uid), and the metrics mean, max and min."""
+"""Compute sums and means over masks, statistics of groups (the rows of one prompt), and summaries for metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

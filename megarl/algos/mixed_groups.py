@@ -1,4 +1,4 @@
-"""Handle groups in which some samples start with a demonstration: weigh advantages, select tokens and rows, log."""
+"""Handle groups in which some samples start with a demonstration: weigh advantages, mask tokens, log metrics."""
 
 import torch
 from torch import Tensor
@@ -59,8 +59,9 @@ def without_truncated(advantages: Tensor, batch: ScoredBatch, cfg: OffPolicyConf
 def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> Tensor:
     """Return [B, T] bool, true on loss tokens of probability ≤ `drop_above`. The other tokens neither train nor count.
 
-    The old policy's probability decides, so that the count is known before the first backward pass and the objective
-    does not depend on how rows are split. The current policy's is the same at the first optimizer step of a batch.
+    The probability is the old policy's, so the number of tokens is known before the first backward pass, and the
+    objective does not depend on how rows are split. In the first optimizer step of a batch, the current policy has the
+    same one.
 
     >>> kept_tokens(tensor([[-0.01, -1.0]]), tensor([[True, True]]), 0.9).tolist()
     [[False, True]]
@@ -69,10 +70,11 @@ def kept_tokens(old_logprobs: Tensor, loss_mask: Tensor, drop_above: float) -> T
 
 
 def unneeded_demonstrations(batch: ScoredBatch, max_group_accuracy: float) -> Tensor:
-    """Return [B] bool, true for rows that start with a demonstration although the policy solves the prompt without.
+    """Return [B] bool, true for rows that start with a demonstration although the policy solves their prompt without
+    it.
 
-    The policy does so if the accuracy of the group's samples without demonstration is above `max_group_accuracy`. If
-    a group has no such samples, its rows are false.
+    The policy solves a prompt if the accuracy of its samples without demonstration is above `max_group_accuracy`. A
+    prompt without such samples counts as unsolved.
 
     >>> batch = step("aaa", [1.0, 1.0, 0.0], demonstration=[[1.0], [0.0], [0.0]])
     >>> unneeded_demonstrations(batch, 0.25).tolist()

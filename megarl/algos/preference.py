@@ -29,8 +29,8 @@ class BradleyTerry:
         return {"pairs": max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: ValueOutputs, state: AlgoState) -> LossSums:
-        """Sum the loss over a micro-batch's pairs; metrics: share of pairs in order, mean difference and mean scores.
-        Pairs with equal scores count as out of order, because equal scores express no preference.
+        """Sum the loss over a micro-batch's pairs. Metrics: share of pairs with r_chosen > r_rejected, mean difference
+        and scores. Pairs with equal scores count as wrong.
         """
         num_pairs = len(out.values) // 2
         # Each row has one token; sum(1) also works for a micro-batch without rows, which has none.

@@ -151,7 +151,7 @@ def prefix_ratios(
 ) -> tuple[float, ...]:
     """Return the share of the demonstration that each sample of a prompt starts with; 0 for samples without a prefix.
 
-    Random numbers depend on run_seed, step, uid and sample index, or with `shared` not on the sample index.
+    A random share depends on run_seed, step, uid and, unless `shared` is set, the sample index.
 
     >>> cfg = DemonstrationConfig(strategy="fixed", min_ratio=0.5, max_ratio=1.0, num_prefixed=2)
     >>> prefix_ratios(cfg, uid="a", step=1, num_samples=3, run_seed=0)

@@ -132,11 +132,11 @@ def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
 
 
 def keep_rows(uids: Sequence[str], cfg: RewardMaskConfig, *, seed: int) -> Tensor:
-    """Return [B] bool, true for the rows that keep their reward; `cfg.ratio` is the share of the rows that lose it.
+    """Return [B] bool, true for the rows that keep their reward; `cfg.ratio` is the share of rows that lose it.
 
     Each row has a number in [0, 1), a hash of the seed, its uid and its index within its group. `bernoulli` hides the
-    rows whose number is below `ratio`; `fixed` hides the ⌊rows × ratio⌋ rows with the smallest numbers. A resumed run
-    therefore repeats its choices without saved state, and the order of groups does not matter.
+    rewards of rows whose number is below `ratio`; `fixed` those of the ⌊rows × ratio⌋ rows with the smallest numbers.
+    So a resumed run makes the same choices without saved state, and the order of groups does not matter.
 
     >>> keep_rows("aaaa", RewardMaskConfig(kind="fixed", ratio=0.5), seed=7).sum().item()
     2

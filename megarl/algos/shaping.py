@@ -78,7 +78,8 @@ def shape_by_hint(advantages: Tensor, x: ShapingInputs) -> Advantages:
 
 
 def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
-    """Return the advantages unchanged, with importance weights that correct the loss for the engine's other kernels.
+    """Compute the importance weights by which the loss corrects for the engine's different log-probs; keep the
+    advantages.
 
     >>> cfg = AlgoConfig(off_policy=OffPolicyConfig(policy_weight=0.5))
     >>> x = ShapingInputs(batch=step("aa", [1.0, 0.0]), scored_rewards=tensor([1.0, 0.0]), cfg=cfg, vocab_size=None)

@@ -43,7 +43,9 @@ class RunActor:
         )
 
     def lost_workers(self) -> list[int]:
-        """Return the indices of this actor's worker processes that died; any answer shows that the actor lives."""
+        """Return the indices of this actor's worker processes that have died. Any answer also shows that the actor
+        itself lives.
+        """
         return []
 
 

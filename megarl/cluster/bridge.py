@@ -130,7 +130,9 @@ class BridgeSync:
                 )
 
     def _sink(self, engine: int, worker: int) -> int:
-        """Return the receiver number of an engine's worker in the plan, where workers come after the trainer ranks."""
+        """Return the number by which the plan knows an engine's worker as a receiver; trainer ranks have the first
+        numbers.
+        """
         return len(self._ranks) + engine * self._tp + worker
 
     def _open(self, plan: Plan, segments: Path, **options: bool) -> None:

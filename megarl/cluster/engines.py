@@ -13,7 +13,9 @@ from megarl.types import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A batch of requests in generation. `hands`: indices of each engine's requests; `calls`: pending remote calls."""
+    """A batch of requests that engines are generating. `hands`: for each engine, the indices of its requests; `calls`:
+    pending remote calls.
+    """
 
     requests: tuple[GenerationRequest, ...]
     hands: tuple[tuple[int, ...], ...]
@@ -36,9 +38,9 @@ def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> li
 
 
 def deal_again(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
-    """Assign the unfinished requests of a batch to engines again, after engines died; return each engine's indices.
+    """Distribute the unfinished requests of a batch anew after engines died; return each engine's request indices.
 
-    exactly: let every engine with unfinished requests repeat all of its requests, for bitwise equal results.
+    exactly: let every engine that has unfinished requests repeat its whole share, so that results are bitwise equal.
     """
     if exactly:
         return [list(hand) if set(hand) - set(finished) else [] for hand in submission.hands]

@@ -1,9 +1,9 @@
 """Plan which bundle of Ray's placement groups each process of a run gets, before anything is reserved in Ray.
 
-A bundle holds one device, which is shared by one rank of each layout (the actor's, the critic's, …) and, in colocated
-mode, an engine. In split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
-that its bundles stay together. If Ray has several hosts, nodes are assigned to them in turn: in the order of
-cluster.hosts if it is set, otherwise the driver's host first. The trainer's nodes come before those of engines.
+A bundle holds one device. One rank of each layout (the actor's, the critic's, …) and, in colocated mode, an engine
+share the device. In split mode an engine has a bundle of `tp` devices to itself. A placement group covers one node, so
+that its bundles stay together. Nodes are taken from Ray's hosts in turn: in the order of cluster.hosts if it is set,
+otherwise the driver's host first. The trainer's nodes come before those of engines.
 """
 
 import itertools
@@ -180,7 +180,9 @@ def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: f
 
 
 def resource_table(nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
-    """Format CPUs and GPUs of each live node (`ray.nodes()`) and the free ones in all (`ray.available_resources()`)."""
+    """Format a table of each live node's CPUs and GPUs (from `ray.nodes()`) with the cluster's free ones in the last
+    line.
+    """
     alive = [node for node in nodes if node["Alive"]]
     held = [(f"node {node['NodeManagerAddress']}", node["Resources"]) for node in alive]
     return "; ".join(

@@ -41,7 +41,7 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """A record that a process cannot continue, because it or one of its worker processes died."""
+    """The fact that a process of the run cannot continue, because it or one of its worker processes died."""
 
     process: Process
     what: str
@@ -52,7 +52,7 @@ class _Death:
 
 
 class _Watch:
-    """A check, during a wait, that the processes which the wait does not concern still live; it never blocks."""
+    """While one wait is under way, watch all other processes of the run for deaths, without blocking."""
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
@@ -105,9 +105,10 @@ def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: s
 
 
 def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = False) -> None:
-    """Wait until remote calls have ended. Raises the errors of `wait_all`.
+    """Wait until each remote call has ended, or its process has died and can be replaced. Raises the errors of
+    `wait_all`.
 
-    needs_all: raise EngineDiedError if a called process dies that can be replaced; otherwise only record its death.
+    needs_all: raise EngineDiedError also for a process that can be replaced, instead of only recording its death.
     """
     wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=needs_all)
     with _noted(doing):
@@ -137,7 +138,7 @@ def wait_streams(
 
 
 class _Wait:
-    """The state of a wait for remote calls; each call is an object reference or a stream of references.
+    """A wait for several remote calls; each call is an object reference or a stream of references.
 
     needs_all: whether the wait fails if a called process dies that can be replaced.
     """
@@ -186,7 +187,9 @@ class _Wait:
         raise self._cause(process, error)
 
     def _cause(self, process: Process, error: Exception) -> Exception:
-        """Return the error that best explains a failure: a process's death, else a megarl error, else the first."""
+        """Choose the error that best explains a failure: the death of a process, else one of megarl's errors, else the
+        first.
+        """
         self._watch.ask(self._pending.values())
         others = self._pending | self._watch.asked
         done, silent = ray.wait(list(others), num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])

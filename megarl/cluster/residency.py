@@ -1,8 +1,9 @@
 """Move models between device and host memory in each phase of a step, where trainer and engines share devices.
 
-A phase lists the parts of memory that it needs on the devices, such as `actor.params`. The moves before it follow from
-what the devices hold. Parts are moved off first, so that two successive phases never use more memory than the larger
-of them. After an update the order is: wake the engines' weights → sync → offload the trainer → wake the KV caches.
+A phase, such as generation, lists the parts of memory that it needs on the devices, such as `actor.params`. Before a
+phase, unneeded parts are moved off the devices first and missing parts back second, so that two successive phases never
+use more memory than the larger one. After an update the order is: wake the engines' weights → sync → offload the
+trainer → wake the KV caches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """The name of one part of device memory, by its owner (a role or the engines), such as `actor.params`."""
+    """The name of a part of device memory, such as `actor.params`: its owner (a role or the engines) and the part."""
 
     owner: str
     part: str
@@ -40,7 +41,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One transfer of parts of an owner's memory, off the devices or back to them (`to_device`)."""
+    """A transfer of parts of one role's or the engines' memory, off the devices or (`to_device`) back to them."""
 
     owner: str
     parts: tuple[str, ...]

@@ -18,7 +18,7 @@ def actor_role(config: Config) -> RoleSpec:
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
-    """List a run's models: the actor; reference and critic if the algorithm reads their scores; any reward model."""
+    """List a run's models: the actor, a reference and a critic if the algorithm needs them, and any reward model."""
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)
     if Score.REF_LOGPROBS in required:
@@ -51,7 +51,7 @@ def _model(config: Config, path: str | None) -> ModelConfig:
 
 
 def model_key(config: Config, role: RoleSpec) -> str:
-    """Return the configuration key that names a role's model."""
+    """Return the configuration key that says where a role's model is, such as `reference.model_path`."""
     return "model.path" if role.model.path == config.model.path else f"{role.role}.model_path"
 
 
@@ -62,7 +62,9 @@ def by_layout(roles: Sequence[RoleSpec]) -> dict[LayoutConfig, tuple[RoleSpec, .
 
 
 def check_serves(ours: Config, layouts: Collection[LayoutConfig], theirs: Config, roles: Sequence[RoleSpec]) -> None:
-    """Raise ConfigError if a run with settings `theirs` needs processes other than those started with `ours`."""
+    """Raise ConfigError if a run with settings `theirs` cannot use the processes that were started with settings
+    `ours`.
+    """
     differing = affected(ours, theirs, "workers")
     others = [role for role in roles if role.role is not Role.ACTOR]
     differing += [f"{role.role}.layout" for role in others if role.layout not in layouts]

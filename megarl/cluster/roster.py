@@ -60,7 +60,7 @@ class Roster:
         self.lost.pop(process.name, None)
 
     def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
-        """Let the run survive `max_restarts` deaths in total among the processes `names`, counted from this call."""
+        """From now on, survive up to `max_restarts` deaths among the processes `names`, all together."""
         self._replaceable, self._max_restarts, self.num_restarts = frozenset(names), max_restarts, 0
 
     def report_death(self, process: Process, event: str) -> WorkerError:

@@ -13,9 +13,10 @@ from megarl.rollout.vllm_source import OnCompletion
 class EngineSupervisor:
     """A supervisor of a run's engines. It restarts engines that die, and keeps all of them in sync with the policy.
 
-    Engines are restarted at two points at which none of them is working: before a weight sync, and when all living
-    engines have finished their requests of a batch. The devices are then emptied as for the first start, and a new
-    `BridgeSync` sends the policy to all engines, so that `BridgeSync` itself never has to handle a restart.
+    Engines are restarted at two points, when no engine is working: before a weight sync, and when all living engines
+    have finished their share of a batch. The trainer's memory is first moved off the devices, as when the run started,
+    and a new `BridgeSync` then sends the policy to all engines, so that `BridgeSync` itself never has to handle a
+    restart.
 
     restart_engine: replaces the engine with a given index. open_sync: returns a new `BridgeSync`; called when the actor
     is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: unfinished requests are

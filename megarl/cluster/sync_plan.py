@@ -20,7 +20,9 @@ from megarl.weights.slices import Split, split_box
 
 
 def rank_holdings(spec: ModelSpec, layout: LayoutConfig, *, vocab_multiple: int) -> list[dict[str, Box]]:
-    """Compute the slice of each tensor that every rank holds, as `PolicyWorker.held_weights` but without a model."""
+    """Compute the slice of each tensor that every rank will hold; equals `PolicyWorker.held_weights`, but needs no
+    model.
+    """
     holdings: list[dict[str, Box]] = [{} for _ in range(layout.world_size)]
     shapes, padding = spec.expected_tensors(), vocab_multiple * layout.tp
     layers = [frozenset(stage_layers(layout, spec.dims.num_layers, stage)) for stage in range(layout.pp)]

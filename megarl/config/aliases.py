@@ -1,4 +1,4 @@
-"""Map option names of verl, OpenRLHF, LUFFY and vLLM to keys here: for users who set one, and for convert-config."""
+"""Map option names of verl, OpenRLHF, LUFFY and vLLM to megarl's keys, for error messages and for convert-config."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from megarl.config.translate import Rule
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """An option of another framework, and the keys that correspond to it here.
+    """An option of another framework, with the megarl keys that correspond to it.
 
-    `key` holds keys separated by spaces, or is empty if nothing is to be set; `note` says what differs, or why. `rule`
-    translates the option's values (see `translate`); None keeps them. `unsupported` marks an option that asks for
-    something that does not exist here.
+    `key`: these keys, separated by spaces; empty if nothing is to be set. `note`: what differs, or why nothing is to be
+    set. `rule`: translates the option's values (see `translate`); None keeps them. `unsupported`: the option asks for
+    something that megarl does not have.
     """
 
     framework: str
@@ -78,10 +78,10 @@ ABSENT: Mapping[str, Alias] = {
 def find_alias(path: str, value: object = None) -> tuple[str, Alias] | None:
     """Look up an unknown dotted key among other frameworks' options; return the option's name and `Alias`, or None.
 
-    If `value` is a mapping, all keys in it are looked up. A name may lack its first sections if all known names that
-    end with it mean the same: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name
-    is ignored. An alias of one value, such as `algorithm.adv_estimator=cpo`, precedes the alias of its key. Patterns
-    of options without a key here come last.
+    If `value` is a mapping, all keys in it are looked up. The first sections of a name may be missing if the rest has
+    only one meaning: `rollout.n` is found as verl's `actor_rollout_ref.rollout.n`. Hydra's `+` before a name is
+    ignored. An alias for one value, such as `algorithm.adv_estimator=cpo`, has priority over the alias for the key;
+    patterns of options without a megarl key come last.
     """
     for leaf, item in leaves(path.lstrip("+"), value):
         for name in (f"{leaf}={item}", leaf):
@@ -105,7 +105,7 @@ def unknown_options(arguments: list[str]) -> str:
 
 
 def leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the dotted name and the value of everything in a mapping that is itself no mapping, or is an empty one."""
+    """Yield the dotted name and the value of every leaf of a nested mapping; an empty mapping is a leaf too."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from leaves(f"{path}.{key}" if path else str(key), item)

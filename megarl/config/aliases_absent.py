@@ -1,6 +1,7 @@
-"""List options of verl, OpenRLHF and LUFFY for features that do not exist here, by patterns of names, for `aliases`.
+"""List options of verl, OpenRLHF and LUFFY for features that megarl does not have, as patterns of option names.
 
-In a pattern, `*` stands for any text, dots included. The text of each names the feature and says what to do.
+In a pattern, `*` stands for any text, dots included. Each group of patterns has a text that names the missing feature
+and says what to do. `aliases` looks options up here last.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ _EMA = "averaged weights; leave it out"
 
 
 def by_name(*groups: tuple[str, Iterable[str]]) -> Mapping[str, str]:
-    """Return each group's text by each of its patterns."""
+    """Return a mapping from each pattern of option names to the text of its group."""
     return {name: note for note, names in groups for name in names}
 
 

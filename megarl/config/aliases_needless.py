@@ -1,6 +1,7 @@
-"""List options of verl, OpenRLHF and LUFFY that need no setting here, by patterns of names, for `aliases`.
+"""List options of verl, OpenRLHF and LUFFY that need no megarl setting, as patterns of option names, for `aliases`.
 
-In a pattern, `*` stands for any text, dots included. The text of each says why there is nothing to set.
+In a pattern, `*` stands for any text, dots included. Each group of patterns has a text that says why there is nothing
+to set.
 """
 
 from collections.abc import Mapping

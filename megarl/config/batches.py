@@ -7,7 +7,9 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCounts:
-    """The counts of one training step in rows, that is in samples; batch sizes in the configuration count prompts."""
+    """The sizes of one training step, counted in rows. A row is one sample; configured batch sizes count prompts
+    instead.
+    """
 
     rows_per_step: int
     rows_per_optimizer_step: int

@@ -13,7 +13,7 @@ def max_row_tokens(config: Config) -> int:
 def max_hinted_row_tokens(config: Config, max_positions: int) -> int:
     """Return the maximum length of a row with a hint, in a model with a context of `max_positions` tokens.
 
-    With algo.cpo.mi_estimator=full_kl, a row and its copy with the hint are scored in one micro-batch.
+    With algo.cpo.mi_estimator=full_kl, a row and its copy with the hint must fit into one micro-batch together.
     """
     paired = config.algo.cpo.mi_estimator == "full_kl"
     return min(config.actor.micro_batch_tokens // (2 if paired else 1), max_positions)
@@ -65,7 +65,9 @@ def check_whole_mini_batches(config: Config) -> None:
 
 
 def check_pair_fits_micro_batch(config: Config) -> None:
-    """Raise ConfigError unless one micro-batch holds both sides of the longest preference pair, as its loss needs."""
+    """Raise ConfigError unless a micro-batch can hold both answers of the longest preference pair, which the loss
+    compares.
+    """
     longest = 2 * (max_row_tokens(config) + 1)
     if config.actor.micro_batch_tokens < longest:
         raise ConfigError(

@@ -88,7 +88,9 @@ def check_tp(layout: LayoutConfig, hf_config: Mapping[str, object], role: str) -
 
 
 def check_stages(layout: LayoutConfig, hf_config: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError unless layers split evenly over the pipeline stages (and chunks) whose layers are not set."""
+    """Raise ConfigError unless the layers divide evenly over the pipeline stages (and virtual chunks) without a set
+    number.
+    """
     if layout.pp == 1:
         return
     num_layers = int(str(hf_config["num_hidden_layers"]))

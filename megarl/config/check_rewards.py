@@ -20,7 +20,9 @@ def check_rewards(config: Config) -> None:
 
 
 def check_group_scores(config: Config) -> None:
-    """Raise ConfigError if rewards are z-scored within groups of a single sample."""
+    """Raise ConfigError if the hybrid mixture standardises rewards within a group (z-score) but groups have one
+    sample.
+    """
     for key, part in _parts(config.rewards):
         if part.transform == "group_zscore" and config.rollout.num_samples < 2:
             raise ConfigError(

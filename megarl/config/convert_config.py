@@ -1,7 +1,7 @@
 """Turn the options of a training run of verl, OpenRLHF or LUFFY into a run file (`megarl convert-config`).
 
-`aliases` names the key of every option and the rule for its values; here are the defaults that a run of another
-framework relies on without naming them, and the settings here that follow from others.
+`aliases` maps each option to a megarl key and translates its value. This module adds the defaults of the other
+framework, which a run uses without naming them, and the megarl settings that follow from other settings.
 """
 
 from collections.abc import Mapping
@@ -134,10 +134,10 @@ _SWITCHES = ("enable", "enabled", "rank", "lora_rank")
 
 @dataclass(kw_only=True)
 class Converted:
-    """A run file in the making: its settings by dotted key, and what became of each given option.
+    """The run file that a conversion builds: megarl settings by dotted key, and what became of each given option.
 
     differs: options carried over whose meaning is not quite the same. needless: options without an effect here. lost:
-    options that could not be carried over. Each maps an option, as it was given, to what to know about it.
+    options that could not be carried over. Each maps an option, as it was given, to a note for the user.
     """
 
     framework: str
@@ -199,7 +199,7 @@ def convert(peer: PeerOptions) -> Converted:
 
 
 def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings by key that an option's value amounts to, or raise ConfigError with the reason."""
+    """Translate an option's value to megarl settings, by key; raise ConfigError if the value has no counterpart."""
     keys = alias.key.split()
     result = alias.rule(value, options) if alias.rule else value
     if alias.rule is None and value is None:
@@ -210,7 +210,7 @@ def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop settings that nothing would read, and add those that follow from others: layouts, engines, sizes."""
+    """Add settings that follow from others (layouts, engines, sizes), and drop settings that would have no effect."""
     known = {"placement.mode": "colocated", **settings}
     for start, decides, values in _ONLY_WITH:
         decided = known.get(decides)
@@ -250,7 +250,7 @@ def to_run_file(converted: Converted, source: str) -> str:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key, sorted, as the tree of a run file."""
+    """Turn settings by dotted key into nested mappings, sorted, as a run file has them."""
     tree: dict[str, Any] = {}
     for dotted, value in sorted(settings.items()):
         tree = merge(tree, reduce(lambda nested, key: {key: nested}, reversed(dotted.split(".")), value))

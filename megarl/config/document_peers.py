@@ -74,7 +74,7 @@ def _row(name: str, alias: Alias) -> str:
 
 
 def _by_note(entries: list[tuple[str, Alias]]) -> Iterator[str]:
-    """Yield a row for each note, with all options that it holds for."""
+    """Yield one table row for each note, with all options to which the note applies."""
     for note, group in groupby(sorted(entries, key=lambda entry: entry[1].note), key=lambda entry: entry[1].note):
         yield f"| {', '.join(f'`{name}`' for name, _ in group)} | {note} |"
 

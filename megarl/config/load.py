@@ -81,7 +81,9 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
-    """Remove `for_algo` from a run file's mapping, and return its settings for the chosen algorithm file."""
+    """Remove `for_algo` from a run file's mapping, and return those of its settings that apply to the chosen algorithm
+    file.
+    """
     choices = body.pop("for_algo", {})
     if not isinstance(choices, dict) or not all(isinstance(settings, dict) for settings in choices.values()):
         raise ConfigError(
@@ -97,7 +99,7 @@ def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Merge two mappings key by key; where both have a value that is no mapping, that of `above` wins."""
+    """Merge two mappings key by key, recursively; of two other values, the one from `above` wins."""
     merged = dict(below)
     for key, value in above.items():
         covered = merged.get(key)
@@ -121,7 +123,8 @@ def _parse_overrides(overrides: Sequence[str]) -> Tree:
 def _collect(
     run_file: Path, use_overrides: Mapping[str, str], above: tuple[Path, ...]
 ) -> tuple[dict[str, Path], list[Tree]]:
-    """Return the file of each group (model, algo, …), and the contents of the run files, base first.
+    """Return the file that `use` names for each group (model, algo, …), and the run files with their contents, base
+    first.
 
     above: the run files that led to this one, for detecting circular `use`.
     """

@@ -80,7 +80,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Limit the memory for logits in log-prob computation: all logits of a micro-batch would dominate memory."""
+    """Limit the memory that log-prob computation uses for logits, which would otherwise be most of a micro-batch's
+    memory.
+    """
 
     # What the head keeps from forward to backward: nothing (recompute), the logits (keep), or their gradients
     # (in_chunk, for losses that are sums over tokens). auto: keep if the logits fit memory_mib, else in_chunk if
@@ -105,7 +107,9 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorConfig:
-    """Configure the policy, which is trained on Megatron-Core. Its settings are the defaults of the other roles."""
+    """Configure the actor, that is the policy in training. Other roles use its settings where they have none of their
+    own.
+    """
 
     layout: LayoutConfig = section(LayoutConfig, affects=("engines", "workers"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -138,7 +142,9 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """Configure the value model, for algorithms that read values. It trains on the actor's mini-batches and epochs."""
+    """Configure the value model, for algorithms that read values. It trains on the same mini-batches as the actor, as
+    often.
+    """
 
     # Layout of the critic, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None

@@ -1,7 +1,7 @@
 """Read the options of a training run of verl, OpenRLHF or LUFFY from its shell script or YAML file.
 
-A script is not run. Its assignments are followed from top to bottom, those of branches and functions included, and
-variables that it does not set itself stay unknown, but for HOME.
+Scripts are read, not run: assignments are followed from top to bottom, including those in branches and functions.
+Environment variables other than HOME count as unknown.
 """
 
 import ast
@@ -45,9 +45,9 @@ _OPERATORS: Mapping[type[ast.operator], Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """The options of one training run of another framework, by the names that `aliases` has for them.
+    """The options of one training run of another framework, under the names that `aliases` uses.
 
-    `unreadable` says of options, as they are written, why their value is not known from the file.
+    `unreadable`: options whose value the file does not tell, as written there, each with the reason.
     """
 
     framework: str
@@ -106,7 +106,9 @@ def _read_script(path: Path) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def _split(text: str, *, joined: bool = False) -> list[str]:
-    """Split into shell words without their quotes; `joined` keeps blanks, for a value that is one word."""
+    """Split a command into words as a shell does, and remove quotes; `joined` does not split at blanks (for a single
+    value).
+    """
     if joined:
         return [re.sub(r"""^(["'])(.*)\1$""", r"\2", text, flags=re.DOTALL)]
     return [shlex.quote(word) if " " in word else word for word in shlex.split(text)]
@@ -120,7 +122,9 @@ def _until_shell(words: Sequence[str]) -> Iterator[str]:
 
 
 def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of Hydra's `name=value`; other arguments, such as --config-name=X, count as names."""
+    """Yield name and value of Hydra arguments `name=value`. For others, such as `--config-name=X`, the name is the
+    argument.
+    """
     for argument in arguments:
         name, equals, text = (
             argument.lstrip("-").partition("=") if argument.startswith("--") else argument.partition("=")
@@ -129,7 +133,9 @@ def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of `--name value ...`: true without a value, a list with several."""
+    """Yield name and value of arguments `--name value ...`: True if there is no value, and a list if there are
+    several.
+    """
     name: str | None = None
     values: list[Any] = []
     for argument in (*arguments, "--"):
@@ -143,7 +149,7 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """Read a value as YAML, or as a text where it is none; None and 1e-6 are what they are in Python."""
+    """Parse a value as YAML, or keep it as text if it is not YAML. `None` and `1e-6` mean what they mean in Python."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -156,7 +162,9 @@ def _value(text: str) -> Any:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace shell variables by their values or defaults, and calculations by their results, where known."""
+    """Replace shell variables by their values or defaults, and arithmetic `$((…))` by its result, as far as they are
+    known.
+    """
 
     def look_up(match: re.Match[str]) -> str:
         default = match[2].strip("\"'") if match[2] is not None else match[0]

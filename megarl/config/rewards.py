@@ -42,7 +42,7 @@ class CustomConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """Configure the worker processes in which scorers and custom functions run."""
+    """Configure the worker processes in which rule-based scorers and the user's own reward functions run."""
 
     workers: int = setting(2, AT_LEAST_1)  # Number of worker processes.
     # Time after which the scorer of one answer is interrupted, counted from when it starts to run.
@@ -91,7 +91,7 @@ class RemoteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridPartConfig:
-    """Define one part of the hybrid mixture, under a name of your choice: weight × transform(a manager's reward)."""
+    """Define one part of a mixture of rewards, under a name of your choice: weight × transform(a manager's reward)."""
 
     manager: Literal["rule", "remote", "model"]  # Who gives the term's reward; see rewards.manager.
     weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
@@ -104,7 +104,7 @@ class HybridPartConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig:
-    """Define a mixture of reward managers: a row's reward is the sum of the parts that apply to its data source."""
+    """Define a mixture of reward managers: a row's reward is the sum of the parts routed to its data source."""
 
     parts: Mapping[str, HybridPartConfig] = field(default_factory=dict)  # Terms of the mixture by name.
     # Names of the terms that apply to a data source; sources that are not listed get all terms.

@@ -1,8 +1,8 @@
-"""Translate values of other frameworks' options, whose names `aliases` maps to keys here.
+"""Translate values of other frameworks' options into values of megarl's keys.
 
-A rule takes an option's value and all options of its command or file, defaults included, by their names in that
-framework. It returns the value for the option's key, or a tuple with one value for each of its keys, in which `UNSET`
-leaves a key alone. It raises ConfigError, with the reason as its text, for a value that has no counterpart here.
+A rule is a function of an option's value and of all options of the run (by their names in that framework, with
+defaults). It returns the value of the option's key, or one value for each key if there are several; `UNSET` leaves a
+key as it is. If a value has no counterpart, the rule raises ConfigError with the reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Rule: TypeAlias = Callable[[Any, Options], Any]
 
 
 class _Unset(Enum):
-    """The type of `UNSET`, which has no other value."""
+    """The class of the marker `UNSET`, by which a rule leaves a key as it is."""
 
     UNSET = "unset"
 
@@ -28,7 +28,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def choose(values: Mapping[Any, Any]) -> Rule:
-    """Return the rule that looks a value up in a table; a tuple there has one value for each key."""
+    """Return a rule that looks an option's value up in a table; a tuple in the table has one value for each key."""
 
     def look_up(value: Any, _: Options) -> Any:
         if value not in values:
@@ -40,17 +40,17 @@ def choose(values: Mapping[Any, Any]) -> Rule:
 
 
 def unless_off(value: Any, _: Options) -> Any:
-    """Return a number, but None for one below 0 and for null, by which verl and LUFFY switch a bound off."""
+    """Return the value of a bound, or None if it is null or negative, with which verl and LUFFY switch a bound off."""
     return None if value is None or value < 0 else value
 
 
 def if_given(value: Any, _: Options) -> Any:
-    """Return a value, or leave the key alone for null and for a negative number, which stand for a default."""
+    """Return the value, but `UNSET` if it is null or negative, with which the other framework asks for its default."""
     return UNSET if value is None or (not isinstance(value, str) and value < 0) else value
 
 
 def as_list(value: Any, _: Options) -> Any:
-    """Return a list of files from one file, a list of them, or several that commas separate."""
+    """Return a list of files, given as one name, as a list, or as names separated by commas."""
     if value is None:
         return UNSET
     return value if isinstance(value, list) else [part for part in str(value).split(",") if part]
@@ -64,7 +64,9 @@ def every_steps(value: Any, _: Options) -> Any:
 
 
 def truncation(value: Any, options: Options) -> Any:
-    """Return what happens to long prompts: nothing is cut here, so verl's cuts become drops."""
+    """Return what happens to prompts that are too long. Megarl never cuts prompts, so verl's cuts become dropped
+    prompts.
+    """
     return UNSET if options.get("data.filter_overlong_prompts") else ("error" if value == "error" else "drop")
 
 
@@ -89,29 +91,32 @@ def reward_url(value: Any, _: Options) -> Any:
 
 
 def loggers(value: Any, _: Options) -> Any:
-    """Return whether verl's list of loggers has TensorBoard; its project name is for Weights & Biases."""
+    """Return whether to log to TensorBoard, from verl's list of loggers. `wandb_project` reads Weights & Biases from
+    it.
+    """
     return "tensorboard" in (value or [])
 
 
 def wandb_project(value: Any, options: Options) -> Any:
-    """Return verl's project name if it logs to Weights & Biases."""
+    """Return verl's project name if its list of loggers includes Weights & Biases."""
     return value if "wandb" in (options.get("trainer.logger") or []) else UNSET
 
 
 def kl_place(value: Any, options: Options, *, place: str, coef: str) -> Any:
-    """Return where the KL penalty acts if this switch of verl is on, unless its coefficient is 0."""
+    """Return where the KL penalty acts, `place`, if verl's switch for that place is on and the coefficient is not 0."""
     return place if value and options.get(coef) else UNSET
 
 
 def kl_coef(value: Any, options: Options, *, switch: str) -> Any:
-    """Return a coefficient of the KL penalty if the switch of the same framework is on."""
+    """Return the KL penalty's coefficient if `switch`, another option of the same framework, is on."""
     return value if value and options.get(switch) else UNSET
 
 
 def kl_estimator(value: Any, options: Options, *, in_loss: str, elsewhere: bool = False) -> Any:
-    """Return the name of the KL estimator; some have no useful gradient and are refused in the loss.
+    """Return the name of the KL estimator; estimators without a useful gradient are refused for a penalty in the loss.
 
-    in_loss: the option that puts the penalty into the loss. elsewhere: whether the name counts without it, too.
+    in_loss: the option that puts the penalty into the loss. elsewhere: whether the name is also used if that option is
+    off.
     """
     if not options.get(in_loss):
         return value if elsewhere else UNSET
@@ -121,23 +126,23 @@ def kl_estimator(value: Any, options: Options, *, in_loss: str, elsewhere: bool 
 
 
 def init_kl_coef(value: Any, options: Options) -> Any:
-    """Return algo.kl.coef and algo.kl.where for OpenRLHF's init_kl_coef, of which 0 switches the penalty off."""
+    """Return algo.kl.coef and algo.kl.where for OpenRLHF's init_kl_coef; 0 switches the penalty off."""
     return (value, "loss" if options.get("use_kl_loss") else "reward") if value else (UNSET, "none")
 
 
 def clip_ratio(value: Any, options: Options) -> Any:
-    """Return both bounds of verl's clip_ratio, without those that have an option of their own."""
+    """Return both clip bounds for verl's clip_ratio, except for a bound that is set by an option of its own."""
     own = (f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high")
     return tuple(UNSET if options.get(name) is not None else value for name in own)
 
 
 def dual_clip(value: Any, options: Options, *, loss: str) -> Any:
-    """Return the bound of the dual clip, which only the loss of PPO has."""
+    """Return the bound of the dual clip, or `UNSET` for losses other than PPO's, which have no dual clip."""
     return value if options.get(loss) in (None, "vanilla", "ppo") else None
 
 
 def filter_groups(value: Any, options: Options) -> Any:
-    """Return the bounds of verl's dynamic sampling, which keeps the groups whose samples differ."""
+    """Return the filter bounds for verl's dynamic sampling, which keeps groups whose samples are not all equal."""
     if not value:
         return UNSET
     if options.get("algorithm.filter_groups.metric") not in (None, "acc"):
@@ -146,22 +151,22 @@ def filter_groups(value: Any, options: Options) -> Any:
 
 
 def refills(value: Any, _: Options) -> Any:
-    """Return how many batches verl's dynamic sampling may draw besides the first."""
+    """Return how many batches verl's dynamic sampling may draw in addition to the first one."""
     if value and value > 0:
         return value - 1
     raise ConfigError("there is no unlimited number of batches; choose a limit")
 
 
 def dynamic_filtering(value: Any, options: Options) -> Any:
-    """Return bounds, what they bound, and the number of refills for OpenRLHF's dynamic filtering.
+    """Return the filter's bounds, the number that it filters by, and the refills for OpenRLHF's dynamic filtering.
 
-    OpenRLHF refills without limit; 10 further batches stand in for that.
+    OpenRLHF refills without limit; here the limit becomes 10 further batches.
     """
     return ([*options.get("dynamic_filtering_reward_range", (0, 1))], "score", 10) if value else UNSET
 
 
 def overlong(value: Any, options: Options, *, switch: str) -> Any:
-    """Return the length of the overlong buffer if verl's switch for it is on."""
+    """Return the length of the overlong buffer if verl's switch for the overlong penalty is on."""
     return int(value) if value and options.get(switch, True) else UNSET
 
 
@@ -178,14 +183,18 @@ def is_correction(value: Any, options: Options) -> Any:
 
 
 def rows_as_tokens(value: Any, options: Options, *, dynamic: str, lengths: tuple[str, str]) -> Any:
-    """Return the tokens of so many rows of full length, unless micro-batches are already sized by tokens."""
+    """Convert a micro-batch size in rows to tokens (rows × full length), unless the run sizes micro-batches by tokens
+    already.
+    """
     if value is None or options.get(dynamic):
         return UNSET
     return int(value) * sum(int(options[length]) for length in lengths)
 
 
 def tokens_of_ranks(value: Any, options: Options, *, dynamic: str, context: str) -> Any:
-    """Return tokens per data-parallel rank from tokens per device, of which `context` devices share a row."""
+    """Convert tokens per device to tokens per data-parallel rank, of which `context` devices (context parallelism)
+    share one.
+    """
     return int(value) * int(options.get(context) or 1) if value and options.get(dynamic) else UNSET
 
 
@@ -198,18 +207,20 @@ def rows_as_prompts(value: Any, options: Options) -> Any:
 
 
 def _optimizer_steps(options: Options, steps: float) -> int:
-    """Return how many optimizer steps so many steps of verl have; its schedule counts the latter."""
+    """Convert a number of verl's training steps to optimizer steps, as verl's learning-rate schedule counts training
+    steps.
+    """
     batches = options["data.train_batch_size"] // options[f"{_ACTOR}.ppo_mini_batch_size"]
     return round(steps * max(batches, 1) * options.get(f"{_ACTOR}.ppo_epochs", 1))
 
 
 def warmup_steps(value: Any, options: Options) -> Any:
-    """Return verl's warm-up in optimizer steps; it counts training steps."""
+    """Convert verl's warm-up, which counts training steps, to optimizer steps."""
     return UNSET if value is None or value < 0 else _optimizer_steps(options, value)
 
 
 def warmup_share(value: Any, options: Options, *, steps: str = "", given: str = "") -> Any:
-    """Return the optimizer steps of a warm-up given as a share of the run, if the run's length in steps is known.
+    """Convert a warm-up that is given as a share of the run to optimizer steps, if the run's number of steps is known.
 
     steps: the option for the run's number of steps, if there is one. given: the option that sets the warm-up itself.
     """
@@ -226,7 +237,9 @@ def off_policy_loss(value: Any, _: Options) -> Any:
 
 
 def sampled_validation(value: Any, _: Options) -> Any:
-    """Return a temperature of validation; 0 stands for greedy answers, which are always an extra there."""
+    """Return the temperature of validation. 0 means greedy answers, which megarl's validation generates in addition
+    anyway.
+    """
     return value if value else UNSET
 
 

@@ -2,6 +2,7 @@
 
 The model family's weight table maps rows of Hugging Face tensors to rows of Megatron's (`mapping`). From this map,
 `plan` splits the output into pieces: blocks of rows of at most `PIECE_BYTES`, each with the source rows to copy. Worker
-processes (`engine`) write each piece once, at its offset in a preallocated file. So neither the output nor a worker's
-memory depends on the number of processes or layers. A journal of finished pieces lets a killed conversion continue.
+processes (`engine`) write each piece once, at its offset in a preallocated file. A worker's memory therefore does not
+grow with the model, and any number of workers writes the same bytes. A journal of finished pieces lets a killed
+conversion continue.
 """

@@ -118,7 +118,9 @@ def _run(
 
 
 def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
-    """Return shape and dtype of each tensor to write: `dtype`, but float32 where the family always uses float32."""
+    """Return shape and dtype of each tensor to write. `dtype` applies to all but those that the family keeps in
+    float32.
+    """
     specs, wide = source.reader.specs, source.spec.float32_tensors()
     if dtype is None:
         return dict(specs)
@@ -131,7 +133,7 @@ def _cast(source: OpenModel, dtype: str | None) -> dict[str, TensorSpec]:
 
 
 def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
-    """Raise DataError unless the written checkpoint has exactly the planned tensors, in planned shapes and dtypes."""
+    """Raise DataError unless the new checkpoint has exactly the planned tensors, with the planned shapes and dtypes."""
     # Keys and shapes were checked against the family's table when the source was opened.
     wrong = [name for name in expected if written.get(name) != expected[name]]
     if wrong or written.keys() != expected.keys():
@@ -141,7 +143,9 @@ def _check_written(partial: Path, written: Mapping[str, TensorSpec], expected: M
 def _write_companions(
     source: OpenModel, partial: Path, target: Mapping[str, TensorSpec], *, skipped: tuple[str, ...]
 ) -> None:
-    """Copy configuration, tokenizer and templates; change config.json only where it would contradict the weights."""
+    """Copy configuration, tokenizer and templates from the source; adapt config.json where it would contradict the
+    weights.
+    """
     copy_companions(source.spec.path, partial, skipped=skipped)
     file = partial / "config.json"
     config = json.loads(file.read_text())

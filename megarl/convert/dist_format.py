@@ -82,14 +82,16 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The place in a file where a chunk's elements begin, behind torch.save's header. They are row-major, gapless."""
+    """The place in a file where a chunk's elements begin, after torch.save's header. They are stored in row-major
+    order.
+    """
 
     file: str
     offset: int
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler for checkpoint metadata that accepts a fixed list of names only, because others could run code."""
+    """An unpickler for checkpoint metadata that accepts only a fixed list of classes, because others could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):

@@ -40,8 +40,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPiece:
-    """A piece of output to convert or check. `checksum` is that of bytes from an earlier run; None if not yet
-    written.
+    """A piece of output to convert, or to check if an earlier run has written it; `checksum` is then that of its
+    bytes.
     """
 
     index: int
@@ -50,7 +50,9 @@ class PendingPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPiece:
-    """A piece of output that is written. `is_new` is False if an earlier run wrote it; then num_bytes_read is 0."""
+    """A piece of output that has been written: by this run (`is_new`), or by an earlier one (then num_bytes_read is
+    0).
+    """
 
     index: int
     checksum: int

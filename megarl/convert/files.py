@@ -140,7 +140,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
-    """Let only one conversion write to a directory, by a lock on `file`. Forked workers hold it until they end."""
+    """Lock a conversion's directory by the file `file`, so that a second conversion cannot write to it.
+
+    Forked workers hold the lock until they end.
+    """
     with file.open("w") as stream:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:

@@ -1,8 +1,8 @@
 """Map rows of Hugging Face tensors to rows of Megatron's global tensors, by the model family's weight table.
 
-The mapping is the shard layout (`shard_slices`) of a single rank, whose shards are whole parameters. Where all layers
-are of one kind, torch_dist stacks them into one global tensor per parameter, with the layer as its first axis. The
-experts of a layer are stacked along another axis.
+The map is the shard layout (`shard_slices`) of a single rank: its shards are whole parameters. If all layers are of one
+kind, torch_dist stacks them into one global tensor per parameter, whose first axis counts the layers. The experts of a
+layer are stacked along another axis.
 """
 
 import itertools
@@ -24,8 +24,8 @@ _UNDER_OTHER_NAME = (".input_layernorm.weight", ".pre_mlp_layernorm.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """A block of equal rows: [row, row + num_rows) of a Megatron parameter, `tensor_row` on in a Hugging Face
-    tensor.
+    """Rows that a Megatron parameter and a Hugging Face tensor have in common: `num_rows` from `row` and from
+    `tensor_row` on.
     """
 
     row: int
@@ -58,7 +58,7 @@ class Parameter:
 
 
 def model_parameters(spec: ModelSpec, *, scalar_head: bool, vocab_multiple: int, stacked: bool) -> list[Parameter]:
-    """List every Megatron parameter that a checkpoint of the model stores, which excludes tied copies of embeddings."""
+    """List the Megatron parameters that a checkpoint of the model stores. Tied copies of embeddings are not stored."""
     expected = spec.expected_tensors(scalar_head=scalar_head)
     kept = [
         placed
@@ -141,7 +141,8 @@ def _blocks_by_parameter(spec: ModelSpec, kept: Sequence[PlacedRule], vocab_mult
 
 
 def row_blocks(part: Slice, row_size: int) -> Iterator[RowBlock]:
-    """Split a Hugging Face slice, as it lies in a whole Megatron parameter, into blocks of `row_size`-element rows.
+    """Split one slice of a Hugging Face tensor, at its place in a Megatron parameter, into blocks of rows of
+    `row_size`.
 
     Raises:
         ValueError: the slice does not begin and end with whole rows, so it cannot be converted row by row.

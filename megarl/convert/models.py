@@ -1,4 +1,6 @@
-"""Open checkpoints in Hugging Face or torch_dist format, and check that their tensors are those config.json implies."""
+"""Open checkpoints in Hugging Face or torch_dist format, and check that they have the tensors that config.json
+implies.
+"""
 
 import dataclasses
 import json
@@ -23,10 +25,10 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """An open checkpoint, in either format, whose tensors match its config.json. `reader` reads its tensors.
+    """An open checkpoint in either format, checked against its config.json. `reader` reads its tensors.
 
-    spec.path: the directory with configuration and tokenizer. weight_map: tensor → file in the Hugging Face model that
-    this checkpoint is or was made from; None for a single file. state: name, size and time of the files.
+    spec.path: the directory with config.json and tokenizer. weight_map: the file of each tensor in the Hugging Face
+    model this was made from; None for a single file. state: name, size and time of each file, to notice changes.
     """
 
     path: Path

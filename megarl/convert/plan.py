@@ -17,7 +17,9 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Rows to copy from a Hugging Face tensor, from `tensor_row` on, into a piece of output, from its `row` on."""
+    """An instruction to copy `num_rows` rows of a Hugging Face tensor, from `tensor_row` on, to row `row` of an output
+    piece.
+    """
 
     tensor: str
     tensor_row: int
@@ -27,7 +29,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A block of rows of an output tensor: its byte range in a file, and the source rows to copy. Other rows are 0.
+    """A block of rows of an output tensor: where its bytes go in a file, and which source rows to copy. Other rows are
+    0.
 
     chunk_shape: the shape under which torch.save stores the rows; None: the file holds the elements without headers.
     """
@@ -55,7 +58,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to preallocate. `fixed` lists (offset, bytes) known beforehand, such as headers, which no piece writes."""
+    """A file to preallocate. `fixed` lists (offset, bytes) that are known in advance, such as headers; pieces fill the
+    rest.
+    """
 
     name: str
     num_bytes: int
@@ -84,7 +89,8 @@ class ConversionPlan:
 def plan_hf(
     source: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec], *, weight_map: Mapping[str, str] | None
 ) -> ConversionPlan:
-    """Plan the writing of a Hugging Face model into the files of `weight_map`, or of ≤ 5 GiB if its names differ.
+    """Plan how to write a Hugging Face model: into the files of `weight_map`, or if its tensors differ, files of ≤ 5
+    GiB.
 
     specs: the tensors to write, which may differ from those of the source only in their data type.
     """

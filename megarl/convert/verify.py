@@ -30,7 +30,7 @@ class ComparedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was found in one block of rows. `first` and `values`: index and both values of the first difference."""
+    """The result of comparing a block of rows. `first` and `values`: index and both values of the first difference."""
 
     tensor: str
     row: int

@@ -57,7 +57,7 @@ def answer_mask(token_ids: Sequence[int], decode: Decode) -> BoolArray:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the final answer of a response: the last of \boxed{…}, <answer>…</answer> and #### …, or None."""
+    r"""Return the final answer in a response: the last \boxed{…}, <answer>…</answer> or #### …; None without one."""
     spans = [(end, start) for start, end in _spans(text) if start < end]
     return text[max(spans)[1] : max(spans)[0]] if spans else None
 

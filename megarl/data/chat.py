@@ -24,9 +24,10 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 def load_tokenizer(
     path: str | Path, key: str = "model.path", arguments: Mapping[str, Any] | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model directory that the setting `key` names, and fix arguments of its chat template.
+    """Load the tokenizer of a model directory, and fix arguments of its chat template.
 
-    arguments: `data.chat_template`; they become part of the template, so that every chat is rendered with them.
+    key: the setting that named the directory, for messages. arguments: `data.chat_template`, applied to every chat that
+    is rendered.
 
     Raises:
         ConfigError: there is no chat template or eos token, or the template never reads an argument.
@@ -47,7 +48,7 @@ def load_tokenizer(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-    """Raise ConfigError, which names the key `key`, unless the model at `path` has the same tokens as `tokenizer`."""
+    """Raise ConfigError unless the model at `path`, set by the setting `key`, has the same tokens as `tokenizer`."""
     ours, theirs = tokenizer.get_vocab(), _read_tokenizer(path, key).get_vocab()
     if ours != theirs:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
@@ -60,7 +61,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, path: str, key: str) ->
 def _require_read(
     arguments: Mapping[str, Any], template: str, tokenizer: PreTrainedTokenizerBase, path: str | Path
 ) -> None:
-    """Raise ConfigError for an argument that the chat template does not read."""
+    """Raise ConfigError if `arguments` (`data.chat_template`) has an argument that the chat template never reads."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         read = meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))

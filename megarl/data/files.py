@@ -52,7 +52,7 @@ class ParquetFile:
 class JsonlFile:
     """A file with one JSON object per line, of which only some keys are read; empty lines do not count as rows.
 
-    `present` names the keys of the first row.
+    `present` names the keys that the first row has.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
 """Write hints into prompts for CPO's additional scoring pass. Sampling, evaluation and logged texts never see them.
 
-A prompt's messages are rendered together with the hint, and the whole text is tokenised, so that the tokens around
-the hint are those of an ordinary chat. A hinted row (a sample that is scored with a hint) has the hinted prompt and
-the response tokens that were sampled. A hinted prompt depends on its prompt alone, never on a response, so that all
-samples of a prompt are scored with the same hint.
+A hint, such as the solution, becomes part of the prompt's messages before the chat template renders them, so that the
+text around the hint is tokenised as in an ordinary chat. A hinted row has the prompt with the hint and the response
+that was sampled without it; the trainer computes the log-probs of that response. The hinted prompt depends only on the
+prompt, so all samples of a prompt have the same hint.
 """
 
 import random
@@ -30,7 +30,7 @@ _MARKER = "\ue0a7\ue1b8\ue2c9"
 
 
 class Missing(StrEnum):
-    """A reason why a prompt has no hint."""
+    """The reasons for which a prompt may have no hint."""
 
     NO_TEXT = "no_text"
     NO_PLACE = "no_place"
@@ -43,7 +43,7 @@ class UserTagNotFound(DataError):  # noqa: N818 - the name under which the rule 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedPrompt:
-    """A prompt with its hint, as the model reads it; if the hint is missing, the prompt alone.
+    """A prompt with its hint as token ids, or the prompt alone if it has no hint.
 
     num_hint_tokens: tokens of the hint itself. is_cut: whether the hint was shortened. missing: why there is no hint,
     or None. text: the rendered text before the hint, the hint, and the text after it; empty if there is no hint.
@@ -92,7 +92,9 @@ def hinted_messages(messages: Sequence[Message], hint: str, cfg: HintConfig) -> 
 
 
 class HintPlacer:
-    """A writer of hints into prompts. It shortens hints to `cfg.max_tokens` and to the room in `max_prompt_tokens`."""
+    """A writer of hints into prompts. It shortens hints to `cfg.max_tokens`, and further if the prompt would be too
+    long.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: HintConfig, *, max_prompt_tokens: int) -> None:
         self.cfg, self.max_prompt_tokens, self._tokenizer = cfg, max_prompt_tokens, tokenizer
@@ -116,7 +118,9 @@ class HintPlacer:
     def place_all(
         self, prompts: Mapping[str, Prompt], donated: Mapping[str, str] | None = None
     ) -> dict[str, HintedPrompt]:
-        """Return all prompts with hints, by uid: their own hints or, with `donated`, those of their `donors`."""
+        """Write a hint into each prompt, its own or with `donated` that of another prompt (`donors`); return the
+        results by uid.
+        """
         if donated is None:
             return {uid: self.place(prompt) for uid, prompt in prompts.items()}
         return {
@@ -127,7 +131,7 @@ class HintPlacer:
         }
 
     def explain(self, missing: Missing) -> str:
-        """Explain for a message why a hint is missing: what was expected, and which setting decides that."""
+        """Explain in words why a hint is missing: what was expected, and which setting is responsible."""
         cfg = self.cfg
         if missing is Missing.NO_TEXT:
             keys = _KEYS[cfg.source] if cfg.field is None else (cfg.field,)
@@ -190,7 +194,7 @@ class HintPlacer:
         return (before, found, rest[0]) if found else None
 
     def _beginning(self, text: str, num_tokens: int) -> str:
-        """Return the beginning of a text that its first `num_tokens` tokens encode."""
+        """Return the part of a text that its first `num_tokens` tokens stand for."""
         if self._tokenizer.is_fast:
             offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
             return text[: offsets[num_tokens - 1][1]]
@@ -201,7 +205,8 @@ class HintPlacer:
 
 
 def donors(hinted: Mapping[str, HintedPrompt], *, seed: int) -> dict[str, str]:
-    """Pair each prompt that has a hint with another prompt, whose hint it gets: a cycle, shuffled by `seed`.
+    """Pair each prompt that has a hint with another one, whose hint it receives; the pairs form one cycle, drawn by
+    `seed`.
 
     The order of `hinted` has no effect. The result is empty if fewer than two prompts have a hint.
     """
@@ -254,10 +259,10 @@ def hinted_rows(rows: Sequence[Row], prompts: Mapping[str, HintedPrompt]) -> Hin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintSurvey:
-    """Counts of prompts by what became of their hints: placed, cut, or missing and why.
+    """Counts of how many prompts have a hint, have a shortened hint, or lack one.
 
-    counts: by data source, the numbers of prompts, of placed hints, of cut hints, and of missing hints by reason.
-    fields: the fields of extra_info that contain text in some prompt.
+    counts: by data source, the numbers of prompts, of hints, of shortened hints, and of missing hints by reason.
+    fields: the fields of extra_info that contain text in at least one prompt.
     """
 
     counts: Mapping[str, Counter[str]]
@@ -286,7 +291,7 @@ class HintSurvey:
         )
 
     def warnings(self, placer: HintPlacer) -> list[str]:
-        """List which hints are missing or cut, with what to do about it."""
+        """Return warnings about missing and shortened hints, with what to do about them."""
         total, found = self.total, []
         for missing in Missing:
             if count := total[missing]:
@@ -303,7 +308,7 @@ class HintSurvey:
 
 
 def survey_hints(placer: HintPlacer, prompts: Iterable[Prompt]) -> HintSurvey:
-    """Write every prompt's hint into it, and count how many hints are placed, cut or missing."""
+    """Try to write a hint into every prompt, and count successes, shortened hints and failures."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     fields: set[str] = set()
     for prompt in prompts:

@@ -1,4 +1,7 @@
-"""Distribute rows (samples) over data-parallel ranks and micro-batches. A bin is a list of indices into `lengths`."""
+"""Distribute rows (samples) over data-parallel ranks and micro-batches, by their lengths or costs.
+
+A bin is a rank's or a micro-batch's share: a list of row indices.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ Bins: TypeAlias = list[list[int]]
 
 @dataclass(slots=True)
 class _Bin:
-    """One bin: the indices of its rows, and the sum of their costs or lengths."""
+    """One bin (a rank's or micro-batch's share): the indices of its rows, and the sum of their costs or lengths."""
 
     total: int = 0
     indices: list[int] = field(default_factory=list)

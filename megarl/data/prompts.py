@@ -117,7 +117,7 @@ class PromptDataset:
 
 
 class SftDataset:
-    """A data set of demonstrations, as rows with loss on the response. A row over a length limit raises DataError."""
+    """A data set of demonstrations, as rows with loss on the response. A row that is too long raises DataError."""
 
     def __init__(
         self,
@@ -169,8 +169,9 @@ def _demonstration(
 ) -> tuple[list[int], bool]:
     """Encode a row's target as the policy would have written it; also return whether the row has `target_probs`.
 
-    The target ends with the eos token. A target of more than `cfg.max_tokens` tokens is cut, without eos token, or not
-    used (`cfg.on_long`). Without a target, the result has no tokens. DataError names `where` and what is wrong.
+    The target ends with the eos token. A target of more than `cfg.max_tokens` tokens is cut and has no eos token, or is
+    not used at all (`cfg.on_long`). For a row without a target, no tokens are returned. DataError names the row
+    (`where`).
     """
     if not row.get("target"):
         return [], False

@@ -21,7 +21,8 @@ _QUESTION = (
 
 
 def convert_countdown(path: Path, out: Path) -> None:
-    """Write the prompts and ground truths of a Countdown file, whose rows are {target: 98, nums: [44, 19, 35]}.
+    """Convert a file of TinyZero's Countdown, whose rows are {target: 98, nums: [44, 19, 35]}, to prompts with ground
+    truths.
 
     Raises:
         DataError: a target or a number is no integer; the message names the row.

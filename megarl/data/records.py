@@ -89,10 +89,10 @@ def prompt_columns(form: DataConfig) -> tuple[str, ...]:
 
 
 def parse_prompt(row: Mapping[str, Any], where: str, form: DataConfig | None = None) -> PromptRecord:
-    """Parse a prompt row, whose columns `form` names; DataError names `where` and what is wrong.
+    """Parse a prompt row, with the column names in `form`; DataError names the row (`where`) and what is wrong.
 
-    A ground truth that is no text, such as Countdown's {target, numbers}, becomes JSON. A data source is looked for in
-    its column and in `extra_info`. Every `reward_model.style` except "model" stands for a rule.
+    A ground truth that is not text, such as Countdown's {target, numbers}, becomes JSON. The data source may be in its
+    column or in `extra_info`. Every `reward_model.style` except "model" means that a rule judges the responses.
     """
     form = form or DataConfig()
     extra_info = _mapping(row, "extra_info", where, required=False)
@@ -195,7 +195,7 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _messages(row: Mapping[str, Any], name: str, where: str, *, text_role: str = "") -> tuple[Message, ...]:
-    """Read a list of turns. With `text_role`, a plain text is read as well: it becomes one turn of that role."""
+    """Read a list of turns from column `name`. With `text_role`, a plain text becomes one turn with that role."""
     value = row.get(name)
     if text_role and isinstance(value, str):
         return (Message(role=text_role, content=value),)

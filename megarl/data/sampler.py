@@ -1,9 +1,9 @@
 """Draw batches of rows in an order that depends only on the seed, so that a resumed run draws the same batches.
 
-Several prompt files can be mixed by weight. With weights w_i and p_i = w_i / Σ w, the number of the first n draws that
-go to file i stays close to n·p_i: each draw goes to the file that lags furthest behind its share (smooth weighted
-round-robin). So the shares hold over any stretch of batches, not only on average. Within a file, rows come in the
-seeded order of `PromptSampler`.
+Several prompt files can be mixed by weight. With weights w_i and p_i = w_i / Σ w, about n·p_i of the first n draws go
+to file i, because each draw goes to the file that is furthest behind its share (smooth weighted round-robin). The
+shares thus hold in every stretch of batches, not only on average. Within a file, `PromptSampler` decides the order of
+rows.
 """
 
 import itertools
@@ -29,8 +29,8 @@ def require_batch(dataset_size: int, batch_size: int) -> None:
 class PromptSampler:
     """An endless source of batches of row indices; each epoch is a fresh permutation drawn from (seed, epoch).
 
-    A batch may cross the end of an epoch. It never has a row twice, because samples are grouped by their prompt's uid:
-    the new epoch draws rows that such a batch already has only after that batch.
+    A batch may contain the end of one epoch and the start of the next, but no row twice, because a prompt's samples are
+    recognised by the prompt's uid. Rows that would repeat are drawn later in the new epoch.
 
     `epoch` is the epoch of the last row drawn, counted from 0; -1 before the first batch.
     """
@@ -80,11 +80,13 @@ class PromptSampler:
         return [int(index) for index in rows]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of batches drawn, and the settings that decide which rows they hold."""
+        """Return the number of batches drawn so far, and the settings on which the order of rows depends."""
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state by drawing `num_batches` batches again; raise DataError if the settings differ."""
+        """Restore the state by drawing `num_batches` batches again; raise DataError if the saved settings differ from
+        these.
+        """
         for name, value in self._settings.items():
             if state[name] != value:
                 raise DataError(
@@ -97,7 +99,8 @@ class PromptSampler:
 
 
 class MixtureSampler:
-    """An endless source of batches of row indices from concatenated data sets, whose weights give their shares.
+    """An endless source of batches of row indices from several data sets, which share each batch in proportion to
+    weights.
 
     Raises:
         ConfigError: a data set has fewer rows than its share of a batch, so that rows would repeat within one.
@@ -142,11 +145,13 @@ class MixtureSampler:
         return [start + index for start, rows in zip(self._starts, draws, strict=False) for index in rows]
 
     def state_dict(self) -> dict[str, float]:
-        """Return the number of batches drawn, and the settings that decide which rows they hold."""
+        """Return the number of batches drawn so far, and the settings on which the order of rows depends."""
         return {**self._settings, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state by drawing `num_batches` batches again; raise DataError if the settings differ."""
+        """Restore the state by drawing `num_batches` batches again; raise DataError if the saved settings differ from
+        these.
+        """
         for name in sorted(self._settings.keys() | (state.keys() - {"num_batches"})):
             was, now = state.get(name), self._settings.get(name)
             if was != now:
@@ -166,7 +171,8 @@ Sampler: TypeAlias = PromptSampler | MixtureSampler
 def prompt_sampler(
     entries: Sequence[str | WeightedFile], sizes: Sequence[int], *, batch_size: int, seed: int, shuffle: bool
 ) -> Sampler:
-    """Build the sampler for `data.train`: of all rows equally, or of files by weight if any entry has a weight.
+    """Build the sampler for `data.train`: it draws all rows alike, or if any file has a weight, files by their
+    weights.
 
     Args:
         sizes: usable rows of each file, in the order of the entries.

@@ -52,7 +52,7 @@ def peak_tflops(name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """The versions of CUDA and NCCL that torch was built with; None for a CPU build."""
+    """The versions of CUDA and NCCL with which torch was built; each is None for a CPU build."""
 
     cuda_version: str | None
     nccl_version: str | None

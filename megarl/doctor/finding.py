@@ -5,7 +5,9 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """The seriousness of a finding: with `warn` a run can start, but see the advice; with `missing` none can."""
+    """How serious a finding is. With `warn`, a run can start, but the advice is worth reading; with `missing`, no run
+    can.
+    """
 
     OK = "ok"
     WARN = "warn"

@@ -104,7 +104,7 @@ def shm_finding(total: int, free: int) -> Finding:
 
 
 def stale_files(directory: Path) -> list[Path]:
-    """Return this user's files in a directory that belong to runs without a process."""
+    """Return this user's files in a directory that belong to runs whose processes have all ended."""
     own = [path for path in directory.glob("megarl-*-*") if path.stat().st_uid == os.getuid()]
     run_ids = {path.name.split("-")[1] for path in own}
     dead = {run_id for run_id in run_ids if not RunScope(run_id=run_id).processes()}
@@ -112,7 +112,7 @@ def stale_files(directory: Path) -> list[Path]:
 
 
 def stale_finding(files: Sequence[Path]) -> Finding:
-    """Report the files that dead runs left in shared memory."""
+    """Report the files that ended runs left behind in shared memory."""
     if not files:
         return Finding(subject="stale files", found="none")
     size = sum(file.stat().st_size for file in files)

@@ -30,8 +30,7 @@ NVIDIA_APEX_MODULE = "multi_tensor_apply"
 def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
     """Check Python, megarl, and every package that it requires on this platform.
 
-    `check_megatron` raises a ConfigError if the installed megatron-core, when it is not the tested version, lacks
-    something that megarl needs.
+    check_megatron: raises ConfigError if megatron-core lacks something that megarl needs; called for untested versions.
     """
     is_new = sys.version_info[:2] >= MIN_PYTHON
     yield Finding(

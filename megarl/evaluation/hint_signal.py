@@ -1,4 +1,4 @@
-"""Score rows with and without hints by a Hugging Face model, as CPO's scoring passes do, but without a cluster."""
+"""Compute the log-probs that CPO compares, with and without hints, by a Hugging Face model instead of a cluster."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +23,14 @@ def score_hints(
     temperature: float = 1.0,
     micro_batch_tokens: int = 4096,
 ) -> CpoInputs:
-    """Score rows without a hint, with their own and with another prompt's, as the inputs of CPO on the CPU.
+    """Compute log-probs of responses without a hint, with their own and with another prompt's hint, as CPO's inputs.
 
-    Advantages and difficulty are 0. A row without a hint repeats the log-probs of the plain row, and its KL is 0, as in
-    training.
+    Advantages and difficulty are 0. As in training, a row without a hint repeats the plain log-probs, with KL 0.
 
     Args:
         model: a causal language model of transformers, on any device.
         hinted: the rows with the hints of their prompts, in the same order.
-        shuffled: those with the hints of other prompts, if they are wanted.
+        shuffled: the rows with the hints of other prompts, or None.
         correct: the verifier's verdict on each row.
         micro_batch_tokens: tokens of one forward pass, padding included; a longer row is a pass of its own.
     """
@@ -83,7 +82,7 @@ def mutual_information(x: CpoInputs, estimator: str, *, shuffled_baseline: bool 
 
 @torch.inference_mode()
 def _distributions(model: Any, rows: Sequence[Row], temperature: float) -> list[Tensor]:
-    """Return the log-probs [R, vocabulary] of all tokens at each place of every row's response, in float32."""
+    """Return, per row, the log-probs [R, vocabulary] of all possible tokens at its R response positions, in float32."""
     ids = pad_rows([row.token_ids for row in rows], dtype=torch.long).to(model.device)
     mask = pad_rows([row.token_ids >= 0 for row in rows], dtype=torch.long).to(model.device)
     logits = model(input_ids=ids, attention_mask=mask).logits

@@ -114,7 +114,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
 
 
 def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint | None]:
-    """Return the configuration with the model in it, and the checkpoint whose weights replace the model's, if any."""
+    """Find what `path` names: return a configuration with the model, and the checkpoint (if any) with its weights."""
     given = None if run_file is None else load_config(run_file)
     if (path / STATE_FILE).is_file():
         checkpoint = read_checkpoint(path)
@@ -158,7 +158,7 @@ def _eval_config(config: Config, request: EvalRequest, *, with_trainer: bool) ->
 
 
 def _engines_alone(config: Config) -> Config:
-    """Return the configuration without a trainer: engines only, on devices of their own, on as many nodes as they
+    """Change a configuration to engines only, without a trainer, on devices of their own and as many nodes as they
     need.
     """
     placement = config.placement
@@ -171,7 +171,7 @@ def _engines_alone(config: Config) -> Config:
 
 
 def _check_engine_model(config: Config) -> None:
-    """Check the files and sizes of a model that only vLLM reads, which may be of a family that megarl's tables lack."""
+    """Check the files and sizes of a model that only vLLM reads; megarl itself need not support the model's family."""
     path = Path(config.model.path)
     check_model(config, read_hf_config(path))
     for file in model_files(path):

@@ -49,8 +49,8 @@ NUM_EXAMPLES = 3
 class InspectRequest:
     """What the command line asks of an inspection.
 
-    model: a Hugging Face directory whose signal is measured; None: only look at the prompts. answers: what is scored,
-    the model's own samples or the hints themselves as answers.
+    model: a Hugging Face directory, to measure how hints change its log-probs; None: only look at the prompts. answers:
+    whose log-probs are measured, those of the model's own samples or of the hints used as answers.
     """
 
     run_file: Path
@@ -62,9 +62,9 @@ class InspectRequest:
 
 
 def inspect_hints(request: InspectRequest) -> HintReport:
-    """Print how the hints of a run's training prompts fare and, given a model, how much they change its log-probs.
+    """Print how many of a run's training prompts have a hint and, given a model, how much hints change its log-probs.
 
-    With a model or `out` the same is written as an HTML page. Raises DataError if no prompt has a hint.
+    With a model or with `out`, the same is written as an HTML page. Raises DataError if no prompt has a hint.
     """
     if request.num_prompts < 1:
         raise ConfigError(f"--num-prompts: got {request.num_prompts}, expected >= 1")
@@ -112,7 +112,7 @@ def inspect_hints(request: InspectRequest) -> HintReport:
 
 
 def _with_hint(placer: HintPlacer, prompts: Iterable[Prompt], count: int) -> list[tuple[Prompt, HintedPrompt]]:
-    """Return the first prompts that have a hint."""
+    """Return the first `count` prompts that have a hint."""
     chosen: list[tuple[Prompt, HintedPrompt]] = []
     for prompt in prompts:
         found = placer.place(prompt)
@@ -145,7 +145,7 @@ def _with_signal(
     placer: HintPlacer,
     prompts: Sequence[Prompt],
 ) -> HintReport:
-    """Score answers to the prompts with and without hints, and add the log-prob changes to the report."""
+    """Measure the model's log-probs of answers with and without hints, and add their differences to the report."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(str(request.model), dtype=getattr(torch, config.model.dtype))
@@ -183,7 +183,7 @@ def _with_signal(
 def _scored_answers(
     x: CpoInputs, samples: Sequence[Sample], prompts: Mapping[str, Prompt], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[ScoredAnswer, ...]:
-    """Join answers, their verdicts and the log-probs of their tokens."""
+    """Put together what the report shows of each answer: its text, its verdict and the log-probs of its tokens."""
     answers = []
     for i, sample in enumerate(samples):
         count, others = len(sample.loss_mask), x.shuffled_hint_logprobs

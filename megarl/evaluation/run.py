@@ -1,4 +1,6 @@
-"""Run an evaluation from checks to files: start the engines, bring the weights, generate, judge, estimate."""
+"""Run an evaluation from start to end: check inputs, start engines, send weights, generate, judge, estimate, write
+files.
+"""
 
 import json
 import time
@@ -37,7 +39,7 @@ REQUESTS_PER_SLOT = 2
 
 
 def evaluate(request: EvalRequest) -> None:
-    """Evaluate a model, print a table, and write it with all answers under `request.out`.
+    """Evaluate a model, print a table, and write the table and all answers to `request.out`.
 
     Raises:
         ConfigError, DataError: bad input; nothing was started.
@@ -65,7 +67,7 @@ def evaluate(request: EvalRequest) -> None:
 
 
 def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> None:
-    """Load the policy of a checkpoint, whatever layout wrote it, and send it to the engines."""
+    """Load the policy of a checkpoint, saved under any parallel layout, and send it to the engines."""
     role = actor_role(config)
     ledger = residency.MemoryLedger(cluster.workers, cluster.engines, enabled=config.placement.offload)
     ledger.enter(residency.LOAD)
@@ -112,7 +114,7 @@ def _batches(
 ) -> Iterator[tuple[bool, RolloutBatch, Sequence[Reward]]]:
     """Yield batches of whole groups: whether a batch is greedy, its samples, and their rewards.
 
-    One batch more than is being collected waits at the engines, so that they have work meanwhile.
+    While one batch is collected, the next one is already with the engines, so that they are never idle.
     """
     source, engine = VllmSource(cluster.engines), config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines

@@ -35,7 +35,9 @@ WATCH_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunScope:
-    """All that carries a run's id on this host: its processes, and the files it creates outside its run directory."""
+    """Everything on this host that belongs to one run, by the run's id: its processes, and its files outside the run
+    directory.
+    """
 
     run_id: str
 
@@ -87,7 +89,7 @@ def mapped_files(pid: int) -> set[Path]:
 
 
 class HostedRun:
-    """A substitute for `Janitor` in a driver whose hosts already have janitors, which outlive the driver."""
+    """The counterpart of `Janitor` for a driver whose hosts already have janitors, which outlive the driver."""
 
     def __init__(self, run_id: str) -> None:
         self.scope = RunScope(run_id=run_id)
@@ -136,7 +138,8 @@ def scopes_of(prefix: str) -> list[RunScope]:
 
 
 def clean_up(scope: RunScope, noted: Iterable[Path] = ()) -> None:
-    """End the run's processes; then delete the run's files, and the shared memory of libraries listed in `noted`.
+    """End the run's processes; then delete its files, and the files `noted`, which are shared memory made by
+    libraries.
 
     The owner itself is not ended, since it was started without the run's id in its environment.
     """

@@ -26,7 +26,8 @@ class StopRequest:
 def leave_on_signals() -> list[int]:
     """Make SIGINT, SIGTERM and SIGUSR1 end the process at once, by SystemExit, so that clean-up code runs.
 
-    The signal is put into the returned list, because Ray may replace the exit code if the signal arrives in a Ray call.
+    The returned list receives the signal, because Ray may replace the exit code if it arrives during one of Ray's
+    calls.
     """
     received: list[int] = []
 
@@ -61,14 +62,15 @@ _last = StopRequest()
 def last_stop_signal() -> signal.Signals | None:
     """Return the signal that requested a stop during the last training steps, or None.
 
-    A run that had already reached its last step counts as finished all the same.
+    A run that had already reached its last step still counts as finished.
     """
     return _last.signum
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record the first SIGTERM or SIGUSR1 during training steps in the yielded request.
+    """In this context, record the first SIGTERM or SIGUSR1 in the yielded request, so that training stops after its
+    step.
 
     The first signal also restores the previous handlers, so that a second one ends the process.
     """

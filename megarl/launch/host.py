@@ -64,7 +64,7 @@ class _StoppedError(Exception):
 
 @contextlib.contextmanager
 def _stop_on_sigterm() -> Iterator[list[int]]:
-    """End the body of this context at SIGTERM, which is put into the yielded list. From here on SIGUSR1 is ignored."""
+    """End the body of this context when SIGTERM arrives, and put it into the yielded list. SIGUSR1 is ignored."""
     received: list[int] = []
 
     def stop(signum: int, _: FrameType | None) -> None:

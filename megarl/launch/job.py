@@ -92,7 +92,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
 
 @contextmanager
 def _forwarded(driver: _Driver) -> Iterator[None]:
-    """Forward SIGUSR1 and SIGTERM to the driver while this context is active."""
+    """Forward the signals SIGUSR1 and SIGTERM to the driver while this context is active."""
     previous = {each: signal.signal(each, driver.forward) for each in (signal.SIGUSR1, signal.SIGTERM)}
     try:
         yield

@@ -39,11 +39,11 @@ class AttemptLog:
         return [Attempt(**json.loads(line)) for line in self._path.read_text().splitlines()]
 
     def num_failures(self) -> int:
-        """Count the attempts that failed. An attempt that was asked to end, by a signal, is no failure."""
+        """Count the attempts that failed; an attempt that ended because of a signal does not count."""
         return sum(attempt.reason == FAILED for attempt in self.read())
 
     def num_fruitless(self) -> int:
-        """Count how many of the latest attempts in a row ended by a signal before they wrote a checkpoint."""
+        """Count the latest attempts in a row that a signal ended before they had written a checkpoint."""
         fruitless = itertools.takewhile(
             lambda attempt: attempt.reason == STOPPED and attempt.exit_code != EXIT_STOPPED, reversed(self.read())
         )

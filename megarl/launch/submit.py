@@ -151,7 +151,7 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
 
 
 def _nodes_of(needs: Mapping[str, int], nodes: NodesRequest, option: str) -> dict[str, int]:
-    """Return the number of nodes for each group of processes: as few as possible, but all nodes for a single group."""
+    """Return how many nodes each group of processes gets: as few as possible, or all nodes for a single group."""
     fewest = {where: -(-count // nodes.devices_per_node) for where, count in needs.items()}
     if len(needs) == 1:
         (where,) = needs

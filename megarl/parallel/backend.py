@@ -17,10 +17,11 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Megatron's settings on a kind of device, and whether megarl must replace CUDA calls in it.
+    """How Megatron is set up on a kind of device, CPU or CUDA.
 
-    needs_shim: whether `cpu_shim` replaces CUDA calls. uses_transformer_engine: whether Transformer Engine provides the
-    layers; else they are Megatron's local ones with megarl's norm and attention. options: of TransformerConfig.
+    needs_shim: whether `cpu_shim` replaces Megatron's CUDA calls. uses_transformer_engine: whether layers are
+    Transformer Engine's; otherwise they are Megatron's local ones, with megarl's norm and attention. options: settings
+    of TransformerConfig.
     """
 
     needs_shim: bool

@@ -79,7 +79,10 @@ class RankCheckpoints:
         return self._writes.get_num_unfinalized_calls() == 0
 
     def load(self, directory: Path, *, same_layout: Collection[Role]) -> None:
-        """Restore weights and optimizer states. Restore RNG states only if a role of this rank is in `same_layout`."""
+        """Restore weights and optimizer states, and RNG states if a role of this rank is in `same_layout`.
+
+        same_layout: the roles whose layout is the same as when they were saved.
+        """
         for name, (role, optimizer) in self._trained.items():
             with _failures_raised(f"reading {directory / name}"):
                 state = dist_checkpointing.load(
@@ -102,7 +105,7 @@ class RankCheckpoints:
 
 @contextlib.contextmanager
 def _failures_raised(doing: str) -> Iterator[None]:
-    """Convert torch's CheckpointException, which is no `Exception` and would end the process, into a WorkerError."""
+    """Turn torch's CheckpointException, which `except Exception` does not catch, into a WorkerError."""
     try:
         yield
     except CheckpointException as error:

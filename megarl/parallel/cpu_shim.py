@@ -39,12 +39,12 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Immediate:
-    """A replacement for torch.cuda.Stream and torch.cuda.Event on a CPU, where no operation is ever pending."""
+    """A stand-in for torch.cuda.Stream and torch.cuda.Event on a CPU, where operations finish before they return."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait(self, *_: Any) -> None:
-        """Return at once, because no operation is ever pending on a CPU."""
+        """Return at once, because on a CPU all operations have already finished."""
 
     record = synchronize = wait_stream = wait_event = wait
 

@@ -42,7 +42,7 @@ from megarl.weights.tables import VALUE_HEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """The values that a critic's scalar head computes for the labels under the loss mask: [N] float32."""
+    """The outputs of a scalar head (a critic's values) for the labels under the loss mask: [N] float32."""
 
     values: torch.Tensor
 
@@ -103,7 +103,7 @@ class PackedModel(GPTModel):
         )
 
     def complete_rows(self, pack: Pack, values: torch.Tensor) -> torch.Tensor:
-        """Place values [N, ...] of this rank's labels into rows [B, R, ...], and sum them over context-parallel ranks.
+        """Put this rank's outputs [N, ...] into rows [B, R, ...], and sum the rows over context-parallel ranks.
 
         All these ranks then have the complete rows. In backward, each rank gets the gradients of its own labels only.
         """
@@ -292,5 +292,5 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def _times_root_hidden(module: torch.nn.Module, inputs: object, embedded: torch.Tensor) -> torch.Tensor:
-    """Multiply embeddings [T, 1, H] by √H, which is first rounded to their dtype as in Gemma; a forward hook."""
+    """Multiply embeddings [T, 1, H] by √H, first rounded to their dtype, as Gemma does. This is a forward hook."""
     return embedded * torch.tensor(embedded.shape[-1] ** 0.5, dtype=embedded.dtype)

@@ -1,8 +1,8 @@
 """Move a role's memory (parameters, gradient buffers, optimizer state) between its device and the host.
 
-In Megatron, parameters and gradients are views of large buffers, and main parameters may be views of these too. So
-whole storages are moved instead of tensors. Offloading copies a storage's bytes to the host and resizes it to 0;
-onloading allocates it again and copies them back. All views then work as before, with the same bits.
+In Megatron, parameters and gradients are views of large buffers, and main parameters may be views too. So whole
+storages are moved, not tensors. Offloading copies a storage's bytes to the host and resizes the storage to 0; onloading
+resizes it back and copies the bytes to it. All views are then valid again, with the same bits.
 """
 
 import itertools
@@ -25,7 +25,9 @@ class _HostCopy:
 
 
 class Offloader:
-    """The mover of one role's memory. It knows which parts (parameters, gradients, optimizer) are on the host."""
+    """Moves one role's memory between device and host, and knows which parts (parameters, gradients, optimizer) are
+    where.
+    """
 
     def __init__(self, role: LoadedRole) -> None:
         self._role = role
@@ -58,7 +60,7 @@ class Offloader:
                 _bytes_of(copy.storage).copy_(copy.content)
 
     def require(self, *parts: Part) -> None:
-        """Raise AssertionError if any of these parts is on the host, because kernels would read freed memory."""
+        """Raise AssertionError if one of the given parts is on the host, because kernels would read freed memory."""
         missing = [part for part in parts if part in self._copies]
         assert not missing, f"the {self._role.spec.role}'s {', '.join(missing)} are offloaded; onload them first"
 

@@ -1,8 +1,8 @@
 """Pack rows (one prompt with one response each) into one sequence for the model, and unpack per-token results.
 
-A pack concatenates rows sorted by length, so that rows of equal length are adjacent. A filler sequence at its end makes
-the length the multiple that tensor parallelism needs. Labels are shifted only here: position i of a row predicts token
-i + 1, so the hidden state that scores response token t is at offset + prompt + t − 1.
+A pack concatenates rows in order of their lengths, so that rows of equal length are adjacent. A filler sequence at the
+end makes the total length a multiple of what tensor parallelism needs. Labels are shifted only here: position i of a
+row predicts token i + 1, so response token t is predicted by the hidden state at offset + prompt + t − 1.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from megarl.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackAlignment:
-    """The numbers of which each row's length, and a pack's total length, must be multiples under a parallel layout.
+    """What the length of each row, and the total length of a pack, must be multiples of under a parallel layout.
 
     tp: the tensor-parallel size under sequence parallelism, else 1. cp, cp_rank: the context-parallel size and rank.
     """
@@ -30,7 +30,7 @@ class PackAlignment:
 
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of which the length of every sequence in a pack must be a multiple.
+        """Return the number that must divide the length of every sequence in a pack.
 
         Context parallelism splits a sequence into 2·cp chunks; each rank gets an early and a late one, for equal work.
         """
@@ -43,7 +43,7 @@ class PackAlignment:
 
 @dataclass
 class PackSeqParams(PackedSeqParams):
-    """Megatron's PackedSeqParams, which it passes to every layer, with the `Pack` that they describe added."""
+    """Megatron's PackedSeqParams, which it passes to every layer, extended by the `Pack` itself."""
 
     pack: "Pack | None" = None
 
@@ -109,10 +109,10 @@ def pack_rows(
     """Pack rows into one sequence for the model.
 
     Under context parallelism each row is padded to a multiple of 2·cp tokens. A filler sequence at the end makes the
-    total length the multiple that tensor parallelism needs.
+    total length a multiple of what tensor parallelism needs.
 
-    Without rows, the pack is only a filler, because even a rank with nothing to score must join every collective.
-    replay_routing: route tokens to the experts that their rows recorded, if any.
+    Without rows, the pack consists of the filler: a rank without work must still join every collective. replay_routing:
+    route tokens to the experts that their rows recorded, if any.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
     multiple = alignment.sequence_multiple

@@ -225,12 +225,12 @@ _ROW_OUTPUTS: dict[type, Callable[..., ModelOutputs]] = {TokenLogprobs: PolicyOu
 
 
 def _by_name(out: TokenOutputs) -> dict[str, torch.Tensor]:
-    """Return a head's outputs by field name; the first is the primary one (log-probs or values)."""
+    """Return a head's output tensors by name. The log-probs, or a critic's values, are always first."""
     return {field.name: getattr(out, field.name) for field in fields(out)}
 
 
 def _explain(batch: RowBatch, role: Role) -> str:
-    """Describe which input score of which row explains a non-finite loss, for the error message."""
+    """Describe, for the error message, which row's which input (such as old log-probs) makes the loss non-finite."""
     for name, values in batch.scores.items():
         bad = ~torch.isfinite(values).all(1)
         if bad.any():

@@ -44,7 +44,7 @@ class LoadedRole:
         token_local: bool = False,
         paired: bool = False,
     ) -> HeadRequest:
-        """Combine these arguments with the role's settings into a request to the model's head."""
+        """Build a request to the model's head from these arguments and the role's settings."""
         return HeadRequest(
             temperature=temperature,
             settings=self.spec.settings.head,

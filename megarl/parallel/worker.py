@@ -1,4 +1,5 @@
-"""Run one Megatron rank: build the models of its roles, score rows, update trained roles, send and store weights.
+"""Run one Megatron rank: build models, compute log-probs or values of rows, take optimizer steps, send and store
+weights.
 
 `PolicyWorker` is a plain synchronous class, which Ray actors wrap and tests call in ordinary processes.
 """
@@ -51,7 +52,7 @@ class PolicyWorker:
         return f"tcp://{os.environ.get('MEGARL_HOST_ADDRESS', '127.0.0.1')}:{port}"
 
     def join(self, layout: LayoutConfig, init_method: str, timeout_s: float) -> int:
-        """Join the process groups of the parallel layout, and return this process's id."""
+        """Join the process groups of a parallel layout, and return this process's id."""
         from megarl.parallel.layout import initialize_layout
 
         self.layout = initialize_layout(layout, rank=self.rank, init_method=init_method, timeout_s=timeout_s)
@@ -162,7 +163,8 @@ class PolicyWorker:
     def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:
         """Restore weights, optimizer states and RNG states from a complete checkpoint.
 
-        same_layout: the roles laid out as when saved. RNG states are restored only if this rank hosts one of them.
+        same_layout: the roles that have the layout they were saved under. RNG states are restored only if this rank
+        hosts one.
         """
         self.checkpoints.load(Path(directory), same_layout=same_layout)
 

@@ -1,1 +1,1 @@
-"""Plan what a run would do and need from its configuration and the model's config.json alone."""
+"""Plan what a run would do, and what memory it needs, from its configuration and the model's config.json alone."""

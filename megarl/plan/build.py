@@ -1,6 +1,6 @@
-"""Work out the plan of a run from its configuration and config.json, without starting anything or opening weights.
+"""Compute the plan of a run from its configuration and config.json, without starting anything or opening weights.
 
-What the run would say of its data is added where model and data are there.
+If model and data are present, the plan also has the warnings that the run would print about its data.
 """
 
 import math
@@ -152,7 +152,7 @@ def _steps(
 
 
 def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: AbstractSet[Variant]) -> ScoringPlan:
-    """Plan the pass in which a role scores all rows of a step, in each of the row forms (plain, hinted) asked for."""
+    """Plan a role's pass that computes scores (log-probs or values) of all rows of a step, plain or with a hint."""
     num_rows, plain = batch_counts(config).rows_per_step, max_row_tokens(config)
     hinted = min(plain + config.algo.cpo.hint.max_tokens, max_hinted_row_tokens(config, spec.max_positions))
     lengths = {"plain": plain}
@@ -180,7 +180,9 @@ def _scoring(config: Config, role: RoleSpec, spec: ModelSpec, variants: Abstract
 
 
 def _micro_batches_at_full_length(config: Config, settings: ActorConfig) -> int:
-    """Return the most micro-batches that a replica of a role has in an optimizer step if every row has full length."""
+    """Return the number of micro-batches that one replica has in an optimizer step if all rows have the maximum
+    length.
+    """
     layout, rows = settings.layout, batch_counts(config).rows_per_optimizer_step
     multiple = layout.pp if layout.virtual_pp > 1 else 1
     lengths = [max_row_tokens(config)] * rows

@@ -1,4 +1,4 @@
-"""Plan the shards of every role, and add up those that share a device, phase by phase of a step."""
+"""Estimate the memory of every device in each phase of a step, from the shards that the models of a run have there."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +17,8 @@ def plan_shard(
 ) -> ShardPlan:
     """Plan a role's shard of one pipeline stage.
 
-    num_micro_batches: micro-batches of one optimizer step on one replica. scores_pairs: rows are scored together with
-    their hinted twins.
+    num_micro_batches: micro-batches of one optimizer step on one replica. scores_pairs: whether a pass computes the KL
+    between rows and their hinted copies, so that both share a micro-batch.
     """
     settings, layout, dtype_bytes = role.settings, role.layout, DTYPE_BYTES[role.model.dtype]
     scalar, multiple = role.head is Head.SCALAR, role.model.vocab_multiple
@@ -82,8 +82,8 @@ def plan_devices(
     shards: Sequence[ShardPlan],
     engine: EnginePlan,
 ) -> list[DevicePlan]:
-    """Estimate the memory of the actor's devices, with one entry for equal devices. Rank i of any layout is on device
-    i.
+    """Estimate the memory of the actor's devices; devices with equal contents share an entry. Rank i of a layout uses
+    device i.
     """
     by_place = {(shard.role, shard.stage): i for i, shard in enumerate(shards)}
     held: dict[tuple[int, ...], list[int]] = {}

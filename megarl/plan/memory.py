@@ -67,7 +67,9 @@ def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int,
 
 
 def num_kept_layers(layout: LayoutConfig, stage: int, num_layers: int, num_micro_batches: int) -> int:
-    """Count the layer activations that a stage holds at once: layers × micro-batches in flight (1F1B)."""
+    """Count the layer activations that a pipeline stage keeps at once: its layers × its micro-batches in flight
+    (1F1B).
+    """
     if layout.virtual_pp == 1:
         return min(num_micro_batches, layout.pp - stage) * num_layers
     chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_pp - 1) * layout.pp + 1
@@ -107,7 +109,7 @@ def head_bytes(
 ) -> int:
     """Return the bytes that the output head of the last stage takes in a pass.
 
-    paired: rows and twins share the pass, and a chunk's logits are there for both.
+    paired: the pass contains rows and their hinted copies, and a chunk has logits of both.
     """
     rows = padded_vocab(dims.vocab, layout, vocab_multiple) // layout.tp
     kept = dtype_bytes * num_tokens * rows
@@ -121,7 +123,9 @@ def head_bytes(
 
 
 def kv_bytes_per_token(dims: Dims, *, tp: int, dtype_bytes: int) -> int:
-    """Return a token's bytes of keys and values in all layers on one of `tp` devices; no head or latent is split."""
+    """Return the KV-cache bytes of a token, in all layers, on one of `tp` devices. Single heads and latents are not
+    split.
+    """
     if dims.latent is not None:
         return dtype_bytes * dims.num_layers * (dims.latent.kv_latent + dims.latent.rope)
     num_heads = max(1, dims.num_kv_heads // tp)

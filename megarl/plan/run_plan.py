@@ -7,9 +7,9 @@ from megarl.sync.plan.build import PlanStatistics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """A model of the run; `num_parameters` is that of the whole model, without vocabulary padding.
+    """One model of a run. `num_parameters` counts the whole model, without vocabulary padding.
 
-    num_expert_parameters: those of them that belong to experts.
+    num_expert_parameters: how many of the parameters belong to experts.
     """
 
     name: str
@@ -36,11 +36,12 @@ class LayoutPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPlan:
-    """What a role scores before the update of a step, if every row has full length.
+    """What a role computes before the update of a step (log-probs or values of all rows), if every row has full
+    length.
 
-    rows, max_row_tokens: by form of the rows, `plain`, `hinted` (with the hint of their prompt) and `shuffled` (with
-    that of another). micro_batches: of one replica. seconds_at_peak: what the FLOPs take on all ranks at the device's
-    peak, so the pass takes longer; None if the peak is not known.
+    rows, max_row_tokens: by kind of row: `plain`, `hinted` (with the prompt's hint) and `shuffled` (with another
+    prompt's). micro_batches: of one replica. seconds_at_peak: a lower bound of the pass's time, namely its FLOPs at the
+    peak of all devices; None if the peak is not known.
     """
 
     role: str
@@ -54,7 +55,7 @@ class ScoringPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The batch sizes of a step, and what is scored in it.
+    """The batch sizes of a step, and the log-probs and values that are computed before its update (`scoring`).
 
     Micro-batches are those of one optimizer step on one replica if every row has full length.
     """
@@ -73,9 +74,9 @@ class StepPlan:
 class ShardPlan:
     """What a role holds on each rank of a pipeline stage; all ranks of a stage hold equally much.
 
-    `resident` holds by part what lies on a rank between passes if nothing is offloaded; `activations` and `head` are
-    those of the role's update, 0 if it is frozen; `scoring` is what a pass without gradients adds. Of every layer with
-    experts a rank holds `num_experts`; `num_expert_parameters` are theirs.
+    resident: bytes by part that a rank holds between passes if nothing is offloaded. activations, head: what the role's
+    update adds; 0 if it is frozen. scoring: what a pass without gradients adds. num_experts: how many experts of each
+    MoE layer a rank holds; num_expert_parameters: their parameters.
     """
 
     role: str
@@ -106,9 +107,9 @@ class PhasePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Devices that hold the same shards, over all layouts; `phases` are the phases of a step on each of them.
+    """Devices that hold the same shards, of all layouts together; `phases` are the phases of a step on each of them.
 
-    Devices have the numbers of the actor's ranks. `resident`: bytes of all shards on one.
+    Devices are numbered like the actor's ranks. `resident`: bytes of all shards on one device.
     """
 
     devices: tuple[int, ...]
@@ -118,7 +119,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """The vLLM engines, with bytes per device; `kv_cache` is None if vLLM is to measure what it can take."""
+    """The vLLM engines, with bytes per device; `kv_cache` is None if vLLM itself decides how much memory it takes."""
 
     num_engines: int
     tp: int
@@ -144,9 +145,9 @@ class NodePlan:
 class RunPlan:
     """All that `train --dry-run` reports. The actor's layout comes first; nodes with engines only come last.
 
-    warnings: those that the run would print. missing: models and data that are not there, so that warnings and errors
-    about the data are not among them. hints: how many prompts there are, how many of them have a hint (`placed`), how
-    many hints are cut, and how many are missing by reason; empty without hints or data.
+    warnings: what the run would warn about. missing: models and data that are absent, so that nothing can be said about
+    the data. hints: how many prompts there are, how many have a hint (`placed`), how many hints are cut, and how many
+    are missing, by reason; empty without hints or data.
     """
 
     run: str

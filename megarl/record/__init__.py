@@ -1,1 +1,1 @@
-"""Write down what a run does while it works: metrics, progress, profiles, sampled rollouts."""
+"""Record what a run does while it works: metrics, progress, profiles, sampled rollouts."""

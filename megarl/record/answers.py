@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Answer:
     """One judged answer. A prompt has at most one `greedy` answer, and several sampled ones.
 
-    data: the data file, named by the shortest ending of its path that tells it from the others.
+    data: the data file, named by the end of its path, as long as needed to tell it from the other files.
     """
 
     data: str
@@ -118,10 +118,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_correct(answers: Sequence[Answer]) -> float:
-    """Return the share of correct answers in the majority, the answers of a prompt whose final answer is most frequent.
+    """Return whether the majority's final answer is correct, as a share: 1 if it is, 0 if not.
 
-    Final answers (see `final_answer`) are compared as text without spaces; responses without one have no vote. Among
-    equally frequent final answers the share is their mean. It is 0 if no response has a final answer.
+    The majority are the answers of a prompt with the most frequent final answer (see `final_answer`), compared as text
+    without spaces; responses without a final answer do not vote. If several are most frequent, the result is the mean
+    over them. It is 0 if no response has a final answer.
     """
     votes: dict[str, list[bool]] = defaultdict(list)
     for answer in answers:
@@ -134,7 +135,7 @@ def majority_correct(answers: Sequence[Answer]) -> float:
 def results_by_source(answers: Sequence[Answer], ks: Sequence[int]) -> list[SourceResult]:
     """Compute a result for each data source of each file, sorted by name.
 
-    Answers that nobody could judge may be missing: pass@k of a prompt with fewer answers than k takes all it has.
+    Answers that could not be judged may be missing; pass@k of a prompt with fewer than k answers uses all that it has.
     """
     by_source: dict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in answers:

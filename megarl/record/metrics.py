@@ -179,7 +179,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Read all records in the order written. A last line cut off by a kill is skipped; other bad lines raise."""
+    """Read all records in the order written. An incomplete last line, left by a kill, is skipped; other bad lines
+    raise.
+    """
     if not path.is_file():
         raise DataError(f"no metrics at {path}: expected the metrics.jsonl that a run writes")
     lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")

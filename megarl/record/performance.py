@@ -87,8 +87,9 @@ class PerformanceMeter:
 def token_times(times: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float]:
     """Return the throughput of a step, and milliseconds per token of its phases.
 
-    perf/tokens_per_s: tokens of the rows over the seconds of the step. timing_per_token_ms/PHASE: of generation over
-    response tokens, of the other phases over all tokens. `times`: timing_s/PHASE of the phases that took place.
+    perf/tokens_per_s: the rows' tokens divided by the step's seconds. timing_per_token_ms/PHASE: a phase's time divided
+    by the response tokens (for generation) or all tokens (for other phases). times: timing_s/PHASE of the phases that
+    ran.
     """
     num_response = max(1, sum(len(row.loss_mask) for row in rows))
     num_tokens = max(1, sum(row.num_tokens for row in rows))
@@ -101,7 +102,7 @@ def token_times(times: Mapping[str, float], rows: Sequence[Row]) -> dict[str, fl
 
 
 class ProfiledWorkers(Protocol):
-    """The interface of a group of ranks that `StepProfiler` can profile."""
+    """The interface that `StepProfiler` needs from a group of ranks."""
 
     def start_profile(self) -> None: ...
 
@@ -109,7 +110,7 @@ class ProfiledWorkers(Protocol):
 
 
 class StepProfiler:
-    """A profiler of the steps from the first to the last of `steps`; None: of no step."""
+    """Takes profiler traces of the training steps from the first to the last of `steps`; None: of no step."""
 
     def __init__(self, workers: ProfiledWorkers, steps: tuple[int, int] | None, directory: Path) -> None:
         self._workers, self._steps, self._directory = workers, steps, directory
@@ -117,7 +118,9 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Run one step inside, and profile it if it is due; a run resumed inside the window starts profiling there."""
+        """Profile the step that runs in this context, if it is in the window; a resumed run may begin inside the
+        window.
+        """
         if self._steps is not None and self._steps[0] <= step <= self._steps[1] and not self._is_running:
             self._workers.start_profile()
             self._is_running = True

@@ -29,7 +29,7 @@ class ProgressValues:
 
 
 def write_line(text: str) -> None:
-    """Print a line above whatever progress bar is live."""
+    """Print a line above the live progress bar, if there is one."""
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Keep the run directory: the resolved configuration, the metrics' sinks, sampled rollouts, and metrics of a batch."""
+"""Keep the run directory: the complete configuration, metrics, and sampled rollouts; compute metrics of a batch."""
 
 import contextlib
 import importlib.metadata
@@ -60,10 +60,10 @@ def installed_versions() -> dict[str, str]:
 
 
 class RunRecorder:
-    """The owner of RUN = run.dir/run.name: it refuses to overwrite a run, saves the configuration, opens the metrics
-    files.
+    """The object that writes a run's directory run.dir/run.name (RUN): configuration, metrics and sampled rollouts.
 
-    With `resumed_step`, what the run wrote after that step is removed, because those steps are repeated.
+    It refuses to overwrite an earlier run. With `resumed_step`, everything that the run wrote after that step is
+    removed, because the steps are repeated.
     """
 
     def __init__(self, config: Config, *, overwrite: bool = False, resumed_step: int | None = None) -> None:
@@ -92,7 +92,9 @@ class RunRecorder:
         self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
 
     def _remove_earlier_run(self) -> None:
-        """Remove everything in the run directory but logs, unless it holds an input that this run is about to read."""
+        """Remove everything in the run directory except logs; raise ConfigError if it holds a file that this run has
+        to read.
+        """
         config, root = self._config, self.paths.root.resolve()
         prompts = (*train_files(config.data.train), *config.data.val)
         pairs = (*config.train_reward.train, *config.train_reward.val)

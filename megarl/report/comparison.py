@@ -51,9 +51,9 @@ class RunResult:
 class GroupResult:
     """The result of a group: the runs of one algorithm, one per seed.
 
-    binomial_std_error: root mean square over the runs of √(p(1 − p)/n), the noise that n validation answers alone give
-    one run's final score. difference: of the mean final score from the baseline's; None for the baseline.
-    adjusted_p: p-value of the difference, corrected for the number of comparisons; None if there is none.
+    binomial_std_error: the noise in one run's final score that comes from having only n validation answers, √(p(1 −
+    p)/n), as root mean square over the runs. difference: the mean final score minus the baseline's; None for the
+    baseline. adjusted_p: p-value of the difference, corrected for the number of comparisons; None if there is none.
     """
 
     name: str
@@ -85,7 +85,7 @@ class GroupResult:
 class Comparison:
     """A comparison of groups of runs, in the order in which their first runs were given.
 
-    notes: what makes the groups hard to compare. paired: differences are those of runs with equal seeds.
+    notes: reasons for which the groups may not be comparable. paired: differences are between runs of equal seeds.
     """
 
     baseline: str
@@ -212,7 +212,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _differing_settings(groups: Mapping[str, Sequence[Run]]) -> list[str]:
-    """List the settings outside the algorithm that differ between runs, which shows whether they had equal budgets."""
+    """List the settings outside the algorithm that differ between runs, so that a reader sees whether budgets were
+    equal.
+    """
     settings = [(name, dict(_leaves(run.config))) for name, members in groups.items() for run in members]
     keys = dict.fromkeys(key for _, values in settings for key in values if not key.startswith(_OWN_SETTINGS))
     notes = []

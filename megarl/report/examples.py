@@ -46,8 +46,9 @@ def _pick(rows: Sequence[Response], num: int) -> list[Response]:
 def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str] = ()) -> Markup:
     """Return tokens as HTML, coloured by how much a hint raises the log-prob of each.
 
-    Tokens that it makes likelier have the good colour, which is full from `FULL_GAIN` nats on. The gain, and a note on
-    each token if notes are given, are its tooltip. A line feed keeps its effect, and gets a sign to colour.
+    Tokens that become likelier have the colour for good, at full strength from `FULL_GAIN` nats on. A token's tooltip
+    shows its gain and, if given, its note. A line feed still breaks the line, and is shown by a sign that can be
+    coloured.
     """
     span = Markup('<span style="background: color-mix(in srgb, var(--{}) {}%, transparent)" title="{}">{}</span>')
     pieces = []

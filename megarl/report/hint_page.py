@@ -71,7 +71,7 @@ class HintReport:
 
 
 def to_text(report: HintReport, *, with_colors: bool) -> str:
-    """Write a report for a terminal; without colours a hint stands in ⟦ ⟧, and gains follow their tokens."""
+    """Write a report for a terminal. Without colours, hints are enclosed in ⟦ ⟧, and tokens are followed by gains."""
     lines = [report.title, report.details]
     for table in report.tables:
         lines += ["", table.title, *align(table.rows)]

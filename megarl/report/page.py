@@ -69,7 +69,7 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A response as the page shows it."""
+    """A response, in the form in which the page shows it."""
 
     row: RolloutRecord | Answer
     is_right: bool

@@ -85,7 +85,7 @@ def draw_validation(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_score(ax: Axes, run: Run, source: str | None, color: str, label: str) -> list[EndLabel]:
-    """Draw the sampled and greedy scores, and return a label per line drawn, the sampled one first."""
+    """Draw the scores of sampled and of greedy answers; return a label for each line drawn, the sampled one first."""
     labels = []
     sampled, greedy = validation_curve(run, SAMPLED, source), validation_curve(run, GREEDY, source)
     if sampled:
@@ -161,7 +161,9 @@ def draw_right_and_wrong(prefix: str) -> Callable[[Axes, Sequence[Run]], None]:
 
 
 def draw_advantage_changes(ax: Axes, runs: Sequence[Run]) -> None:
-    """Draw how many recorded tokens of the first and the last recorded step had which change of their advantage."""
+    """Draw a histogram of how advantages of the recorded tokens were changed, for the first and the last recorded
+    step.
+    """
     for index, rows in enumerate(rows for rows in (runs[0].first_rollouts, runs[0].last_rollouts) if rows):
         pairs = (zip(row.base_advantage, row.advantage, strict=True) for row in rows)
         changes = [after - before for pair in pairs for before, after in pair]
@@ -197,9 +199,9 @@ def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float64]]]:
-    """Return the steps that have times, and the seconds that each phase took in each of them.
+    """Return the steps with recorded times, and the seconds that each phase took in each of these steps.
 
-    Small phases, and the time of `step` that no phase claims, are summed as "other".
+    Small phases, and the part of a step's time that belongs to no phase, are summed as "other".
     """
     timings = run.under("timing_s/")
     whole = timings.pop("step", Series())

@@ -109,7 +109,7 @@ def _read_config(paths: RunPaths) -> Mapping[str, Any]:
 
 
 def build_series(records: Iterable[MetricsRecord]) -> dict[str, Series]:
-    """Gather each metric over steps; where a resumed run went back, its values replace the earlier ones."""
+    """Collect the values of each metric over steps. Where a resumed run repeated steps, the later values count."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.metrics.items():

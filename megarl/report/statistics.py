@@ -88,7 +88,7 @@ def two_sided_p(t: float, dof: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values of several comparisons, so that the chance of any false finding stays that of one test (Holm,
+    """Correct the p-values of several comparisons, so that the chance of any false finding is that of one test (Holm,
     1979).
 
     The smallest is multiplied by their number m, the next by m − 1, …; none becomes smaller than one before it.

@@ -96,7 +96,9 @@ def label_ends(ax: Axes, labels: Sequence[EndLabel]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights apart to at least `gap`, then back down as far as the top label passed 1."""
+    """Move ascending label heights apart until neighbours are `gap` apart, then shift all down if the top one is above
+    1.
+    """
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + gap) if placed else max(height, 0.0))

@@ -37,7 +37,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Validation scores before and after training; `before` is at step 0 unless that was not measured."""
+    """Validation scores before and after training; `before` is that of step 0, or else the first that was measured."""
 
     before: Estimate
     after: Estimate
@@ -48,9 +48,7 @@ class Change:
 
     @property
     def gain_std_error(self) -> float | None:
-        """Return the standard error of the gain: both ends added in quadrature, as if their prompts were
-        independent.
-        """
+        """Return the standard error of after − before, as if both had been measured on independent prompts."""
         before, after = self.before.std_error, self.after.std_error
         return None if before is None or after is None else math.hypot(before, after)
 
@@ -62,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The result in one sentence, with the details that the sentence leaves out."""
+    """A run's result in one sentence, and the details that do not fit into it."""
 
     sentence: str
     details: tuple[str, ...]

@@ -1,4 +1,6 @@
-"""Compute rewards of samples. A data source names its scorer (a function); judges call scorers, services and models."""
+"""Compute rewards of samples: by scorers (functions that judge an answer), by services over HTTP, and by reward
+models.
+"""
 
 from megarl.rewards import code, countdown, luffy, mathematics
 from megarl.rewards.custom import load_reward_function

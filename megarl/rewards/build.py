@@ -26,9 +26,10 @@ def open_rewards(
     *,
     model: Judge | None = None,
 ) -> RewardManager:
-    """Start the judges that the data sources need; `tokenizer` is the policy's, `model` judges by a reward model.
+    """Start the judges that the data sources need.
 
-    Raises ConfigError if only a reward model could judge a data source, and `model` is None.
+    tokenizer: the policy's. model: judges by the run's reward model, None without one. Raises ConfigError if only a
+    reward model could judge a data source and `model` is None.
     """
     rules = Rules(rewards)
     judges: dict[str, Judge] = {}
@@ -56,7 +57,9 @@ def open_rewards(
 
 
 def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt, so that unknown sources and malformed ground truths fail at the start."""
+    """Judge an empty answer to every prompt, so that unknown data sources and malformed ground truths fail at the
+    start.
+    """
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
     for index in range(len(data)):

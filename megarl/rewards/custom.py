@@ -95,7 +95,7 @@ def load_function(path: Path, name: str) -> RewardFunction:
 
 @contextlib.contextmanager
 def _naming_the_line(path: Path) -> Iterator[None]:
-    """Turn an error from the user's function into a RunError that names the line of its file."""
+    """Turn an error inside this context, from the user's function, into a RunError that names the file and the line."""
     try:
         yield
     except Exception as error:  # the user's code may raise anything
@@ -103,7 +103,7 @@ def _naming_the_line(path: Path) -> Iterator[None]:
 
 
 def _line(error: Exception, path: Path) -> int:
-    """Return the line of the user's file where an error passed last; 1 if it did not pass through the file."""
+    """Return the last line of the user's file that an error passed through, or 1 if it passed through none."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1)
 
@@ -174,7 +174,9 @@ def score_custom(
 
 
 def _note(value: Any) -> Any:
-    """Convert a value to JSON types, arrays to lists; a value that is too long or not possible in JSON becomes text."""
+    """Convert a value to JSON types, arrays to lists. A value that is too long, or that JSON cannot express, becomes
+    text.
+    """
     try:
         text = json.dumps(value, allow_nan=False, default=lambda other: getattr(other, "tolist", other.__str__)())
     except (TypeError, ValueError):

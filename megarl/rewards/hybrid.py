@@ -1,4 +1,6 @@
-"""Mix the rewards of several judges: r = Σ_k w_k · f_k(r_k), over the judges k that the row's data source names."""
+"""Mix the rewards of several judges: r = Σ_k w_k · f_k(r_k), over the judges k that are routed to the row's data
+source.
+"""
 
 import math
 from collections import defaultdict
@@ -12,8 +14,8 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """The raw rewards that one part of a hybrid reward gave: `values` of the rows it judged, and the groups of these
-    rows.
+    """The rewards that one part of a mixture gave, before its transform: `values` of the rows it judged, and their
+    `groups`.
     """
 
     values: Sequence[float]
@@ -57,7 +59,7 @@ def clip(raw: Raw, summand: Summand) -> list[float]:
 
 @TRANSFORMS.register("batch_zscore")
 def batch_zscore(raw: Raw, summand: Summand) -> list[float]:
-    """Return (r − mean) / (std + 1e-6) over all rows that this judge scored, with n − 1 in the std; 0 for a single
+    """Return (r − mean) / (std + 1e-6) over all rows that this judge rewarded, with n − 1 in the std; 0 for a single
     row.
     """
     return group_zscore(replace(raw, groups=[None] * len(raw.values)), summand)

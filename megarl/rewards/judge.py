@@ -1,7 +1,7 @@
-"""Define the interface between a run and the judges of its samples: the rule, a service, a reward model.
+"""Define the interface between a run and the judges of its samples: rules, services and reward models.
 
-A judge works on one batch at a time. It receives each sample as soon as generation of that sample has finished, so that
-judging and generation overlap. At the end of the batch it returns the rewards of all samples.
+A judge works on one batch at a time. It receives each sample as soon as the sample is generated, so that judging and
+generation overlap. At the end of the batch it returns the rewards of all samples.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from megarl.types import Prompt, Reward, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSample:
-    """A finished sample as judges read it; `response` has no special tokens."""
+    """A finished sample in the form that judges read; the text `response` has no special tokens."""
 
     prompt: Prompt
     sample: Sample
@@ -28,7 +28,9 @@ class FinishedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """A number to log about judging: a count or, with `over`, the sum of as many items, logged as their mean."""
+    """A number to log about judging: a count, or if `over` is set, a sum over this many items, which is logged as
+    their mean.
+    """
 
     total: float
     over: int | None = None
@@ -59,7 +61,9 @@ def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Rewards in the order in which items were added, and tallies to log by metric name."""
+    """The result of judging a batch: rewards in the order in which samples were added, and tallies to log, by metric
+    name.
+    """
 
     rewards: Sequence[Reward]
     tallies: Mapping[str, Tally] = field(default_factory=dict)

@@ -17,11 +17,11 @@ RULE = "rule"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardManager:
-    """The judges of a run, which judge samples as they finish.
+    """The judges of a run. They judge samples as they finish, and their rewards are mixed.
 
     judges, summands: by name, the judges, and the weight and transform of each one's reward.
     route: returns the names of the judges whose rewards are mixed for a data source.
-    knows: returns whether the rule can judge a data source; it then decides what is correct, whoever gives rewards.
+    knows: returns whether the rule can judge a data source; the rule then decides which answers are correct.
     decode: turns response token ids into text, see `megarl.data.chat.response_decoder`.
     tokenizer: the policy's, which turns prompts into text with their special tokens.
     """
@@ -34,7 +34,9 @@ class RewardManager:
     tokenizer: "PreTrainedTokenizerBase"
 
     def asked(self, data_source: str) -> list[str]:
-        """Return the names of the judges of a data source, with the rule even if it only decides what is correct."""
+        """Return the names of all judges that see a data source's samples; the rule may be there only to decide
+        correctness.
+        """
         rule = [RULE] if self.knows(data_source) else []
         return list(dict.fromkeys([*self.route(data_source), *rule]))
 
@@ -84,8 +86,8 @@ class BatchJudging:
     def finish(self, samples: Sequence[Sample]) -> Judged:
         """Wait for the rewards of these samples, and return them in the order of `samples`.
 
-        The rule decides whether a row is correct, or without a rule the first judge of its data source. A row is
-        dropped if any judge of its data source drops it.
+        Correctness is decided by the rule or, where no rule applies, by the first judge of the data source. A row is
+        dropped if any of its judges drops it.
         """
         judged = {name: session.finish() for name, session in self.sessions.items()}
         opinions = {name: dict(zip(self.asked[name], each.rewards, strict=True)) for name, each in judged.items()}

@@ -81,7 +81,9 @@ def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
 
 def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:
-    """Compare an extracted answer to gold; a missing, empty or over 512 characters long answer counts as unparsed."""
+    """Compare an extracted answer with the gold answer. A missing answer, or one over 512 characters, counts as
+    unparsed.
+    """
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return reward_of(False, parse_failed=True)
     verdict = compare(answer, gold, options)

@@ -1,6 +1,4 @@
-"""Get rewards from HTTP services in the format of `rewards.wire`; a slow, unreachable or wrong service stalls no
-run.
-"""
+"""Get rewards from HTTP services in the format of `rewards.wire`; no slow or failing service can stall a run."""
 
 import asyncio
 import json
@@ -39,9 +37,9 @@ class _Answer:
 class RemoteJudge:
     """A judge that distributes rows over equivalent HTTP services.
 
-    A request goes to the next service and, if that fails (no connection, no answer in time, an error status or a
-    malformed answer), to the others in turn, those last that failed more often in this batch. When all have failed, it
-    waits backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` decides what happens.
+    If a service fails (no connection, no answer in time, an error status or a malformed answer), the request goes to
+    the other services in turn, first to those with the fewest failures in this batch. If all fail, the judge waits
+    backoff_s · 2ⁿ · (0.5 to 1.5) and tries all again, `retries` times. Then `on_error` decides what happens.
     """
 
     def __init__(self, cfg: RemoteConfig, urls: Sequence[str], *, name: str = "remote") -> None:
@@ -118,7 +116,7 @@ class RemoteJudge:
 
 @dataclass(slots=True)
 class RemoteSession:
-    """The requests for one batch: each is sent as soon as it is full, the rest at the end, spread over services."""
+    """The requests for one batch, spread over services: a request is sent once it is full, the last one at the end."""
 
     judge: RemoteJudge
     _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)

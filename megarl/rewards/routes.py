@@ -1,4 +1,4 @@
-"""Read from the config section `rewards` which judges reward which data source."""
+"""Determine from the config section `rewards` which judges reward which data source."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ def route_of(rewards: RewardsConfig, data_source: str) -> tuple[str, ...]:
 
 
 def without_training(rewards: RewardsConfig, sources: Collection[str]) -> RewardsConfig:
-    """Return the section `rewards` for evaluation: if the rule knows all data sources, it alone judges, for
+    """Return the section `rewards` to use in evaluation: the rule alone if it can judge all data sources, for
     comparability.
     """
     rules = Rules(rewards)
@@ -50,9 +50,9 @@ def check_sources(rewards: RewardsConfig, data_sources: Collection[str]) -> None
 
 
 def filter_ranges(rewards: RewardsConfig, by: str, data_sources: Collection[str]) -> Mapping[str, tuple[float, float]]:
-    """Return by data source the least and the greatest number that `algo.filter.by` can give its samples.
+    """Return, by data source, the smallest and largest number by which `algo.filter` can judge its samples.
 
-    Sources whose numbers come from a user's function, a service or a model are left out, because nothing bounds them.
+    Data sources are left out if a user's function, a service or a model gives the numbers, because nothing bounds them.
     """
     if by == "correct":
         return dict.fromkeys(sorted(data_sources), (0.0, 1.0))

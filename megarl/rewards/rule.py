@@ -23,7 +23,7 @@ _FRACTIONS = {"timed_out": "timeout", "crashed": "crashed", PARSE_FAILED: "parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A response to judge, and the ground truth and data that it is judged by."""
+    """A response to judge, with its prompt, ground truth and further data."""
 
     data_source: str
     prompt: str
@@ -33,7 +33,9 @@ class Question:
 
 
 class Rules:
-    """How each data source is judged, by the section `rewards`: which scorer, or the function of the user's file."""
+    """The rule that judges each data source, as the section `rewards` says: a scorer, or a function in the user's
+    file.
+    """
 
     def __init__(self, cfg: RewardsConfig) -> None:
         self.cfg = cfg
@@ -47,7 +49,7 @@ class Rules:
         return own.scorer in {*SOURCES, *SCORERS}
 
     def spec(self, data_source: str) -> SourceSpec | None:
-        """Return how a data source is judged; None means by the custom file. Raises ConfigError for an unknown
+        """Return how a data source is judged: by a scorer, or (None) by the user's file. ConfigError for an unknown
         source.
         """
         own = self.cfg.sources.get(data_source)
@@ -59,9 +61,10 @@ class Rules:
         return self._specs[data_source]
 
     def reward(self, data_source: str, result: JobResult) -> Reward:
-        """Return the reward for a job's result. A response that its scorer could not judge counts as wrong.
+        """Return the reward for a job's result. A response that a scorer could not judge counts as wrong.
 
-        If a user's function could not judge it, the row is dropped: only the function knows the score of wrong answers.
+        A response that the user's function could not judge is dropped, because only that function knows the reward of a
+        wrong answer.
         """
         if result.reward is not None:
             return result.reward
@@ -186,7 +189,9 @@ class RuleSession:
 
 
 def outcome_of(result: JobResult) -> JobOutcome | str:
-    """Return the outcome of a job by which it is counted: for "scored", whether it is "correct" or "wrong"."""
+    """Return the name under which a job's outcome is counted: "correct" or "wrong" if it was judged, else why it was
+    not.
+    """
     if result.outcome != "scored" or result.reward is None:
         return result.outcome
     return "correct" if result.reward.correct else "wrong"

@@ -1,4 +1,4 @@
-"""Register scorers by name; here are those that read only marks: formats, `#### number`, and a short `<answer>`."""
+"""Register scorers by name, and define those for simple forms of answers: `#### number` and `<answer>…</answer>`."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ _NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
 
 
 def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
-    """Return the reward 1 (correct) or 0, whose details also record whether parsing of the answer failed."""
+    """Return the reward 1 (correct) or 0 (wrong), and record in its details whether the answer could be parsed."""
     return Reward(score=float(correct), correct=correct, details={PARSE_FAILED: float(parse_failed)})
 
 

@@ -67,7 +67,7 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
 
 
 def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
-    """Return a list of an answer, checked to hold one finite number per row; BadReplyError if it does not."""
+    """Return the list `name` of an answer if it has one finite number for each row; otherwise raise BadReplyError."""
     if not isinstance(values, list):
         raise BadReplyError(f"{name}: got {values!r:.80}, expected a list of {num_rows} numbers")
     if len(values) != num_rows:

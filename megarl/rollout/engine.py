@@ -37,9 +37,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The text that an engine generated, as arrays [n]. `logprobs` are those after temperature and truncation.
+    """The tokens that an engine generated for a request, in arrays [n].
 
-    weight_versions: of each token, the weights that chose it.
+    logprobs: after temperature and truncation (top-p, top-k). weight_versions: the version of the weights that sampled
+    each token.
     """
 
     token_ids: IntArray
@@ -71,7 +72,7 @@ class EngineSpec:
 def engine_spec(config: Config) -> EngineSpec:
     """Derive the engine's settings from a run's configuration.
 
-    Where the context length is left open, it covers the longest prompt and response.
+    If the context length is not set, it becomes the length of the longest prompt plus response.
     """
     longest = max(config.rollout.max_response_tokens, config.validation.max_response_tokens or 0)
     needed = config.data.max_prompt_tokens + longest
@@ -90,7 +91,9 @@ def engine_spec(config: Config) -> EngineSpec:
 
 
 class Stepper:
-    """A `vllm.LLM` shared by threads: some wait for their requests, another can hold it between two steps."""
+    """A `vllm.LLM` that several threads share: threads wait here for their requests, or stop the engine between two
+    steps.
+    """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -104,7 +107,7 @@ class Stepper:
         return [found[i] for i in range(len(prompts))]
 
     def stream(self, prompts: Sequence[Any], params: Sequence[Any]) -> Iterator[dict[int, Any]]:
-        """Yield vLLM's outputs by the positions of their prompts, each as soon as it has finished."""
+        """Yield (position in `prompts`, vLLM's output) for each prompt, as soon as it has finished."""
         with self._turn:
             queued = self._llm.enqueue(prompts, params, use_tqdm=False)
         # vLLM appends a random suffix to the request ids in its outputs.
@@ -123,7 +126,9 @@ class Stepper:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Keep the engine from stepping inside this context; yields whether unfinished requests survive it."""
+        """Keep the engine from stepping inside this context. Yields whether unfinished requests can continue
+        afterwards.
+        """
         self._holders += 1
         with self._turn:
             busy = self._llm.llm_engine.has_unfinished_requests()
@@ -141,8 +146,8 @@ class Stepper:
 class VllmEngine:
     """One vLLM engine in this process; with tp > 1 its workers are child processes.
 
-    Weights may be replaced while another thread waits in `generate`: unfinished requests are kept, their keys and
-    values are dropped, and they go on by the new weights as if these had read all of their tokens so far.
+    Weights may be replaced while another thread waits in `generate`. Unfinished requests then continue with the new
+    weights: their KV cache is dropped, and computed again for all of their tokens so far.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -163,7 +168,7 @@ class VllmEngine:
         return [found[i] for i in range(len(requests))]
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """Yield completions by the positions of their requests, as soon as a step of the engine has finished them."""
+        """Yield (position in `requests`, completion) for each request, as soon as it has finished."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -217,7 +222,7 @@ class VllmEngine:
         ]
 
     def open_bridge(self, shares: Sequence[Share]) -> None:
-        """Make every worker join the weight sync from the trainer's ranks as a receiver, with its own of `shares`."""
+        """Make every worker join the weight sync as a receiver; `shares` has each worker's part of the plan."""
         # Pickled, because vLLM only passes plain types between its processes.
         self.llm.collective_rpc("open_bridge", kwargs={"shares": [pickle.dumps(share) for share in shares]})
 
@@ -250,7 +255,7 @@ class VllmEngine:
             self.llm.sleep(level=2)
 
     def wake(self, parts: Sequence[str]) -> None:
-        """Allocate `weights` (which the next sync fills) or `kv_cache` again."""
+        """Allocate memory again for `weights`, which the next weight sync fills, or for `kv_cache`."""
         if platform().name in _SLEEPING_DEVICES:
             self.llm.wake_up(tags=list(parts))
 

@@ -12,7 +12,7 @@ from megarl.types import FloatArray, Prompt, Sample, SegmentSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """Given first tokens of a response; if `is_complete`, they are the whole response and nothing is generated."""
+    """The given first tokens of a response. If `is_complete`, they are the whole response, and nothing is generated."""
 
     token_ids: tuple[int, ...] = ()
     is_complete: bool = False
@@ -31,7 +31,8 @@ def plan_prefixes(
     run_seed: int,
     eos_token_id: int,
 ) -> dict[tuple[str, int], Prefix]:
-    """Choose the prefixes of a step by (uid, sample index), from the arguments alone; other samples have none.
+    """Choose the prefixes of a step, by (uid, sample index), as a pure function of the arguments; other samples have
+    none.
 
     A demonstration that was cut does not end in `eos_token_id`, so its sample is continued even at ratio 1.
     Raises ConfigError if more samples are to have a prefix than there are.

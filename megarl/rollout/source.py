@@ -22,8 +22,8 @@ def ignore_sample(prompt: Prompt, sample: Sample) -> None:
 class SamplingPlan:
     """How one batch of prompts is sampled; `temperature` 0 means greedy.
 
-    prefixes: what responses start with, by (uid, sample index), as far as they start with anything. stop,
-    stop_token_ids: texts and tokens besides the eos token that end a response, of which they are the last part.
+    prefixes: the given first tokens of responses, by (uid, sample index). stop, stop_token_ids: texts and tokens that
+    end a response besides the eos token; the response includes them.
     """
 
     step: int

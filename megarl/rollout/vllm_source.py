@@ -26,7 +26,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submission:
-    """The prompts that engines are working on; `asked` lists the (prompt, sample index) of each request."""
+    """A batch that the engines are working on; `asked` has the (prompt, sample index) of each request."""
 
     prompts: list[Prompt]
     plan: SamplingPlan
@@ -37,7 +37,7 @@ class _Submission:
 class VllmSource:
     """A source that samples from vLLM engines. Each sample has a seed of its own, so batching and order do not matter.
 
-    A sample with a prefix continues it; if the prefix ends the sample or fills its limit, nothing is generated.
+    A sample with a prefix starts with it. If the prefix ends the sample or fills its limit, nothing is generated.
     """
 
     def __init__(self, engines: Engines) -> None:

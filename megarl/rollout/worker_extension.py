@@ -35,7 +35,7 @@ class WeightReceiver:
         return os.getpid()
 
     def open_bridge(self, shares: Sequence[bytes]) -> None:
-        """Join the weight sync from the trainer's ranks, with this worker's own share out of the engine's `shares`."""
+        """Join the weight sync from the trainer's ranks; this worker's part of the plan is one of `shares`."""
         worker: Any = self
         share: Share = pickle.loads(shares[worker.rank])
         self.bridge_wire = RoutedReceiver(share)
@@ -44,9 +44,10 @@ class WeightReceiver:
     def load_bridge(
         self, transfer: int, with_checksums: bool, scales: Mapping[str, float]
     ) -> tuple[dict[str, int], str]:
-        """Receive this worker's slices into tensors of full shape, from which vLLM's loaders take slices in `_load`.
+        """Receive the slices that this worker needs and load them into the model, through tensors of full shape.
 
-        With checksums, the rest of each tensor is NaN, so that a slice missing from the plan would spoil every answer.
+        vLLM's loaders expect full tensors and take this worker's slices. With checksums, all other elements are NaN, so
+        that a slice that the plan forgot would spoil every answer.
         """
         fill = math.nan if with_checksums else None
         return self._load(
@@ -78,10 +79,10 @@ class WeightReceiver:
     ) -> tuple[dict[str, int], str]:
         """Load Hugging Face tensors into the live model, checking that every parameter was filled.
 
-        restore: undoes a cast after the checksum, which is of what travelled.
+        restore: undoes a cast (see `sync.dtype`), after the checksum of the tensor as it was sent has been computed.
 
-        Returns checksums and what is wrong, "" if nothing: an error raised in one of several workers would reach the
-        engine without its type, and leave the others' answers unread.
+        Returns checksums and an error message ("" if all went well). An exception in one of several workers would reach
+        the engine without its type, and leave the answers of the others unread.
         """
         model = self.model_runner.model  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
@@ -126,9 +127,7 @@ def _storage_of(layer: torch.nn.Module) -> set[int]:
 
 
 def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
-    """Return how many elements were loaded into a layer that is not yet full, and how many it has; (0, 0) for a full
-    layer.
-    """
+    """Return (loaded, total) elements of a layer that is only partly loaded, and (0, 0) for a complete layer."""
     info = get_layerwise_info(layer)
     if not info.can_load() or is_deferred_attention_layer(layer):
         return 0, 0
@@ -143,8 +142,8 @@ def _missing_elements(layer: torch.nn.Module) -> tuple[int, int]:
 def unfilled_layers(model: torch.nn.Module) -> list[str]:
     """List layers whose loaders consumed fewer elements than their parameters hold, as 'name (got/expected)'.
 
-    A layer tied to one that was filled counts as filled. Call between loading and finalising: finished layers
-    have reset their counts by then.
+    A layer that is tied to a filled one counts as filled. Call this after loading and before vLLM finalises the reload,
+    which resets the counts of complete layers.
     """
     layers = dict(model.named_modules())
     counts = {name: _missing_elements(layer) for name, layer in layers.items()}

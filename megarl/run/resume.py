@@ -61,7 +61,8 @@ _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
 def changed_settings(old: Config, new: Config) -> list[str]:
     """List `dotted.key: old → new` for every setting in which two runs differ.
 
-    Where neither has a critic, its settings do not count: earlier versions saved some that nothing read.
+    If neither run has a critic, settings of the critic are ignored: checkpoints of earlier versions may hold unused
+    ones.
     """
     if not any(estimator_of(config.algo).needs_values for config in (old, new)):
         old = replace(old, critic=new.critic)

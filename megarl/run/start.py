@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Do a reinforcement-learning run, from checks to report. Raises RunStopped if a signal ends it early."""
+    """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
     inputs = open_train_inputs(config)
     config = inputs.config
     checkpoint = find_checkpoint(config, "train") if resume else None
@@ -37,7 +37,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
 
 
 def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Do a supervised run, from checks to export. Raises RunStopped if a signal ends it early."""
+    """Run supervised fine-tuning from the first check to the export. Raises RunStopped if a signal ends it early."""
     task = sft_task(open_sft_inputs(config))
     return _train_supervised(task, config, overwrite=overwrite, resume=resume)
 
@@ -83,7 +83,7 @@ def started_cluster(
 ) -> Iterator["Cluster"]:
     """Start a cluster for one command, and close it at the end of this context.
 
-    Inside, bad input raises RunError, as the run has started; messages say where the logs are.
+    Inside the context, bad input raises RunError because the run has started; messages say where the logs are.
     """
     from megarl.cluster import Cluster
 

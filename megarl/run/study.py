@@ -76,7 +76,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A checked run that is still to do; `place` counts all runs of the study from 1."""
+    """A checked run that has not been done yet; `place` is its number in the study, from 1."""
 
     place: int
     config: Config
@@ -90,7 +90,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyPlan:
-    """The names of finished runs by place, and the runs that are still to do."""
+    """The state of a study: the runs that are finished, by their place in it, and the runs that are still to do."""
 
     num_runs: int
     finished: Mapping[int, str]
@@ -98,14 +98,16 @@ class StudyPlan:
 
     @property
     def cluster_config(self) -> Config:
-        """Return the configuration to start the cluster with: that of the run with the longest context among those to
-        do.
+        """Return the configuration with which to start the cluster: that of the remaining run with the longest
+        context.
         """
         return max((run.config for run in self.waiting), key=lambda config: engine_spec(config).max_model_tokens)
 
     @property
     def roles(self) -> tuple[RoleSpec, ...]:
-        """Return every role in every layout that a waiting run asks for: the ranks must have room for all of them."""
+        """Return every combination of role and layout in the remaining runs, because the ranks must have room for all
+        of them.
+        """
         return tuple({(role.role, role.layout): role for run in self.waiting for role in run.roles}.values())
 
 
@@ -218,7 +220,7 @@ def _report(plan: StudyPlan, place: int, text: str) -> None:
 
 
 def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]) -> list[str]:
-    """Run what is waiting, one run after the other on one cluster, until none is left or one has failed.
+    """Do the remaining runs, one after the other on one cluster, until all are done or one has failed.
 
     Returns the name of the run that failed, if one did.
     """

@@ -62,7 +62,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 class Program(AbstractContextManager["Program"]):
-    """A program in its sandbox; `run` starts it afresh for each task, and leaving the context removes it all."""
+    """A program in its sandbox. `run` starts it anew for each task; leaving the context deletes its files."""
 
     def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
         self._connection = connection

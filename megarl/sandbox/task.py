@@ -40,7 +40,7 @@ ProgramTask: TypeAlias = RunWithInput | Call | Evaluate | Execute
 
 
 class Ending(StrEnum):
-    """The way in which a run ended; all but `EXITED` were ended by the sandbox or a signal."""
+    """How a run of a program ended: `EXITED` by itself, or else ended by the sandbox or by a signal."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"

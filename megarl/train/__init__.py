@@ -1,1 +1,1 @@
-"""Run one training step, from prompts to new weights, and whatever a run reads, checks, saves and exports around it."""
+"""Train: the step from prompts to new weights, and everything that a run checks, saves and exports around it."""

@@ -1,7 +1,7 @@
 """Write, read and remove a run's checkpoints: RUN/checkpoints/step_000010, complete once the file COMPLETE is there.
 
-The ranks write models, optimizers and RNG states (`parallel.checkpoint`); the driver adds the state of the loop, makes
-all of it durable, and writes the marker last. A directory without the marker is never read, and removed later. RUN
+The ranks write models, optimizers and RNG states (`parallel.checkpoint`). The driver adds its own state, flushes all
+files to disk, and writes the marker COMPLETE last. A directory without the marker is never read, and removed later. RUN
 must lie on storage that all hosts of the run share.
 """
 
@@ -67,7 +67,9 @@ class Checkpoint:
     state: RunState
 
     def same_layout(self, config: Config) -> frozenset[Role]:
-        """Return the roles whose ranks under `config` hold the same shards as the ranks that wrote the checkpoint."""
+        """Return the roles whose layout under `config` is the one they had in the checkpoint, so that ranks hold the
+        same shards.
+        """
         before, now = role_settings(self.state.config), role_settings(config)
         return frozenset(role for role in Role if before[role].layout == now[role].layout)
 
@@ -116,7 +118,7 @@ class CheckpointManager:
         self._writing: Path | None = None
 
     def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[], RunState]) -> None:
-        """Complete the checkpoint being written if all ranks have finished, and start one if it is due.
+        """Finish the checkpoint that is being written if all ranks are done, and start a new one if it is due.
 
         Raises:
             RunStopped: a signal asked for it, and the checkpoint of this step is complete.

@@ -1,8 +1,8 @@
 """Collect the samples of a step: take prompts in order, sample and judge a group for each, filter, refill.
 
 With a filter (`algo.filter`), groups that carry no learning signal are removed, and up to `max_refills` further
-batches of prompts are sampled to replace them. Prompts whose groups passed the filter but exceeded the batch go first
-in the next step, where they are sampled again by the policy of that step.
+batches of prompts are sampled to replace them. If too many groups pass the filter, the prompts of the surplus go first
+in the next step, whose policy samples them again.
 """
 
 import math
@@ -64,7 +64,7 @@ class PromptQueue:
         self._waiting = list(dict.fromkeys([*indices, *self._waiting]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data for a checkpoint: the sampler's state and the indices that wait."""
+        """Return the queue's state for a checkpoint: the sampler's state, and the indices that were given back."""
         return {"sampler": dict(self._sampler.state_dict()), "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

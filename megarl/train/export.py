@@ -22,9 +22,9 @@ _WEIGHT_FILES = ("*.index.json",)
 
 
 def export_model(workers: "RoleWorkers", role: RoleSpec, directory: Path) -> None:
-    """Export a role's model. The directory appears under its name only once it is complete.
+    """Write a role's model as a Hugging Face directory. The directory appears under its name only once it is complete.
 
-    A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` takes.
+    A critic becomes transformers' model with a scalar head (`score.weight`), which `critic.model_path` accepts.
     """
     spec = read_model_spec(role.model.path)
     partial = directory.with_name(directory.name + ".partial")

@@ -37,7 +37,7 @@ class MismatchGate:
     def check(self, rows: Sequence[Row]) -> None:
         """Compare the rows' old log-probs with the engine's. Raises MismatchError above the limit.
 
-        The gate is passed once rows with sampled tokens have been compared; after that it does nothing.
+        The first comparison with sampled tokens opens the gate for the rest of the run; later calls do nothing.
         """
         if self.passed:
             return

@@ -54,7 +54,7 @@ class TrainInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """List the settings that are most likely not what was meant, and how many prompts the run leaves out."""
+        """List settings that are probably a mistake, and how many prompts the run leaves out."""
         limit, dropped = self.config.data.max_prompt_tokens, []
         for data, key in ((self.train, "data.train"), (self.val, "data.val")):
             if data is not None and data.num_dropped:
@@ -85,7 +85,7 @@ class TrainRewardInputs:
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
-    """Return the sampler that orders training prompts. Raises ConfigError if a batch needs more than there are."""
+    """Return the sampler that orders training prompts. Raises ConfigError if they are fewer than a batch needs."""
     return prompt_sampler(
         config.data.train,
         train.num_prompts_by_file,
@@ -126,7 +126,9 @@ def check_role_models(config: Config, roles: Sequence[RoleSpec], tokenizer: "Pre
 
 
 def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
-    """Refuse a frozen scalar role whose model has no value head: the head would start at 0 and stay there."""
+    """Raise ConfigError for a frozen critic or reward model whose files have no value head, which would be 0 in every
+    run.
+    """
     if role.trainable or any(VALUE_HEAD in read_specs(file) for file in model_files(spec.path)):
         return
     lacking = f"{spec.path} ({key}) has no {VALUE_HEAD}, so every value would be 0"
@@ -139,13 +141,13 @@ def _require_trained_head(spec: ModelSpec, role: RoleSpec, key: str) -> None:
 
 
 def setting_warnings(config: Config) -> list[str]:
-    """List the settings that are allowed in a run but most likely not what was meant, without reading any file."""
+    """List settings that are allowed but probably a mistake, without reading any file."""
     critic = config.critic
     return reward_warnings(config.algo, critic_frozen=critic.freeze, critic_warmup_steps=critic.warmup_steps)
 
 
 def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
-    """List the models and data files of a run that are not there, each with its key."""
+    """List the models and data files of a run that do not exist, each with its configuration key."""
     models = {model_key(config, role): Path(role.model.path) for role in roles}
     missing = [
         f"{path} ({key})"
@@ -228,15 +230,18 @@ def _open_prompts(
 
 
 def open_hints(config: Config, tokenizer: "PreTrainedTokenizerBase", max_positions: int) -> HintWriter:
-    """Open the writer of hints, which leaves room for the longest response in a micro-batch and the model's context."""
+    """Open the writer of hints. It limits hints so that the longest response still fits a micro-batch and the model's
+    context.
+    """
     room = max_hinted_row_tokens(config, max_positions) - config.rollout.max_response_tokens
     return HintWriter(tokenizer, config.algo.cpo, max_prompt_tokens=room)
 
 
 def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ConversationEncoder:
-    """Open the reward model's encoder, and refuse a model that cannot take the longest sample.
+    """Open the encoder of conversations for the reward model; raise ConfigError if its context is too short for the
+    run.
 
-    If the reward model has another tokenizer, lengths are only known, and checked, when a sample is scored.
+    If the reward model has another tokenizer than the policy, lengths are checked when a sample is encoded.
     """
     path, key = config.reward_model.model_path, "reward_model.model_path"
     assert path is not None, "the configuration was not checked"
@@ -255,9 +260,9 @@ def _open_conversations(config: Config, tokenizer: "PreTrainedTokenizerBase") ->
 
 
 def max_reward_tokens(config: Config) -> int:
-    """Return the length in tokens of the longest conversation that the reward model takes.
+    """Return the length in tokens of the longest conversation that the reward model accepts.
 
-    This is a micro-batch, less one token for the score, and no more than the model's positions.
+    It is the size of a micro-batch minus one token for the score, but at most the model's context.
     """
     assert config.reward_model.model_path is not None, "the configuration was not checked"
     positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions

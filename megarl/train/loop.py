@@ -44,7 +44,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """The trainer of one run on a cluster, stage by stage. Several may use the same cluster one after the other.
+    """The trainer of one run on a cluster. Several trainers may use the same cluster, one after the other.
 
     memory: moves models between devices and hosts where trainer and engines share the devices. validator: None without
     validation data. state: what the algorithm carries from step to step.

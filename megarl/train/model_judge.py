@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class ConversationEncoder:
-    """An encoder of samples as a reward model reads them: prompt, response, and what its template puts after an
+    """An encoder of samples as a reward model reads them: prompt, response, and what its template writes after an
     answer.
 
-    A reward model with the policy's tokenizer and template reads the very tokens that were sampled; a cut response is
-    not ended. Any other one gets the chat, the response decoded by the policy's tokenizer, in a template of its own.
+    A reward model with the policy's tokenizer and template reads exactly the sampled tokens, and nothing after a
+    response that was cut. For any other reward model, the response is decoded, and the chat is rendered by its own
+    template.
     """
 
     def __init__(self, policy: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase") -> None:
@@ -35,7 +36,7 @@ class ConversationEncoder:
 
     @property
     def num_extra_tokens(self) -> int | None:
-        """Return by how many tokens a conversation can exceed its sample; None if it has other tokens."""
+        """Return how many tokens a conversation adds to those of the sample; None if it is tokenised differently."""
         return None if self._ending is None else len(self._ending)
 
     def encode(self, prompt: Prompt, sample: Sample) -> IntArray:
@@ -51,7 +52,7 @@ class ConversationEncoder:
 
 
 class ModelRewards:
-    """The reward model that the trainer's ranks host, as a scorer of whole samples.
+    """Computes rewards of samples by the reward model that the trainer's ranks host.
 
     enter: called with the phase of the pass before it, so that the model is on its devices.
     """
@@ -67,7 +68,8 @@ class ModelRewards:
         self._scorer, self._encoder, self._max_tokens, self._enter = scorer, encoder, max_tokens, enter
 
     def score(self, batch: RolloutBatch, *, step: int = 0) -> list[float]:
-        """Return one score per sample, in the order of `batch.samples`. `step` only appears in error messages.
+        """Return the reward model's score of each sample, in the order of `batch.samples`; `step` is for error
+        messages.
 
         Raises:
             DataError: a conversation is longer than the model takes.
@@ -88,8 +90,8 @@ class ModelRewards:
 
 
 class ModelJudge:
-    """The judge that asks the reward model. It shares devices with the engines, so it scores when all samples are
-    there.
+    """The judge that asks the reward model. It waits until all samples are there, because engines use the same
+    devices.
     """
 
     def __init__(self, model: ModelRewards) -> None:

@@ -45,7 +45,7 @@ def require_routed_experts(rows: Sequence[Row], dims: Dims) -> None:
 
 
 def stated_difficulty(prompt: Prompt, field: str | None) -> np.float32:
-    """Return the number in a field of the prompt's `extra_info`; its sign says hard, medium or easy (−1, 0, 1).
+    """Return a number from a field of the prompt's `extra_info`; its sign tells hard (−), medium (0) or easy (+).
 
     Raises DataError if the field is missing or not a finite number.
     """
@@ -60,10 +60,11 @@ def stated_difficulty(prompt: Prompt, field: str | None) -> np.float32:
 
 
 def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | None = None) -> TrainingRows:
-    """Make one row per sample; with demonstrations, each row marks which of its tokens come from one.
+    """Make one row per sample, and mark the tokens that come from a demonstration.
 
-    Leaves out the samples whose group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
-    replayed: the model whose routing is replayed, if it is; DataError for rows that recorded no experts of this model.
+    Samples are left out if their group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
+    replayed: the model whose expert routing is replayed, or None; DataError for rows that recorded no experts of this
+    model.
     """
     samples, rewards = collected.rollout.samples, collected.rewards
     rows = [row_from_sample(sample) for sample in samples]

@@ -1,6 +1,6 @@
-"""Run the scoring passes of a step: each model runs once over all rows that need it, rows with hints included.
+"""Run the forward passes that compute a step's log-probs, values and entropies: one per model, with hinted rows in it.
 
-`SOURCES` says of each score which role computes it, what that role calls it, and of which variant of the rows.
+`SOURCES` lists, for each of these scores, the role that computes it, its name there, and the variant of the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Variant(Enum):
-    """The form of the rows that a score is computed on: as sampled, or with a hint."""
+    """The prompt with which a score is computed: the original one, or one with a hint."""
 
     PLAIN = auto()
     HINTED = auto()  # with the hint of the own prompt
@@ -36,7 +36,7 @@ class Variant(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ScoreSource:
-    """The origin of a score: the role that computes it, its name there, and the form (`Variant`) of the rows."""
+    """Where a score comes from: the role that computes it, its name there, and the form (`Variant`) of the rows."""
 
     role: Role
     name: str
@@ -74,8 +74,9 @@ def with_advantages(rows: Sequence[Row], advantages: Advantages) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPasses:
-    """The stage that adds to rows the scores an algorithm needs. `enter` is called with the phase of each pass before
-    it.
+    """The stage of a step that adds to rows the scores (log-probs, values, …) that the algorithm needs.
+
+    `enter` is called before each pass with its phase, so that the model is on its devices.
     """
 
     scorers: Mapping[Role, RoleScorer]
@@ -88,9 +89,8 @@ class ScoringPasses:
     ) -> tuple[list[Row], dict[str, float]]:
         """Return the rows with the scores `needed`, and metrics of the hints.
 
-        seed: decides which hints are shuffled.
-
-        A pass adds every plain score that its role computes, needed or not.
+        A pass adds every score that its role computes for rows without hints, needed or not. seed: draws which prompts
+        exchange their hints for the shuffled baseline.
         """
         metrics: dict[str, float] = {}
         for role, timer in _TIMERS.items():
@@ -115,7 +115,7 @@ class ScoringPasses:
         seed: int,
         step: int,
     ) -> tuple[list[Row], dict[str, float]]:
-        """Score plain and hinted rows in one packed pass."""
+        """Run one pass of a role over rows with and without hints, packed together."""
         assert self.hints is not None, "an algorithm with hints needs a HintWriter"
         placer, count = self.hints.placer, len(rows)
         own = placer.place_all(prompts)
@@ -147,7 +147,7 @@ class ScoringPasses:
 
 
 def _plain_scores(role: Role, found: Mapping[str, list[FloatArray]]) -> dict[Score, list[FloatArray]]:
-    """Pick the scores of the rows without hints from what a role computed."""
+    """Select, from what a role computed, the scores of the rows without hints."""
     return {
         score: found[source.name]
         for score, source in SOURCES.items()
@@ -160,8 +160,8 @@ def _score_with_pairs(
 ) -> dict[str, list[FloatArray]]:
     """Compute log-probs and entropies of all rows, and KL(with hint ‖ without) for the first `count` of them.
 
-    asked: the rows; row `count + i` is row i with its hint. pairs: each i whose two forms go through the same forward
-    pass; for the others the KL is 0. A row that does not fit into a micro-batch twice has no hint and is no pair.
+    asked: the rows; row `count + i` is row i with its hint. pairs: the i whose two forms share a forward pass. For
+    other rows the KL is 0: they have no hint, because both forms do not fit into one micro-batch.
     """
     twins = [count + i for i in pairs]
     together = {*pairs, *twins}
@@ -180,7 +180,9 @@ def _score_with_pairs(
 
 
 class HintWriter:
-    """A writer of hints into prompts (`placer`), which also marks the tokens of answers that CPO is to leave alone."""
+    """A writer of hints into prompts (`placer`), which also marks the answer tokens whose advantage CPO must not
+    change.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", cfg: CpoConfig, *, max_prompt_tokens: int) -> None:
         self.placer = HintPlacer(tokenizer, cfg.hint, max_prompt_tokens=max_prompt_tokens)

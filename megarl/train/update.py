@@ -27,9 +27,9 @@ class CountedObjective(Objective[Any], Protocol):
 
 
 class RoleScorer:
-    """The scoring passes of a role, trained or frozen, in micro-batches for its layout.
+    """The forward passes of a role, trained or frozen, over rows in micro-batches that suit its layout.
 
-    Data-parallel ranks get nearly equal FLOPs of a model with these `dims` (None: nearly equal tokens).
+    Rows are split so that data-parallel ranks get nearly equal FLOPs of a model with these `dims` (None: equal tokens).
     """
 
     def __init__(
@@ -38,17 +38,19 @@ class RoleScorer:
         self._workers, self._role, self._temperature, self._dims = workers, role, temperature, dims
 
     def score(self, rows: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """Compute all scores that the role's model has for the rows in one pass, by name and in row order.
+        """Compute all outputs that the role's model has for the rows (such as log-probs) in one pass, by name, in row
+        order.
 
         Log-probs and entropies are those at the training temperature.
         """
         return self._score(rows, step, paired=False)
 
     def score_pairs(self, rows: Sequence[Row], others: Sequence[Row], *, step: int) -> dict[str, list[FloatArray]]:
-        """Score rows and the same rows with other prompts in one pass, and compute the KL between the two.
+        """Compute outputs of rows and of `others` (the same responses after other prompts) in one pass, and the KL
+        between both.
 
-        Return what `score` returns of `rows` followed by `others`, and `kl`: KL(policy on `others` ‖ policy on `rows`)
-        over the vocabulary, per response token, of `rows`. A pair shares a micro-batch.
+        Returns the outputs of `rows` followed by `others`, and `kl`: KL(policy on `others` ‖ policy on `rows`) over the
+        vocabulary, per response token, of `rows`. A pair shares a micro-batch.
         """
         found = self._score([*rows, *others], step, paired=True)
         return {**found, "kl": found["kl"][: len(rows)]}
@@ -59,7 +61,7 @@ class RoleScorer:
         return self._workers.score(self._sent(rows, frozenset()), self._plan(rows, paired=paired)[0], request)
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
-        """Return the rows without the scores that a pass of this role does not read."""
+        """Remove from rows the scores that a pass of this role does not read, before they are sent to ranks."""
         return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
 
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
@@ -190,10 +192,9 @@ class UpdateStage:
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int
     ) -> tuple[dict[str, float], Sequence[FloatArray] | None]:
-        """Update the trained roles, and return the metrics and the actor's log-probs before its own update.
+        """Update the trained roles; return metrics, and the actor's log-probs from before its first optimizer step.
 
-        The log-probs are None if only the critic learned: before step `critic.warmup_steps` the actor waits for its
-        critic.
+        The log-probs are None before step `critic.warmup_steps`, when only the critic is updated.
         """
         metrics = {"critic/frozen": 1.0} if self.has_critic and Role.CRITIC not in self.updaters else {}
         before = None
@@ -220,8 +221,8 @@ class UpdateStage:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Compute the learning rate of optimizer step `step` (0-based) of `total_steps`.
 
-    Linear warm-up to `lr` over `warmup_steps`; then constant; over the last `decay_frac` of the run the schedule
-    falls, linearly or along a half cosine, to `lr · min_lr_frac`.
+    Linear warm-up to `lr` over `warmup_steps`; then constant; over the last `decay_frac` of the run the rate falls,
+    linearly or along a half cosine, to `lr · min_lr_frac`.
     """
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     if config.schedule == "constant":

@@ -28,7 +28,7 @@ class Validation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validator:
-    """A measurement of a policy on validation prompts, with the estimates that `megarl eval` makes.
+    """Validates the policy on held-out prompts, with the same estimates as `megarl eval`.
 
     answers: returns the file that takes the answers of a step. enter: called with the phase before each generation, so
     that the engines are on their devices.

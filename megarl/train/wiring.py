@@ -110,7 +110,7 @@ def _reward_managers(
 
 
 def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.MemoryLedger, timers: Timers) -> UpdateStage:
-    """Make an updater for every trained role, each with an objective and a schedule of its own."""
+    """Build the update stage, with an updater for every trained role, each with its own objective and schedule."""
     config, per_step = inputs.config, batch_counts(inputs.config).optimizer_steps_per_step
     has_critic = any(role.role is Role.CRITIC for role in inputs.roles)
     objectives: dict[Role, CountedObjective] = {
@@ -136,5 +136,5 @@ def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.Memor
 
 
 def _pass_settings(config: Config, role: RoleSpec) -> dict[str, Any]:
-    """Return what a role's passes need to know besides its layout: the temperature, and the sizes of its model."""
+    """Return what the passes of a role need besides its layout: the temperature and the model's sizes."""
     return {"temperature": config.rollout.temperature, "dims": read_model_spec(role.model.path).dims}

@@ -57,7 +57,7 @@ class ScoredBatch(_PaddedScores):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch(_PaddedScores):
-    """One micro-batch as loss functions read it: complete rows padded to [B, T], whatever the parallel layout is."""
+    """One micro-batch as loss functions read it: complete rows padded to [B, T], under every parallel layout."""
 
     labels: tuple[str, ...]
     loss_mask: torch.Tensor

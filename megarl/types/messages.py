@@ -67,7 +67,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """A plan that assigns row indices to data-parallel ranks and micro-batches: `ranks[dp][micro_batch]`.
+    """A plan that assigns rows, by index, to data-parallel ranks and micro-batches: `ranks[dp][micro_batch]`.
     All ranks have the same number of micro-batches.
     """
 

@@ -65,7 +65,9 @@ class AlgoState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "AlgoState":
-        """Restore a state from the result of `dataclasses.asdict`."""
+        """Rebuild an AlgoState from the dictionary that `dataclasses.asdict` made of it, for example from a
+        checkpoint.
+        """
         return cls(kl_coef=state["kl_coef"], entropy=EntropyState(**state["entropy"]))
 
 
@@ -98,7 +100,7 @@ class Algorithm(Objective[PolicyOutputs], Protocol):
         """Return the names of the scores that must be computed for the whole batch before `advantages` is called."""
 
     def initial_state(self) -> AlgoState:
-        """Return the state before the first step."""
+        """Return the algorithm's state (such as the KL coefficient) before the first step."""
 
     def advantages(self, batch: ScoredBatch, state: AlgoState) -> Advantages:
         """Compute the advantages of a step, given complete groups; this runs on the host."""
@@ -107,4 +109,4 @@ class Algorithm(Objective[PolicyOutputs], Protocol):
         """Compute a mini-batch's denominators from its rows on all ranks, before the first backward pass."""
 
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
-        """Return the state for the next step, given this step's metrics over all ranks."""
+        """Return the algorithm's state for the next step, given this step's metrics over all ranks."""

@@ -13,7 +13,9 @@ from megarl.types.samples import BoolArray, ExpertArray, FloatArray, IntArray, S
 
 
 class Score(StrEnum):
-    """A per-token quantity that a forward pass can compute for a batch before the update."""
+    """The names of per-token quantities that a forward pass can compute for a batch before the update, such as log-
+    probs.
+    """
 
     OLD_LOGPROBS = "old_logprobs"
     OLD_ENTROPY = "old_entropy"
@@ -28,7 +30,8 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sample in the form that the trainer's ranks get; per-token arrays are [R], with R the response length.
+    """One sample (prompt and response) in the form that the trainer's ranks get; per-token arrays are [R], R the
+    response length.
 
     `scores` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
     `routed_experts` is that of `Sample`.
@@ -108,9 +111,9 @@ def row_from_sample(sample: Sample) -> Row:
 
 
 def row_read_at_end(uid: str, sample_index: int, token_ids: IntArray, **scores: float) -> Row:
-    """Make a row of a whole sequence, to which a scalar head gives one score at the sequence's last token.
+    """Make a row of a whole sequence, such that a scalar head's score at its last token becomes the row's only output.
 
-    The head's output for a response token is read at the token before it. The response is therefore a single token
+    Heads compute the output of a response token from the token before it. The response is therefore a single token
     after the sequence; its id does not affect the score.
 
     >>> row_read_at_end("a", 0, np.array([5, 6]), margin=0.5).token_ids.tolist()

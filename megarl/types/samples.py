@@ -47,8 +47,8 @@ class Message:
 class Prompt:
     """A question as the model reads it, with the data that a scorer needs to judge an answer.
 
-    messages: the chat that `token_ids` were made from, for judges with a chat template of their own.
-    demonstration_ids: an answer to start samples with, which ends in the end token unless it was cut; empty: none.
+    messages: the chat from which `token_ids` were made, for judges with a chat template of their own.
+    demonstration_ids: an answer with which samples can start; it ends in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
     """
 
@@ -64,9 +64,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A contiguous part of a sample that one source wrote, in arrays of shape [n] with one entry per token.
+    """A contiguous part of a sample with one author (`source`), in arrays of shape [n] with one entry per token.
 
-    `weight_versions` says which version of the policy's weights sampled each token; it is -1 where none was involved.
+    `weight_versions`: the version of the policy's weights that sampled each token; -1 for tokens that were not sampled.
     """
 
     source: SegmentSource

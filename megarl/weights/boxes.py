@@ -56,7 +56,7 @@ def intersection(left: Box, right: Box) -> Box | None:
 def pieces(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...]:
     """Cut the box `wanted` wherever a box of `held` begins or ends; return the disjoint pieces in row-major order.
 
-    Results are cached, because the layers of a model repeat the same boxes.
+    Results are cached, because all layers of a model have the same boxes.
     """
     ranges = []
     for axis, (start, end) in enumerate(wanted):

@@ -71,7 +71,9 @@ class ModelSpec:
         return (*copies, *names, *self._extra_prediction_tensors())
 
     def _extra_prediction_tensors(self) -> Iterator[str]:
-        """Yield the tensor names of multi-token-prediction layers, which follow the last layer and are not trained."""
+        """Yield the tensor names of multi-token-prediction layers. These follow the last layer, and megarl does not
+        train them.
+        """
         count, num_layers = self.hf_config.get("num_nextn_predict_layers") or 0, self.dims.num_layers
         for layer in range(num_layers, num_layers + count):
             last = (placed for placed in self.rules() if placed.layer == num_layers - 1)

@@ -51,7 +51,7 @@ class WeightRule:
     """The Hugging Face tensors that make up a Megatron parameter, and how the parameter is split over ranks.
 
     `names`: the parameter's name in Megatron's local layers, then in Transformer Engine's if it differs. A rule with
-    `{expert}` in its names holds for every expert. If a size in its shape is 0, the model has no such parameter.
+    `{expert}` in its names applies to every expert. If a size in its shape is 0, the model has no such parameter.
     """
 
     names: tuple[str, ...]

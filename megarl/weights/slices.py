@@ -34,7 +34,7 @@ class Slice:
 class ShardPosition:
     """A rank's position in its tensor-parallel group and among the replicas that hold the same shard.
 
-    For experts, tp_* are of expert tensor parallelism, and a layer's experts are split in blocks over `ep_size` ranks.
+    For expert parameters, tp_* count expert tensor parallelism, and a layer's experts are divided over `ep_size` ranks.
     """
 
     tp_rank: int
@@ -52,7 +52,9 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The choice of the `rank`-th of `size` shards; vocabularies are padded to a multiple of `vocab_padding` first."""
+    """Which shard of a tensor is meant: number `rank` of `size`; vocabularies are first padded to a multiple of
+    `vocab_padding`.
+    """
 
     rank: int
     size: int

@@ -60,9 +60,9 @@ def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
 def batch_whitened(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     """Scale advantages to (A − μ)·rsqrt(max(σ², 1e-8)), with mean μ and population variance σ² over all loss tokens.
 
-    Long rows weigh more in μ. If length correlates with reward, μ is not 0 and also shifts groups of equal rewards.
-    Without `center`, μ is 0 and σ² is the mean square. With `exclude_equal_groups`, tokens of groups of equal rewards
-    do not enter μ and σ²; they are divided but not shifted. Without `norm_by_std`, no advantage is divided.
+    Long rows count more in μ. If length correlates with reward, μ is not 0, so groups of equal rewards are shifted too.
+    Without `center`, μ is 0 and σ² is the mean of A². With `exclude_equal_groups`, μ and σ² ignore groups of equal
+    rewards, and these are divided by σ but not shifted. Without `norm_by_std`, advantages are not divided.
 
     >>> batch_whitened(tensor([[0.5], [-0.5]]), step("aa", [1.0, 0.0]), AdvantageConfig()).tolist()
     [[1.0], [-1.0]]

@@ -44,11 +44,11 @@ class CpoInputs:
     """CPO's inputs for the rows of a step or a micro-batch, in tensors [B, T] read only on `loss_mask` (bool).
 
     advantages: from the estimator, before CPO. correct: [B] bool, whether the verifier accepts the row. difficulty: [B]
-    int, the levels −1, 0 and 1 of `group_difficulty`. old_logprobs, hint_logprobs, shuffled_hint_logprobs: the response
-    scored by the same weights without the hint, with it, and with another prompt's hint; rows without a hint repeat
-    `old_logprobs`. hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats, detached. vocab_size:
-    the model's, without padding. excluded: [B, T] bool, tokens that keep their advantage. step: counts from 0. Scores
-    that the method does not read (`required_scores`) may be None.
+    int, the levels −1, 0 and 1 of `group_difficulty`. old_logprobs, hint_logprobs, shuffled_hint_logprobs: log-probs of
+    the response under the same weights, without the hint, with it, and with another prompt's hint; in rows without a
+    hint, all equal `old_logprobs`. hint_kl: KL(with hint ‖ without) over the vocabulary, in nats. entropy: nats,
+    detached. vocab_size: without padding. excluded: [B, T] bool, tokens that keep their advantage. step: counts from 0.
+    Tensors that the method does not read (see `required_scores`) may be None.
     """
 
     advantages: Tensor
@@ -129,7 +129,8 @@ def inputs_from_batch(
 
 
 def loss_scores(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, Tensor]:
-    """Return the tensors [B, T] that CPO needs in the loss, where `inputs_from_rows` reads them as scores of the rows.
+    """Return the tensors [B, T] that CPO needs when it shapes advantages inside the loss; `inputs_from_rows` reads
+    them there.
 
     >>> scores = loss_scores(terms([[1.0, 2.0]], difficulty=1).inputs, CpoConfig())
     >>> sorted(scores), scores[DIFFICULTY].tolist()
@@ -176,5 +177,5 @@ def inputs_from_rows(rows: RowBatch, entropy: Tensor, *, vocab_size: int) -> Cpo
 
 
 def _per_row(values: Tensor) -> Tensor:
-    """Return, for each row, the first value [B] of a score that is the same on all tokens of a row."""
+    """Convert a tensor [B, T] whose rows each repeat one value to [B], by taking the first value of each row."""
     return values[:, 0] if values.shape[1] else values.new_zeros(len(values))

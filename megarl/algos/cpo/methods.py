@@ -29,9 +29,9 @@ _NEG_SCOPES: Mapping[FormulaSet, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A CPO method: one formula per formula set. `default` is the set used if the configuration names none.
+    """A CPO method: one formula per formula set, and the set (`default`) that is used if the configuration names none.
 
-    coefficients: names and defaults of numbers that only its formulas read; `algo.cpo.coefficients` sets them.
+    coefficients: the names and default values of the method's own numbers; `algo.cpo.coefficients` sets them.
     """
 
     default: FormulaSet
@@ -200,7 +200,9 @@ _add(
 
 
 def _mi3(scope: Reader, *, sign: float = 1.0) -> Formula:
-    """Build a formula: on correct rows + u; on rows of `scope` + sign·MI·u if MI ≥ 0, else + sign·MI·(1 − u)."""
+    """Build a formula that adds the uncertainty u on correct rows, and on rows of `scope` sign·MI·u (or, if MI < 0,
+    sign·MI·(1 − u)).
+    """
     return Formula(
         terms=(
             _UNSURE,
@@ -236,7 +238,9 @@ _add(
 
 
 def _towards_hint(unsure: Term, kl: Reader) -> Formula:
-    """Build a formula: `unsure`, and on wrong rows the KL factor `kl`, at most |A|/2 unless the row is hard."""
+    """Build a formula of the term `unsure` plus the KL factor `kl` on wrong rows; there, it is at most |A|/2 on easier
+    prompts.
+    """
     return Formula(
         terms=(
             unsure,

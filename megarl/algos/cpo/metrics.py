@@ -29,12 +29,13 @@ def shift_diagnostics(before: Tensor, after: Tensor) -> Mapping[str, Tensor]:
 
 
 def hint_metrics(x: CpoInputs, cfg: CpoConfig) -> Mapping[str, float]:
-    """Compute statistics, over the active tokens, of the hint's quantities that the configured method reads.
+    """Compute statistics of what the hint changes, over the active tokens; only of quantities that the method reads.
 
-    `cpo/delta_*` are of d, `cpo/mi_*` of MI if the formula reads it: mean, standard deviation, range, share of positive
-    values, and means over rows by verdict and by difficulty. Shares of tokens: with d beyond ±ln λ, and of
-    `verifier_sign` with a weight beyond 1 ± `weight_clip`. With a shuffled baseline: the mean change of log-probs by
-    another prompt's hint. Methods without a hint, and batches without active tokens, have no such metrics.
+    `cpo/delta_*` describe the log-prob change d, `cpo/mi_*` the mutual information: mean, standard deviation, range,
+    share of positive values, and means over correct rows, wrong rows and each difficulty. There are also shares of
+    tokens: those with d beyond ±ln λ, and with `verifier_sign` those with a weight beyond 1 ± `weight_clip`. With a
+    shuffled baseline, the mean change of log-probs by another prompt's hint is added. Without a hint or active tokens
+    there are no such metrics.
 
     >>> cfg = CpoConfig(method="mi", mi_estimator="pmi")
     >>> hint_metrics(terms([[1.0, -2.0]]).inputs, cfg)["cpo/mi_mean"]

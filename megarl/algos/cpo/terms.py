@@ -1,4 +1,4 @@
-"""Compute the tensors that CPO's formulas read, with zeros outside the tokens that may change."""
+"""Compute the tensors that CPO's formulas read, with zeros on tokens whose advantage must not change."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,12 +22,13 @@ NEG_SCOPES.register("negative_sample")(lambda x: ~x.correct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The tensors [B, T] that CPO's formulas read, 0 outside `active` (`advantages`: 0 outside the loss mask).
+    """The tensors [B, T] that CPO's formulas read, 0 on tokens that must not change (`advantages`: 0 outside the loss
+    mask).
 
-    delta: d = hint_logprobs − old_logprobs, or with `shuffled_baseline` hint_logprobs − shuffled_hint_logprobs.
-    old_logprobs, hint_logprobs: log-probs without and with the hint. mi: mutual information of token and hint, in
-    nats. entropy: nats. Per row, [B, 1]: correct (bool, by the verifier), negative (bool, as `algo.cpo.neg_scope`
-    says) and difficulty (−1, 0 or 1). coefficients: the method's, by name.
+    active: bool, the tokens that may change. delta: d = hint_logprobs − old_logprobs, or with `shuffled_baseline`
+    hint_logprobs − shuffled_hint_logprobs. old_logprobs, hint_logprobs: log-probs without and with the hint. mi: mutual
+    information of token and hint, in nats. entropy: nats. Per row, [B, 1]: correct (bool, by the verifier), negative
+    (bool, by the rule `algo.cpo.neg_scope`) and difficulty (−1, 0 or 1). coefficients: the method's numbers, by name.
     """
 
     inputs: CpoInputs
@@ -56,9 +57,9 @@ def make_terms(
     uses_entropy: bool,
     coefficients: Mapping[str, float] = MappingProxyType({}),
 ) -> Terms:
-    """Compute the tensors that a formula reads. Tensors that it does not read are 0, and their inputs may be missing.
+    """Compute the tensors that one CPO formula reads. Tensors that the formula does not read are 0 and need no inputs.
 
-    Raises NonFiniteError for NaN or infinity on a token that is read.
+    Raises NonFiniteError if an input is NaN or infinite on a token whose advantage may change.
 
     >>> x = terms([[1.0, -1.0]]).inputs
     >>> cfg = CpoConfig()

@@ -66,9 +66,7 @@ def check_cpo(cfg: CpoConfig) -> None:
 
 
 def _check_hint(hint: HintConfig) -> None:
-    """Raise ConfigError for a hint template that does not suit its place, or a hint field given beside a hint
-    source.
-    """
+    """Raise ConfigError if a hint template does not fit its place in the prompt, or if hints have two sources."""
     blanks = {"{hint}", "{question}"}
     expected = blanks if hint.place == "user_turn" else {"{hint}"}
     if {blank for blank in blanks if blank in hint.template} != expected or hint.template.count("{hint}") != 1:

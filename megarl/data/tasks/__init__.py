@@ -1,4 +1,4 @@
-"""Define the built-in tasks, whose answers can be verified; `TASKS` holds them by name."""
+"""Define the built-in tasks (arithmetic puzzles whose answers a rule can check); `TASKS` holds them by name."""
 
 from megarl.data.tasks.base import TASKS, BuiltinTask, LevelMix, Problem
 from megarl.data.tasks.countdown import COUNTDOWN

@@ -83,7 +83,7 @@ def check_levels(task: BuiltinTask, mix: LevelMix) -> None:
 
 
 def draw_problem(task: BuiltinTask, rng: random.Random, mix: LevelMix, *, held_out: bool) -> Problem:
-    """Draw a random problem of the training or of the held-out part; its level follows `mix`.
+    """Draw a random problem, either one for training or one that is held out; the weights `mix` decide its level.
 
     A problem is held out if the CRC-32 of its key is a multiple of 5.
     """

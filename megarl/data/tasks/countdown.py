@@ -59,7 +59,7 @@ def _cheap(problem: Problem, rng: random.Random) -> str:
 
 
 def _corrupted_worked(problem: Problem, rng: random.Random) -> str:
-    """Write a search that stops at a candidate that misses the target; its value may be falsified to the target."""
+    """Write a search that ends at an expression of the wrong value; the answer may claim that it equals the target."""
     found = candidates(problem.numbers)
     wrong = [i for i, (_, value) in enumerate(found) if value != problem.target]
     last = rng.choice(wrong)

@@ -63,9 +63,9 @@ class TaskFiles:
 class PreferenceConfig:
     """Sizes and difficulty levels of the preference files (None: the levels of the task's demonstrations).
 
-    Chosen answers are worked out. Of the rejected answers, `cheap_frac` are cheap. The rest are worked out with slips,
-    so that only correctness distinguishes them from chosen answers. A rejected answer that is right by chance is
-    replaced by a direct wrong answer.
+    Chosen answers are worked out step by step. Of the rejected answers, `cheap_frac` are estimates. The others are
+    worked out too, but with mistakes, so that only correctness distinguishes them from chosen answers. If a rejected
+    answer happens to be right, a wrong one that is stated at once replaces it.
     """
 
     seed: int = 0
@@ -132,7 +132,7 @@ def generate(task: BuiltinTask, out_dir: str | Path, config: GenerateConfig) -> 
 
 
 def held_out_problems(task: BuiltinTask, rng: random.Random, mix: LevelMix, num: int) -> list[Problem]:
-    """Draw `num` held-out problems with distinct questions; raise ConfigError if no more seem to exist."""
+    """Draw `num` held-out problems with distinct questions; raise ConfigError if there seem to be too few."""
     problems: dict[str, Problem] = {}
     num_stale = 0
     while len(problems) < num:

@@ -22,7 +22,8 @@ class ReadAnswer:
 
 
 def read_answer(task: BuiltinTask, problem: Problem, text: str) -> ReadAnswer:
-    """Read an answer up to its first wrong character, that is, as long as some right answer begins like the text.
+    """Read an answer until its first wrong character, the first that no right answer with the same beginning could
+    have.
 
     Text after a complete answer is not read.
     """

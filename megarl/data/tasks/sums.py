@@ -45,7 +45,9 @@ def _cheap(problem: Problem, rng: random.Random) -> str:
 
 
 def _corrupted_worked(problem: Problem, rng: random.Random) -> str:
-    """Write running totals with a wrong result: numbers may be misread, and wrong totals are carried on."""
+    """Write running totals that lead to a wrong result: numbers may be misread, and the steps after a wrong total use
+    it.
+    """
     while True:
         numbers, totals = [*problem.numbers[:1]], [*problem.numbers[:1]]
         for number in problem.numbers[1:]:

@@ -17,7 +17,9 @@ TESTED_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Log-prob kernels that may not work on this device; then their first call raises one of `errors`."""
+    """Log-prob kernels that may not work on this device; `errors` are the exceptions that their first call may then
+    raise.
+    """
 
     name: str
     kernels: ChunkKernels
@@ -44,7 +46,9 @@ def choose_kernels(device: torch.device) -> ChunkKernels:
 
 
 def first_that_passes(candidates: list[Candidate], device: torch.device) -> ChunkKernels:
-    """Return the first kernels that pass their self-test, else PyTorch's. Warn of each failed candidate."""
+    """Return the first kernels that pass their self-test, or PyTorch's if none does. Warn about each candidate that
+    fails.
+    """
     for candidate in candidates:
         if (fault := find_fault(candidate, device)) is None:
             return candidate.kernels

@@ -16,10 +16,10 @@ MAX_REDUCTIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSinks:
-    """The destinations of the log-prob head's gradients.
+    """Where the log-prob head writes its gradients.
 
-    owners: which rank owns which hidden states. overwrite_hidden: whether the gradient of the hidden states may
-    overwrite them. main_grad: the tensor to which the weight's gradient is added; None: a new tensor is returned.
+    owners: which rank owns which hidden states. overwrite_hidden: whether the gradient of the hidden states may be
+    written over them. main_grad: the tensor to which the weight's gradient is added; None: a new tensor is returned.
     """
 
     owners: RowOwners
@@ -28,7 +28,9 @@ class GradientSinks:
 
 
 class HiddenGradient:
-    """The sum of ∂L/∂h [N, H] over vocabulary shards. Each chunk is reduced over ranks while the next is computed."""
+    """The gradient ∂L/∂h [N, H], summed over vocabulary shards: while one chunk is computed, the last is summed over
+    ranks.
+    """
 
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
         self._partial = hidden if sinks.overwrite_hidden else torch.empty_like(hidden)
@@ -57,9 +59,8 @@ class HiddenGradient:
 class WeightGradient:
     """The gradient ∂L/∂W of a vocabulary shard, summed over chunks in float32.
 
-    It is added to Megatron's main gradient if there is one. It is not computed for a frozen weight.
-
-    A sum in bfloat16 would depend on the chunk size.
+    If Megatron keeps a main gradient for the weight, the sum is added there. A frozen weight gets none. The sum is in
+    float32 because in bfloat16 it would depend on the chunk size.
     """
 
     def __init__(self, weight: torch.Tensor, main: torch.Tensor | None, *, wanted: bool) -> None:

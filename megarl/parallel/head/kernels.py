@@ -1,4 +1,5 @@
-"""Define the two computations on a chunk of logits: three statistics per row, and the gradient in place of the logits.
+"""Define the two computations on a chunk of logits: statistics of each token, and the gradient that overwrites the
+logits.
 
 For raw logits r = h·Wᵀ of one vocabulary shard, temperature T and label y:  z = r/T.
 """
@@ -14,10 +15,14 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
 class ChunkKernels(Protocol):
-    """The interface of the two computations on a chunk of logits. Labels are local; −1 is a label of another rank."""
+    """The interface of the two computations on a chunk of logits [n, V], with n tokens and a vocabulary shard of V.
+
+    Labels are indices into the shard; −1 stands for a label in another rank's shard.
+    """
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Write three statistics per row of z to `out` [3, n]: lse, entropy of the local softmax, z of the label.
+        """Write three statistics of each token to `out` [3, n]: lse, entropy of the shard's softmax, and z of the
+        label.
 
         lse = log Σ_v e^{z_v} and H = lse − Σ_v p_v z_v, in nats, over this shard alone. z of label −1 is 0. logits: [n,
         V] raw, left unchanged, V ≥ 1. inverse_temperature: [n]. labels: [n] int64.
@@ -47,8 +52,8 @@ class TorchKernels:
 
     Statistics are float32, or float64 if the logits are float64.
 
-    Rows are processed in blocks, with two reused workspaces of one block each. So a block stays in the cache during the
-    several operations on it, and float32 copies of bfloat16 logits stay small.
+    Tokens are processed in blocks, with two reused workspaces of one block each. So a block stays in the cache during
+    the several operations on it, and float32 copies of bfloat16 logits stay small.
     """
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:

@@ -1,6 +1,7 @@
-"""Score rows and their twins (the same responses after another prompt), and compute the KL between both distributions.
+"""Compute the exact KL between two distributions over the vocabulary: with a hint in the prompt and without.
 
-For hidden states h of a twin and g of its row under one output weight W and temperature T, z = h·Wᵀ/T, u = g·Wᵀ/T:
+Every row has a twin, the same response after another prompt. For hidden states h of a twin and g of its row under one
+output weight W and temperature T, z = h·Wᵀ/T, u = g·Wᵀ/T:
 
     KL(softmax z ‖ softmax u) = Σ_v p_v (z_v − u_v) − lse(z) + lse(u)   (nats).
 
@@ -21,7 +22,8 @@ _BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPairs:
-    """Log-probs, entropies and KLs for rows and their twins (same responses after another prompt): [N] float32, nats.
+    """Log-probs, entropies and KLs [N], float32 in nats, of rows and their twins (the same responses after another
+    prompt).
 
     The pack has all rows first, then all twins. kl: KL(twin ‖ row) at the labels of a row, 0 at the labels of a twin.
     """
@@ -33,7 +35,9 @@ class TokenPairs:
 
 @torch.no_grad()
 def pair_statistics(x: HeadInputs, first: torch.Tensor, second: torch.Tensor) -> TokenPairs:
-    """Score token positions `first` and `second` [P], together all of x; compute KL(second ‖ first) at `first`."""
+    """Compute log-probs and entropies at the token positions `first` and `second` [P] of x, and KL(second ‖ first) at
+    `first`.
+    """
     parts = torch.zeros(7, len(first), dtype=x.statistics_dtype, device=x.hidden.device)
     rows, twins = x.rows(first), x.rows(second)
     size = min(x.chunk_tokens, len(first))

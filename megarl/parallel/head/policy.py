@@ -1,4 +1,4 @@
-"""Apply the log-prob head to a packed model: select the tokens to score, the memory regime, and the gradient
+"""Apply the log-prob head to a packed model: choose the labels to compute, the memory regime, and the gradient
 buffers.
 """
 
@@ -21,9 +21,9 @@ from megarl.parallel.packing import Pack
 class HeadRequest:
     """What the log-prob head is asked to compute for a pack (a micro-batch as one sequence), and how.
 
-    temperature: of all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the loss
-    is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the
-    responses of the first half after other prompts; compute the KLs between both as well.
+    temperature: one for all rows. entropy_needs_grad: whether the entropy is differentiated. token_local: whether the
+    loss is a sum over tokens, each term depending only on its token. paired: the second half of the rows repeats the
+    responses of the first half after other prompts; also compute the KLs between both.
     """
 
     temperature: float
@@ -52,7 +52,8 @@ class PolicyHead:
         request: HeadRequest,
         loss_gradients: LossGradients | None,
     ) -> TokenLogprobs | TokenPairs:
-        """Score the labels under the loss mask, from hidden states [T, 1, H] ([T/tp, 1, H] with sequence parallelism).
+        """Compute the log-probs of the labels under the loss mask, from hidden states [T, 1, H] ([T/tp, 1, H] with
+        sequence parallelism).
 
         Hidden states outside the loss mask, such as those of prompts, are dropped before the gather and the head.
         """
@@ -90,7 +91,9 @@ class PolicyHead:
         )
 
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
-        """Score rows and their twins (the same responses after another prompt) on every context-parallel rank."""
+        """Compute log-probs and KLs of rows and their twins (same responses, other prompts) on every context-parallel
+        rank.
+        """
         gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
         owners = uneven_owners(len(pack.labels), self.cp_group, own.device)
         states, labels, rows, columns = (

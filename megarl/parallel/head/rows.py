@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOwners:
-    """How many consecutive rows of a tensor each rank owns, in rank order; `counts` is None if all own all rows."""
+    """How many consecutive rows of a tensor [N, ...] (one per token) each rank owns, in rank order.
+
+    `counts` is None if every rank has all rows.
+    """
 
     group: dist.ProcessGroup
     counts: tuple[int, ...] | None
@@ -32,7 +35,9 @@ class RowOwners:
         return gathered
 
     def start_reduction(self, partial: torch.Tensor, start: int) -> "list[dist.Work | None]":
-        """Start to sum `partial`, rows from `start` on, over ranks in place. Each row's owner gets the sum."""
+        """Start to sum `partial` (the tensor's rows from `start` on) over ranks, in place; each row's owner gets the
+        sum.
+        """
         if self.group.size() == 1 or not len(partial):
             return []
         if self.counts is None:
@@ -43,11 +48,13 @@ class RowOwners:
         ]
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return those of all rows [N, ...] that this rank owns."""
+        """Return this rank's rows of a tensor that has all rows [N, ...]."""
         return rows if self.counts is None else rows.split(list(self.counts))[self.group.rank()]
 
     def _overlaps(self, start: int, length: int) -> Sequence[tuple[int, int, int]]:
-        """Return (owner, first, last) of each owner's part of rows [start, start + length), relative to `start`."""
+        """Yield (owner, first, last) for each rank that owns some of the rows [start, start + length); relative to
+        `start`.
+        """
         assert self.counts is not None
         overlaps, begin = [], -start
         for owner, count in enumerate(self.counts):
@@ -66,7 +73,7 @@ def wait_all(works: "Sequence[dist.Work | None]") -> None:
 
 
 def uneven_owners(num_rows: int, group: dist.ProcessGroup, device: torch.device) -> RowOwners:
-    """All-gather the number of rows that each rank of a group holds, and return it as `RowOwners`."""
+    """All-gather how many rows of a tensor each rank of a group holds, and return the numbers as `RowOwners`."""
     if group.size() == 1:
         return RowOwners(group=group, counts=None)
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)

@@ -23,7 +23,9 @@ MAX_ID = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """A rank's rows [start, start + size) of the vocabulary, without padding, and the group it is sharded over."""
+    """The rows [start, start + size) of the output weight that this rank holds, without padding, and its
+    tensor-parallel group.
+    """
 
     group: dist.ProcessGroup
     start: int
@@ -40,8 +42,8 @@ def vocab_shard(group: dist.ProcessGroup, padded_rows_per_rank: int, vocab_size:
 class HeadInputs:
     """The inputs of the log-prob head, which works on `chunk_tokens` tokens at a time.
 
-    hidden: [N, H]. weight: [shard.size, H], without padding. labels: [N] rows of `weight`, −1 for labels of another
-    rank. inverse_temperature: [N].
+    hidden: [N, H]. weight: [shard.size, H], without padding. labels: [N], each an index into `weight`, or −1 if another
+    rank holds it. inverse_temperature: [N].
     """
 
     hidden: torch.Tensor
@@ -70,12 +72,14 @@ class HeadInputs:
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
-        """Allocate memory for the raw logits of `num_rows` tokens, with rows aligned for wide loads."""
+        """Allocate memory for the raw logits of `num_rows` tokens, one row per token, aligned so that kernels load 16
+        bytes at once.
+        """
         width = -(-self.shard.size // ROW_MULTIPLE) * ROW_MULTIPLE
         return self.hidden.new_empty(num_rows, width)[:, : self.shard.size]
 
     def write_logits(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
-        """Write the raw logits r = h·Wᵀ of a slice of tokens to the first rows of `out`, and return them."""
+        """Compute the raw logits r = h·Wᵀ of a slice of tokens into the first rows of `out`, and return these rows."""
         logits = out[: rows.stop - rows.start]
         if self.shard.size:
             torch.mm(self.hidden[rows], self.weight.t(), out=logits)
@@ -141,7 +145,7 @@ def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: in
 
 
 def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather each rank's statistics [k, n] into [ranks, k, n], in one collective."""
+    """All-gather the statistics [k, n] of every rank into one tensor [ranks, k, n], by a single collective."""
     if group.size() == 1 or not parts.shape[1]:
         return parts[None]
     gathered = parts.new_empty(group.size(), *parts.shape)

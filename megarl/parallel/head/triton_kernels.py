@@ -1,8 +1,8 @@
 """Implement the two computations on a chunk of logits as Triton kernels; both pass over memory only once.
 
-The product h·Wᵀ that makes the logits stays with the vendor's library. A pass over the logits is bound by memory: it
-moves 2 bytes per bfloat16 logit, for which the product needs 2·H FLOP. At H = 4096, on a device with 200 FLOP per byte,
-this is a twentieth of the product's time; fusing both could save no more than that.
+The matrix product h·Wᵀ, which gives the logits, stays with the vendor's library. A pass over the logits is bound by
+memory: it moves 2 bytes per bfloat16 logit, for which the product needs 2·H FLOP. At H = 4096, on a device with 200
+FLOP per byte, a pass takes a twentieth of the product's time, so fusing both would save no more than that.
 
 Statistics are an online softmax (Milakov and Gimelshein 2018) in float32. With c = log₂e/T, the largest logit M so far
 and u_v = (r_v − M)·c:  s = Σ 2^{u_v} and t = Σ 2^{u_v} u_v. When M grows by δ, d = −δ·c rescales both sums exactly:

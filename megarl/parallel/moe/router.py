@@ -1,7 +1,7 @@
 """Route a pack's tokens with Megatron's router, extended by a balance loss per row and by replay of recorded experts.
 
-Each layer tells its router which pack comes next, also before recomputation in backward. So any number of micro-batches
-may be in flight.
+Before each forward, also the one that recomputes activations in backward, a layer tells its router the pack. So any
+number of micro-batches may be in flight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class PackRouter(TopKRouter):
-    """Megatron's top-k router for packs (micro-batches as one sequence). It also sums up the load of its experts.
+    """Megatron's top-k router for packs (micro-batches as one sequence). It also counts the tokens that each expert
+    gets.
 
     pack: the pack of the next forward; its layer sets it. `begin` starts an optimizer mini-batch. At its end, `loads`
     [E] and `balance` hold this rank's sums (defined in `moe/routing.py`).
@@ -87,7 +88,9 @@ class PackRouter(TopKRouter):
         return scaled
 
     def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Pick this rank's share from a tensor over all tokens; they differ only under sequence parallelism."""
+        """Return this rank's tokens of a tensor over all tokens of the pack; under sequence parallelism, a rank has
+        only some.
+        """
         if not self.config.sequence_parallel:
             return values
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -120,9 +123,9 @@ def moe_layers(chunks: Iterable[torch.nn.Module]) -> Iterator[MoELayer]:
 
 
 class MiniBatchLoad:
-    """The load of each expert over one optimizer mini-batch, summed over all ranks.
+    """The number of tokens that each expert gets in one optimizer mini-batch, summed over all ranks.
 
-    Constructing it resets the routers' sums, and `metrics` reads them. For a dense model neither does anything.
+    Creating the object resets the routers' sums, and `metrics` reads them. For a dense model, neither does anything.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ _TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertChoice:
-    """The choice of each token's experts, which replaces Megatron's top-k; the router's scores are unchanged.
+    """The rule that chooses each token's experts, in place of Megatron's top-k. The router's scores are unchanged.
 
-    With groups of experts (group-limited routing), a group is rated by the sum of its `group_rating` best scores: 1 in
+    If experts form groups (group-limited routing), a group's rating is the sum of its `group_rating` best scores: 1 in
     DeepSeek-V2 (arXiv:2405.04434), 2 in DeepSeek-V3 (arXiv:2412.19437). Megatron would take k / (groups per token).
 
     forced: expert indices [T, k] to use, such as recorded ones, or −1 to choose by score; None: choose all by score.

@@ -1,4 +1,4 @@
-"""Set up mixture-of-experts models: Megatron's options, the groups that reduce gradients, and frozen routers."""
+"""Set up mixture-of-experts models: Megatron's options, process groups that reduce gradients, and frozen routers."""
 
 from collections.abc import Sequence
 from typing import Any

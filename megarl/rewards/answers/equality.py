@@ -60,9 +60,9 @@ def same_string(answer: str, gold: str) -> bool:
 def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
     """Compare the meaning of two answers, however they are spelled.
 
-    The order is: texts, numbers (see `numbers.are_close`) and quantities; then lists, intervals, sets and matrices,
-    element by element; equations, by the difference of their sides up to sign; at last expressions, by symbolic
-    equality. In mode `fix` this is symmetric. An empty answer, or one over 512 characters, is `UNPARSED`.
+    Rules are tried in this order: texts, numbers (see `numbers.are_close`) and quantities; then lists, intervals, sets
+    and matrices, element by element; equations, by the difference of their sides up to sign; last, expressions, by
+    symbolic equality. In mode `fix` this is symmetric. An empty answer, or one over 512 characters, is `UNPARSED`.
     """
     if not answer.strip() or not gold.strip() or max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
         return Equality.UNPARSED
@@ -175,7 +175,7 @@ def same_alternatives(answer: str, gold: str, compare: Compare, options: AnswerO
 def same_intervals(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     r"""Compare inequalities in one variable as intervals: `x > 3`, `x \in (3,\infty)` and `(3,\infty)` are equal.
 
-    Several of them may be joined by "or".
+    Inequalities may be joined by "or".
     """
     names, unions = set(), []
     for text in (answer, gold):

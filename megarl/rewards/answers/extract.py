@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"-?\d*\.?\d+")
 def extract_answer(response: str, options: AnswerOptions) -> str | None:
     """Return the answer that a response states, as it is written, or None if there is none.
 
-    It is the content of the last box, else the text after the last "the answer is", else what `options` also allow.
+    This is the content of the last box, or else the text after the last "the answer is", or else what `options` allow.
     """
     if options.skip_thinking:
         response = response.rpartition(_THINK_END)[2]

@@ -172,7 +172,7 @@ def normalise(text: str) -> str:
 
 
 def is_equiv(answer: str | None, gold: str | None, *, none_equals_none: bool = False) -> bool:
-    r"""Return whether two answers are equal strings after `normalise`. 0.5 equals 1/2, and `\text{ ` starts a unit."""
+    r"""Return whether two answers are equal strings after `normalise`. 0.5 equals 1/2, and `\text{ ` begins a unit."""
     if answer is None or gold is None:
         return none_equals_none and answer is gold
     normal = []

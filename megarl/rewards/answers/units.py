@@ -55,7 +55,7 @@ _TRAILING = re.compile(
 
 
 class Quantity(NamedTuple):
-    """The body of an answer and its unit in a unified spelling, or "" if it has none."""
+    """An answer split into its body and its unit, the unit in a standard spelling; the unit is "" if there is none."""
 
     body: str
     unit: str
@@ -89,7 +89,7 @@ def split_unit(text: str) -> Quantity:
 
 
 def _unit(words: str) -> str:
-    """Return one spelling for a unit's many (`meters` → `m`); unknown words only lose a plural s."""
+    """Return the standard spelling of a unit (`meters` → `m`); from an unknown word, only a plural s is removed."""
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
     return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")

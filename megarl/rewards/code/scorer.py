@@ -36,7 +36,7 @@ class Credit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeOptions:
-    """Settings of how programs are run and how their results are scored.
+    """Settings of how programs are run and how their outputs are compared.
 
     float_tolerance: t; x equals a y that is written with a point or an exponent if |x−y| ≤ t·max(1, |y|). With None,
         the digits must be equal.

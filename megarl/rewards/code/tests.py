@@ -40,7 +40,9 @@ class Test:
     tolerance: float | None
 
     def accepts(self, outcome: Outcome) -> bool:
-        """Return whether a run that succeeded gave the expected result; a function's may be the only item of a list."""
+        """Return whether a run succeeded with the expected result. A function's result may also be the only item of a
+        list.
+        """
         if isinstance(self.task, RunWithInput):
             return same_output(outcome.stdout.decode(errors="replace"), self.expected, self.tolerance)
         try:
@@ -93,7 +95,7 @@ def _list(value: Any, name: str) -> Sequence[Any]:
 
 
 def _script(_: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
-    """Make a test that runs a script. Some data sets give its input and its output as lists of lines."""
+    """Make a test that runs a script. In some data sets, its input and its output are lists of lines."""
     texts = []
     for value in (given, expected):
         text = "\n".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value

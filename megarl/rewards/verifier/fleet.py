@@ -148,7 +148,7 @@ class Fleet:
             )
 
     def flush(self, worker: Worker) -> None:
-        """Send a worker's queued messages as far as its socket accepts them, without waiting; send the rest later.
+        """Send as much of a worker's queued messages as its socket accepts now, and the rest when it accepts more.
 
         An error is ignored here: reading the connection shows that the worker has ended.
         """

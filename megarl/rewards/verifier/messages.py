@@ -72,7 +72,7 @@ class WorkerReply:
 
 
 class Channel:
-    """The pool's side of a connection, which never waits, whatever the worker does."""
+    """The pool's end of the connection to a worker. Its methods never wait, whatever the worker does."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -19,7 +19,7 @@ class VerifierOptions:
     soft_limit_s: CPU time after which a worker interrupts its job.
     deadline_s: time after which the worker of a job is killed, counted from the start of the job's execution. After
         either limit the job has timed out, and the worker is replaced.
-    memory_limit_mib: how much address space a worker may add to that which it had at its start.
+    memory_limit_mib: how much a worker's address space may grow after its start.
     recycle_mib: a worker whose resident memory exceeds this after a job is replaced.
     max_response_chars: of a longer response, a scorer gets only this many characters from the end.
     start_limit_s: time limit of a worker's start, and of the import of a scorer that was not preloaded.
@@ -82,7 +82,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierStatistics:
-    """Counts of results since the pool was made; `wrong` counts responses that were scored but are not correct."""
+    """Counts of results since the pool was made. `wrong` counts responses that were judged and found incorrect."""
 
     jobs: int = 0
     correct: int = 0

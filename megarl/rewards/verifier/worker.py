@@ -92,7 +92,9 @@ def _interrupt(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _reply_of(result: Any, function: str) -> WorkerReply:
-    """Turn a scorer's return value into a reply; ConfigError or NonFiniteError if it is no valid reward."""
+    """Turn a scorer's return value into a reply; raise ConfigError or NonFiniteError if the value is not a valid
+    reward.
+    """
     if not isinstance(result, Reward):
         raise ConfigError(f"scorer {function!r} returned {type(result).__name__}, expected a megarl.types.Reward")
     # JSON cannot represent NumPy's numbers.

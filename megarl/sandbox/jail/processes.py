@@ -10,7 +10,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Family:
-    """All processes that a task starts: in a pid namespace, everyone but process 1. `table`: a descriptor of /proc."""
+    """All processes that a task starts: in a pid namespace, all except process 1. `table`: a descriptor of /proc."""
 
     def __init__(self, table: int, *, is_isolated: bool) -> None:
         self._table = table

@@ -46,7 +46,7 @@ class Child:
 def _exit_code(source: str, task: Mapping[str, Any]) -> int:
     """Perform the task, run the program's exit handlers, and return the exit code.
 
-    Taking the interpreter down besides would cost six times as much.
+    The interpreter itself is not shut down, which would take six times as long.
     """
     code = 0
     try:

@@ -11,7 +11,9 @@ _WATCH_S = 0.05
 
 
 class Stream:
-    """The reading end of a pipe. More than `limit` bytes are too many; `keep` says how many of the last to keep."""
+    """The reading end of a pipe that carries a program's output. More than `limit` bytes are an error; the last `keep`
+    are kept.
+    """
 
     __slots__ = ("_keep", "_limit", "_total", "data", "fd", "is_over")
 

@@ -22,8 +22,9 @@ _NOWHERE: _Places = {}
 
 
 class Run(NamedTuple):
-    """The same box (rectangular part) of several tensors, sent end to end. num_bytes: of one box; item_bytes: of an
-    element.
+    """A box (rectangular part) that several tensors have in common, sent as one sequence of bytes.
+
+    num_bytes: the size of one tensor's box; item_bytes: of one element.
     """
 
     tensors: tuple[str, ...]
@@ -42,9 +43,9 @@ class Transfer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Successive tensors of one layer with the same shape, dtype, holders and receivers, for which one plan is enough.
+    """Successive tensors of one layer, such as its experts on one rank, for which one plan is enough.
 
-    Experts of a layer on the same rank are an example. held, needed: box (rectangular part) → processes.
+    They have the same shape, dtype, holders and receivers. held, needed: box (rectangular part) → processes.
     """
 
     tensors: tuple[str, ...]

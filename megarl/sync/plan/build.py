@@ -84,9 +84,7 @@ class Plan:
         return self._by_end[1].get(sink, [])
 
     def received_bytes(self, sink: int, *, local: bool = False) -> int:
-        """Return the bytes R_i that a sink receives over the wire or, with `local`, copies from ranks that share its
-        memory.
-        """
+        """Return how many bytes a sink receives: over the wire, or with `local` from ranks that share its memory."""
         return sum(message.num_bytes for message in self.of_sink(sink) if message.local == local)
 
     @property
@@ -103,7 +101,8 @@ def build_plan(
     neighbours: Neighbours | None = None,
     bucket_bytes: int | None = None,
 ) -> Plan:
-    """Plan a weight sync. Each engine worker (sink) gets tensors in the order of `specs`, from a different start on.
+    """Plan a weight sync. Each engine worker (sink) gets the tensors in the order of `specs`, but each starts at
+    another one.
 
     bucket_bytes: in one bucket (step), each source sends and each sink receives at most this much over the wire, and as
     much locally; a single row of a tensor may be more. Default: 1/16 of all tensors, within 1 to 128 MiB. Larger
@@ -198,7 +197,9 @@ def _message(source: int, sink: int, grown: _Open, *, local: bool) -> Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatistics:
-    """The cost of a weight sync. staging_bytes: the sum over processes of the most that each stages at a time."""
+    """The cost of a weight sync. staging_bytes: the largest amount that a process buffers at a time, summed over
+    processes.
+    """
 
     wire_bytes: int
     local_bytes: int

@@ -22,8 +22,8 @@ class EnginePosition:
     expert_parallel: bool = False
 
     def holds_expert(self, expert: int | None, num_experts: int) -> bool:
-        """Return whether a worker holds some of an expert. If experts do not divide evenly, first workers have one
-        more.
+        """Return whether this worker holds (part of) an expert. If experts do not divide evenly, the first workers
+        have one more.
         """
         if expert is None or not self.expert_parallel:
             return True

@@ -11,7 +11,9 @@ from megarl.weights.safetensors_map import TensorSpec
 
 
 def overlaps(specs: Mapping[str, TensorSpec], held: Mapping[int, Holding], needed: Mapping[int, Holding]) -> np.ndarray:
-    """Compute the bytes |D_i ∩ S_j| that worker i needs and rank j holds: [workers, ranks] int64, in key order."""
+    """Compute |D_i ∩ S_j|, the bytes that worker i needs and rank j holds: [workers, ranks] int64, in the order of the
+    keys.
+    """
     sinks, sources = ({process: i for i, process in enumerate(each)} for each in (needed, held))
     shared = np.zeros((len(sinks), len(sources)), dtype=np.int64)
     for alike in alike_tensors(specs, held, needed):

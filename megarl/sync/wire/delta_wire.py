@@ -114,7 +114,9 @@ class DeltaReceiver:
         self._wire.expect([self.sent(message) for message in messages])
 
     def sent(self, message: Parcel) -> Parcel:
-        """Return a planned message with the length that it actually has in the current weight sync."""
+        """Return a message of the plan with the length that it has in this weight sync, which may be shorter than
+        planned.
+        """
         if message.local:
             return message
         if key_of(message) not in self._sent:

@@ -156,7 +156,7 @@ class BridgeReceiver:
         return restored
 
     def checksum(self, name: str, tensor: torch.Tensor) -> int:
-        """Return the checksum of the received part of a tensor, which must be the sum of its senders' checksums."""
+        """Return the checksum of the received part of a tensor, which must equal the sum of its senders' checksums."""
         index = slices_of(self._share.needs[name])
         return checksum(tensor[index], index, self._share.specs[name].shape)
 

@@ -98,5 +98,5 @@ def pack(parts: Iterable[torch.Tensor], buffer: torch.Tensor) -> None:
 
 
 def _first(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View the first bytes of a buffer as a tensor with the shape and dtype of `like`."""
+    """View the first bytes of a buffer as a tensor like `like`, with its shape and dtype."""
     return buffer[: like.nbytes].view(like.dtype).view(like.shape)
