@@ -1,7 +1,7 @@
 """Ordinary processes, one per rank, that run a function on all ranks at once.
 
-Starting a rank costs seconds of imports, so a session shares its pools. Nothing heavy is imported here: the
-environment is set before a rank imports torch.
+A rank's imports take seconds. So a session shares its pools, and on CPU their ranks are forks of one server that has
+done the imports (`rank_imports.py`). Nothing heavy is imported here: the environment is set before torch is imported.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -39,6 +39,8 @@ class RankContext:
     # Shared by the ranks, and gone with them.
     directory: str
     device: str
+    # The environment variables of the pool's process when the rank was started.
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +107,19 @@ class RankPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
-        spawn = multiprocessing.get_context("spawn")
+        # CUDA must not be touched before a fork, and some imports look for devices.
+        how = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
+        how.set_forkserver_preload(["tests.helpers.rank_imports"])
         for rank in range(self.world_size):
             context = RankContext(
-                rank=rank, world_size=self.world_size, directory=self._directory.name, device=self.device
+                rank=rank,
+                world_size=self.world_size,
+                directory=self._directory.name,
+                device=self.device,
+                environment=dict(os.environ),
             )
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, context), daemon=True)
+            ours, theirs = how.Pipe()
+            process = how.Process(target=_serve, args=(theirs, context), daemon=True)
             self._connections.append(ours)
             self._processes.append(process)
             process.start()
@@ -147,6 +155,8 @@ def _serve(connection: Connection, context: RankContext) -> None:
     # The session's Ctrl-C is the session's: it ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(context.directory,), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(context.environment)
     os.environ["MEGARL_DEVICE"] = context.device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     # As Ray narrows what a rank sees.
