@@ -40,11 +40,10 @@ _KL_SCORES: Mapping[str, frozenset[Score]] = {
     "none": frozenset(),
     "loss": frozenset({Score.REF_LOGPROBS}),
     "reward": frozenset({Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
+    "both": frozenset({Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
 }
 
-# The reduced metric that the KL controller follows, by algo.kl.where.
-KL_METRICS: Mapping[str, str] = {"loss": "actor/ref_kl", "reward": "actor/reward_kl_penalty"}
-_KL_COEF_METRICS: Mapping[str, str] = {"loss": "actor/kl_coef", "reward": "actor/reward_kl_penalty_coeff"}
+LOSS_KL_METRIC, REWARD_KL_METRIC = "actor/ref_kl", "actor/reward_kl_penalty"
 ENTROPY_METRIC = "actor/entropy"
 
 
@@ -53,7 +52,7 @@ class ComposedAlgorithm:
     """A policy-gradient algorithm made of the choices in an `AlgoConfig`; it implements `megarl.types.Algorithm`.
 
     loss = agg(policy loss × correction) + kl_coef·agg(KL) − entropy_coef·agg(entropy), where the KL term exists only
-    with kl.where=loss. With off_policy.loss=sft, an imitation loss is added.
+    with kl.where=loss or both. With off_policy.loss=sft, an imitation loss is added.
     horizon_tokens: a fixed length by which some aggregations divide. vocab_size: the model's; CPO's certainty reads it.
     """
 
@@ -86,6 +85,9 @@ class ComposedAlgorithm:
             scores |= {Score.OLD_LOGPROBS}
         return scores
 
+    def _loss_kl_coef(self, state: AlgoState) -> float:
+        return self.cfg.kl.loss_coef if self.cfg.kl.where == "both" else state.kl_coef
+
     def initial_state(self) -> AlgoState:
         kl_coef = 0.0 if self.cfg.kl.where == "none" else self.cfg.kl.coef
         return AlgoState(kl_coef=kl_coef, entropy=EntropyState(coef=self.cfg.entropy_coef))
@@ -103,14 +105,15 @@ class ComposedAlgorithm:
         shaped = shape_rewards(batch, cfg.reward, max_response_tokens=self.max_response_tokens)
         metrics: dict[str, float] = dict(shaped.metrics)
         scored_rewards, batch = batch.rewards, replace(batch, rewards=shaped.rewards)
-        if cfg.kl.where != "none":
-            metrics[_KL_COEF_METRICS[cfg.kl.where]] = state.kl_coef
-        if cfg.kl.where == "reward":
+        if cfg.kl.in_loss:
+            metrics["actor/kl_coef"] = self._loss_kl_coef(state)
+        if cfg.kl.in_reward:
+            metrics["actor/reward_kl_penalty_coeff"] = state.kl_coef
             kl = KL_ESTIMATORS.get(cfg.kl.estimator)(batch.score(Score.OLD_LOGPROBS), batch.score(Score.REF_LOGPROBS))
             policy_mask = mask & ~demonstration_mask(batch)
             penalised = apply_kl_penalty(torch.zeros_like(kl), kl, policy_mask, coef=state.kl_coef)
             batch = replace(batch, scores={**batch.scores, KL_PENALTY: -penalised.token_level_rewards})
-            metrics[KL_METRICS["reward"]] = penalised.current_kl
+            metrics[REWARD_KL_METRIC] = penalised.current_kl
         estimate = reward_advantages(batch, cfg.reward, cfg.advantage)
         metrics |= estimate.metrics
         if self.entropy_needs_grad:
@@ -166,12 +169,13 @@ class ComposedAlgorithm:
         local_sum, policy_mask = AGGREGATIONS.get(cfg.aggregation).local_sum, terms.policy_mask
         loss = local_sum(terms.loss, terms.loss_mask)
         parts, per_token = {"actor/pg_loss": loss.detach()}, dict(terms.policy_diagnostics)
-        if cfg.kl.where == "loss":
-            kl = KL_ESTIMATORS.get(cfg.kl.estimator)(out.logprobs, rows.score(Score.REF_LOGPROBS))
+        if cfg.kl.in_loss:
+            estimator = cfg.kl.loss_estimator if cfg.kl.where == "both" else cfg.kl.estimator
+            kl = KL_ESTIMATORS.get(estimator)(out.logprobs, rows.score(Score.REF_LOGPROBS))
             kl_loss = local_sum(kl, terms.loss_mask & policy_mask)
-            loss = loss + state.kl_coef * kl_loss
+            loss = loss + self._loss_kl_coef(state) * kl_loss
             parts["actor/kl_loss"] = kl_loss.detach()
-            per_token[KL_METRICS["loss"]] = kl
+            per_token[LOSS_KL_METRIC] = kl
         if out.entropy is not None:
             per_token[ENTROPY_METRIC] = out.entropy
         if self.entropy_needs_grad:
@@ -197,16 +201,17 @@ class ComposedAlgorithm:
     def after_step(self, state: AlgoState, metrics: Mapping[str, float], num_rows: int) -> AlgoState:
         """Return the state for the next step, with updated coefficients of KL and entropy.
 
-        `metrics` holds the metrics of this step's update and of `advantages`; `KL_METRICS` gives the name of the KL. A
-        step in which only the critic learned has a KL in the rewards, but no KL in the loss and no entropy. A
-        coefficient whose metric is missing stays.
+        `metrics` holds the metrics of this step's update and of `advantages`. The KL coefficient follows the KL in the
+        reward, or the KL in the loss if only the loss has one. A step in which only the critic learned has a KL in the
+        rewards, but no KL in the loss and no entropy. A coefficient whose metric is missing stays.
         """
         cfg = self.cfg
-        if (kl_nats := metrics.get(KL_METRICS.get(cfg.kl.where, ""))) is not None:
+        followed = REWARD_KL_METRIC if cfg.kl.in_reward else LOSS_KL_METRIC
+        if cfg.kl.where != "none" and (kl_nats := metrics.get(followed)) is not None:
             seen = KLObservation(kl_nats=kl_nats, num_rows=num_rows)
             state = KL_CONTROLLERS.get(cfg.kl.controller)(state, seen, cfg.kl)
-        elif cfg.kl.where == "reward":
-            raise KeyError(f"{KL_METRICS['reward']} is not among the metrics; pass those of advantages()")
+        elif cfg.kl.in_reward:
+            raise KeyError(f"{REWARD_KL_METRIC} is not among the metrics; pass those of advantages()")
         if cfg.entropy.controller != "fixed" and ENTROPY_METRIC in metrics:
             state = replace(state, entropy=next_entropy_state(state.entropy, metrics[ENTROPY_METRIC], cfg))
         return state

@@ -14,7 +14,7 @@ from megarl.algos.validate_luffy import check_luffy
 from megarl.algos.validate_rewards import check_rewards
 from megarl.config.algo import AlgoConfig
 from megarl.errors import ConfigError
-from megarl.registry import refuse_unused
+from megarl.registry import refuse_unused, unknown_name
 
 # A wider clip range suits PPO, not GSPO.
 GSPO_LARGE_CLIP = 0.01
@@ -32,10 +32,14 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
     POLICY_LOSSES.get(cfg.policy_loss.name)
     AGGREGATIONS.get(cfg.aggregation)
     KL_CONTROLLERS.get(cfg.kl.controller)
-    estimator, loss = KL_ESTIMATORS.get(cfg.kl.estimator), cfg.policy_loss
-    if cfg.kl.where == "loss" and estimator in LOSS_REFUSALS:
+    KL_ESTIMATORS.get(cfg.kl.estimator)
+    if cfg.kl.loss_estimator not in KL_ESTIMATORS:
+        raise unknown_name("KL estimator", cfg.kl.loss_estimator, KL_ESTIMATORS, key="algo.kl.loss_estimator")
+    key, loss = "loss_estimator" if cfg.kl.where == "both" else "estimator", cfg.policy_loss
+    in_loss = getattr(cfg.kl, key)
+    if cfg.kl.in_loss and (refusal := LOSS_REFUSALS.get(KL_ESTIMATORS.get(in_loss))):
         raise ConfigError(
-            f"algo.kl.estimator: got {cfg.kl.estimator!r} with algo.kl.where=loss: {LOSS_REFUSALS[estimator]}; "
+            f"algo.kl.{key}: got {in_loss!r} with algo.kl.where={cfg.kl.where}: {refusal}; "
             f"use k2, k3 or k3_straight_through, or algo.kl.where=reward"
         )
     if loss.name in ROW_RATIO_LOSSES and cfg.aggregation != "seq-mean-token-mean":
@@ -78,6 +82,9 @@ def _check_all_is_read(cfg: AlgoConfig) -> None:
         refuse_unused(
             "algo.kl", kl, settings, "algo.kl.where=none", "set algo.kl.where=loss or reward", harmless=(0.0,)
         )
+    elif kl.where != "both":
+        settings_of_both = ("loss_estimator", "loss_coef")
+        refuse_unused("algo.kl", kl, settings_of_both, f"algo.kl.where={kl.where}", "set algo.kl.where=both")
     if kl.controller == "fixed":
         settings_of_adaptive = ("target_nats", "horizon")
         refuse_unused(

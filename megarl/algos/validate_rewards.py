@@ -47,7 +47,7 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
         refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
     makes_negative = {
-        "algo.kl.where=reward": cfg.kl.where == "reward",
+        f"algo.kl.where={cfg.kl.where}": cfg.kl.in_reward,
         "algo.reward.overlong_buffer_tokens": buffer is not None,
         "algo.reward.truncated < 0": reward.truncated is not None and reward.truncated < 0,
     }
@@ -66,9 +66,9 @@ def _check_critic_source(cfg: AlgoConfig) -> None:
             f"algo.reward.source: got 'critic' with algo.advantage.estimator={name}, which reads no values; "
             f"set algo.advantage.estimator=critic_value, or algo.reward.source=rule"
         )
-    if cfg.kl.where == "reward":
+    if cfg.kl.in_reward:
         raise ConfigError(
-            "algo.kl.where: got 'reward' with algo.reward.source=critic, whose rewards take no KL penalty; "
+            f"algo.kl.where: got {cfg.kl.where!r} with algo.reward.source=critic, whose rewards take no KL penalty; "
             "set algo.kl.where=loss or none"
         )
     refuse_unused(

@@ -1,7 +1,6 @@
 """List option names of OpenRLHF for data, actor, rollout and the run, for `aliases`."""
 
 from collections.abc import Mapping
-from functools import partial
 
 from megarl.config import translate
 from megarl.config.aliases_roles import Entries
@@ -80,7 +79,7 @@ OPENRLHF: Entries = {
         translate.init_kl_coef,
     ),
     "input_key": ("data.prompt_key",),
-    "kl_estimator": ("algo.kl.estimator", "", partial(translate.kl_estimator, in_loss="use_kl_loss", elsewhere=True)),
+    "kl_estimator": ("algo.kl.estimator", "", translate.kl_estimator),
     "kl_horizon": ("algo.kl.horizon",),
     "kl_target": (
         "algo.kl.target_nats algo.kl.controller",

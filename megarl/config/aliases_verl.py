@@ -10,7 +10,8 @@ _ACTOR = "actor_rollout_ref.actor"
 _ALL_PARTS = "parameters, gradients and optimizer state together"
 _SPLIT = "with placement.mode=split"
 _TOKENS = "tokens, not rows"
-_KL_IN_REWARD = partial(translate.kl_coef, switch="algorithm.use_kl_in_reward")
+_KL_LOSS = "the latter with algo.kl.where=both"
+_KL_PLACE = "reward, loss, or both if both switches are on"
 _WARMUP_SHARE = partial(
     translate.warmup_share, steps="trainer.total_training_steps", given=f"{_ACTOR}.optim.lr_warmup_steps"
 )
@@ -89,14 +90,14 @@ VERL: Entries = {
     "actor_rollout_ref.actor.entropy_coeff": ("algo.entropy_coef",),
     "actor_rollout_ref.actor.grad_clip": ("actor.optimizer.clip_grad_norm",),
     "actor_rollout_ref.actor.kl_loss_coef": (
-        "algo.kl.coef",
-        "",
-        partial(translate.kl_coef, switch=f"{_ACTOR}.use_kl_loss"),
+        "algo.kl.coef algo.kl.loss_coef",
+        _KL_LOSS,
+        translate.kl_in_loss,
     ),
     "actor_rollout_ref.actor.kl_loss_type": (
-        "algo.kl.estimator",
-        "low_var_kl is k3",
-        partial(translate.kl_estimator, in_loss=f"{_ACTOR}.use_kl_loss"),
+        "algo.kl.estimator algo.kl.loss_estimator",
+        f"{_KL_LOSS}; low_var_kl is k3, and k3+ is k3_straight_through",
+        translate.kl_in_loss,
     ),
     "actor_rollout_ref.actor.loss_agg_mode": ("algo.aggregation",),
     "actor_rollout_ref.actor.megatron.context_parallel_size": ("actor.layout.cp",),
@@ -140,8 +141,8 @@ VERL: Entries = {
     "actor_rollout_ref.actor.use_dynamic_bsz": ("", "micro-batches are always filled up to actor.micro_batch_tokens"),
     "actor_rollout_ref.actor.use_kl_loss": (
         "algo.kl.where",
-        "set it to loss",
-        partial(translate.kl_place, place="loss", coef=f"{_ACTOR}.kl_loss_coef"),
+        _KL_PLACE,
+        translate.kl_place,
     ),
     "actor_rollout_ref.hybrid_engine": (
         "placement.mode",
@@ -201,16 +202,16 @@ VERL: Entries = {
             }
         ),
     ),
-    "algorithm.kl_ctrl.horizon": ("algo.kl.horizon",),
-    "algorithm.kl_ctrl.kl_coef": ("algo.kl.coef", "", partial(translate.kl_coef, switch="algorithm.use_kl_in_reward")),
-    "algorithm.kl_ctrl.target_kl": ("algo.kl.target_nats",),
-    "algorithm.kl_ctrl.type": ("algo.kl.controller",),
-    "algorithm.kl_penalty": ("algo.kl.estimator", "", _KL_IN_REWARD),
+    "algorithm.kl_ctrl.horizon": ("algo.kl.horizon", "", translate.kl_in_reward),
+    "algorithm.kl_ctrl.kl_coef": ("algo.kl.coef", "", translate.kl_in_reward),
+    "algorithm.kl_ctrl.target_kl": ("algo.kl.target_nats", "", translate.kl_in_reward),
+    "algorithm.kl_ctrl.type": ("algo.kl.controller", "", translate.kl_in_reward),
+    "algorithm.kl_penalty": ("algo.kl.estimator", "", translate.kl_in_reward),
     "algorithm.norm_adv_by_std_in_grpo": ("algo.advantage.norm_by_std",),
     "algorithm.use_kl_in_reward": (
         "algo.kl.where",
-        "set it to reward",
-        partial(translate.kl_place, place="reward", coef="algorithm.kl_ctrl.kl_coef"),
+        _KL_PLACE,
+        translate.kl_place,
     ),
     "data.apply_chat_template_kwargs": ("data.chat_template", "", translate.if_given),
     "data.filter_overlong_prompts": (

@@ -102,25 +102,38 @@ def wandb_project(value: Any, options: Options) -> Any:
     return value if "wandb" in (options.get("trainer.logger") or []) else UNSET
 
 
-def kl_place(value: Any, options: Options, *, place: str, coef: str) -> Any:
-    """Return where the KL penalty acts, `place`, if verl's switch for that place is on and the coefficient is not 0."""
-    return place if value and options.get(coef) else UNSET
+def kl_place(_: Any, options: Options) -> Any:
+    """Return where the KL penalty acts: in the reward, in the loss, or in both, as verl's two switches say.
 
-
-def kl_coef(value: Any, options: Options, *, switch: str) -> Any:
-    """Return the KL penalty's coefficient if `switch`, another option of the same framework, is on."""
-    return value if value and options.get(switch) else UNSET
-
-
-def kl_estimator(value: Any, options: Options, *, in_loss: str, elsewhere: bool = False) -> Any:
-    """Return the name of the KL estimator; estimators without a useful gradient are refused for a penalty in the loss.
-
-    in_loss: the option that puts the penalty into the loss. elsewhere: whether the name is also used if that option is
-    off.
+    A switch that is on counts only if the coefficient of its penalty is not 0.
     """
-    if not options.get(in_loss):
-        return value if elsewhere else UNSET
-    if value in ("k1", "kl", "abs"):
+    switches = {
+        "reward": ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
+        "loss": (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"),
+    }
+    places = [place for place, names in switches.items() if all(options.get(name) for name in names)]
+    return "both" if len(places) == 2 else places[0] if places else UNSET
+
+
+def kl_in_reward(value: Any, options: Options) -> Any:
+    """Return the value of an option of verl's penalty in the reward if there is one."""
+    return value if kl_place(None, options) in ("reward", "both") else UNSET
+
+
+def kl_in_loss(value: Any, options: Options) -> Any:
+    """Return the value of an option of verl's penalty in the loss, if there is one.
+
+    It is for the first of two keys if this is the only penalty, or for the second key beside a penalty in the reward.
+    """
+    place = kl_place(None, options)
+    value = kl_estimator(value, {"use_kl_loss": place in ("loss", "both")})
+    value = {"k3+": "k3_straight_through", "low_var_kl+": "k3_straight_through"}.get(value, value)
+    return {"loss": (value, UNSET), "both": (UNSET, value)}.get(place, UNSET)
+
+
+def kl_estimator(value: Any, options: Options) -> Any:
+    """Return the name of the KL estimator; those without a useful gradient are refused for a penalty in the loss."""
+    if options.get("use_kl_loss") and value in ("k1", "kl", "abs"):
         raise ConfigError(f"{value} has no useful gradient in the loss, so it is refused there; use k2 or k3")
     return value
 

@@ -25,13 +25,25 @@ class PolicyLossConfig:
 class KLConfig:
     """Configure the KL penalty that keeps the policy near the reference model, in the loss or in the reward."""
 
-    where: Literal["none", "loss", "reward"] = "none"  # Where the KL penalty is applied.
+    # Where the KL penalty is applied; both: one penalty in the reward and another one in the loss.
+    where: Literal["none", "loss", "reward", "both"] = "none"
     estimator: str = "k3"  # Name of the KL estimator; see docs/algorithms.md.
     coef: float = setting(0.001, AT_LEAST_0)  # Coefficient of the penalty; with controller=adaptive, its initial value.
     # fixed: coef stays constant; adaptive: coef rises or falls to bring the KL to target_nats.
     controller: Literal["fixed", "adaptive"] = "fixed"
     target_nats: float = setting(6.0, POSITIVE)  # Target KL per token of the adaptive controller.
     horizon: float = setting(10000.0, POSITIVE)  # Number of rows over which the adaptive controller acts.
+    # both: estimator of the penalty in the loss; the settings above are then those of the penalty in the reward.
+    loss_estimator: str = "k3"
+    loss_coef: float = setting(0.001, AT_LEAST_0)  # both: constant coefficient of the penalty in the loss.
+
+    @property
+    def in_reward(self) -> bool:
+        return self.where in ("reward", "both")
+
+    @property
+    def in_loss(self) -> bool:
+        return self.where in ("loss", "both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

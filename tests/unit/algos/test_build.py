@@ -35,6 +35,15 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "algo"
         (AlgoConfig(policy_loss=PolicyLossConfig(name="ppo_clp")), r"policy_loss\.name.*mean 'ppo_clip'"),
         (AlgoConfig(aggregation="token_mean"), r"algo\.aggregation.*did you mean 'token-mean'"),
         (AlgoConfig(kl=KLConfig(estimator="k4")), r"algo\.kl\.estimator.*one of: abs, k1, k2, k3"),
+        (AlgoConfig(kl=KLConfig(loss_estimator="k4")), r"algo\.kl\.loss_estimator.*one of: abs, k1, k2, k3"),
+        (
+            AlgoConfig(kl=KLConfig(where="loss", loss_coef=0.5)),
+            r"algo\.kl\.loss_coef: got 0\.5, which is not read with algo\.kl\.where=loss; .*algo\.kl\.where=both",
+        ),
+        (
+            AlgoConfig(kl=KLConfig(where="both"), advantage=AdvantageConfig(estimator="maxrl")),
+            r"'maxrl' with algo\.kl\.where=both",
+        ),
         (AlgoConfig(kl=KLConfig(controller="adaptve")), r"algo\.kl\.controller.*did you mean 'adaptive'"),  # type: ignore[arg-type]
         (
             AlgoConfig(kl=KLConfig(where="reward", controller="adaptive", coef=0.0)),
@@ -55,6 +64,9 @@ def test_estimators_that_do_not_regularise_are_refused_in_the_loss(estimator: st
     with pytest.raises(ConfigError, match=f"{reason}.*k3_straight_through"):
         build_algorithm(AlgoConfig(kl=KLConfig(where="loss", estimator=estimator)), max_response_tokens=8)
     build_algorithm(AlgoConfig(kl=KLConfig(where="reward", estimator=estimator)), max_response_tokens=8)
+    with pytest.raises(ConfigError, match=rf"^algo\.kl\.loss_estimator: got '{estimator}' .*where=both: .*{reason}"):
+        build_algorithm(AlgoConfig(kl=KLConfig(where="both", loss_estimator=estimator)), max_response_tokens=8)
+    build_algorithm(AlgoConfig(kl=KLConfig(where="both", estimator=estimator)), max_response_tokens=8)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "mse", "k3", "low_var_kl", "k3_straight_through"])

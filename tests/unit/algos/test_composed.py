@@ -14,6 +14,7 @@ from megarl.errors import DataError
 from megarl.types import Algorithm, AlgoState, Score, ScoredBatch
 
 MakeScored = Callable[..., ScoredBatch]
+REWARD_KL = "actor/reward_kl_penalty"
 
 
 def f64(values: Any) -> Tensor:
@@ -30,9 +31,10 @@ def algorithm(**cfg: Any) -> Algorithm:
         ("none", set()),
         ("loss", {Score.REF_LOGPROBS}),
         ("reward", {Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
+        ("both", {Score.REF_LOGPROBS, Score.OLD_LOGPROBS}),
     ],
 )
-def test_requires(where: Literal["none", "loss", "reward"], scores: set[Score]) -> None:
+def test_requires(where: Literal["none", "loss", "reward", "both"], scores: set[Score]) -> None:
     algo = algorithm(kl=KLConfig(where=where, coef=0.0 if where == "none" else 0.25))
     assert algo.requires() == scores
     assert algo.initial_state().kl_coef == (0.0 if where == "none" else 0.25)
@@ -112,6 +114,16 @@ def test_kl_in_the_loss_reports_its_coefficient(make_scored: MakeScored) -> None
     assert metrics["actor/kl_coef"] == 0.3
 
 
+def test_two_kl_penalties_have_two_coefficients(make_scored: MakeScored) -> None:
+    both = algorithm(kl=KLConfig(where="both", estimator="k1", coef=9.0, loss_estimator="k2", loss_coef=0.125))
+    reward = algorithm(kl=KLConfig(where="reward", estimator="k1"))
+    batch = reward_kl_batch(make_scored)
+    got, expected = (algo.advantages(batch, AlgoState(kl_coef=0.5)) for algo in (both, reward))
+    assert torch.equal(got.values, expected.values)
+    assert got.metrics == {**expected.metrics, "actor/kl_coef": 0.125}
+    assert got.metrics["actor/reward_kl_penalty_coeff"] == 0.5
+
+
 def test_advantages_of_nothing(make_scored: MakeScored) -> None:
     batch = make_scored([], [], torch.zeros(0, 0, dtype=torch.bool))
     got = algorithm().advantages(batch, AlgoState())
@@ -134,8 +146,8 @@ def test_without_kl_the_state_stays() -> None:
     assert algorithm().after_step(state, {}, 256) == state
 
 
-@pytest.mark.parametrize(("where", "metric"), [("loss", "actor/ref_kl"), ("reward", "actor/reward_kl_penalty")])
-def test_adaptive_coefficient_follows_the_kl_metric(where: Literal["loss", "reward"], metric: str) -> None:
+@pytest.mark.parametrize(("where", "metric"), [("loss", "actor/ref_kl"), ("reward", REWARD_KL), ("both", REWARD_KL)])
+def test_adaptive_coefficient_follows_the_kl_metric(where: Literal["loss", "reward", "both"], metric: str) -> None:
     algo = algorithm(kl=KLConfig(where=where, controller="adaptive", coef=0.2, target_nats=6.0))
     # KL 6.3 is 5 % above the target: 0.2·(1 + 0.05·256/10000).
     state = algo.after_step(algo.initial_state(), {metric: 6.3, "other": 1e9}, 256)

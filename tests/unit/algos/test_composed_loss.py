@@ -132,6 +132,20 @@ def test_kl_and_entropy_in_the_loss() -> None:
     torch.testing.assert_close(got.entropy_grad, f64([[-0.005, -0.005]]))
 
 
+def test_the_loss_has_its_own_kl_beside_that_of_the_reward() -> None:
+    """As above: k2 has the mean 0.3125. The state's coefficient is that of the reward."""
+    problem = Problem(
+        mask=torch.ones(1, 2, dtype=torch.bool),
+        logprobs=f64([[-1.0, -2.0]]),
+        entropy=f64([[1.0, 3.0]]),
+        scores={"advantages": f64([[1.0, 1.0]]), "ref_logprobs": f64([[-1.5, -1.0]])},
+    )
+    algo = algorithm(kl=KLConfig(where="both", estimator="k1", loss_estimator="k2", loss_coef=0.25))
+    got = run(algo, problem, state=AlgoState(kl_coef=99.0))
+    assert got.loss == pytest.approx(-1 + 0.25 * 0.3125)
+    assert got.metrics["actor/ref_kl"] == pytest.approx(0.3125)
+
+
 def test_without_coefficients_only_the_policy_loss_is_reported() -> None:
     got = run(algorithm(), random_problem(MASK, 0))
     assert set(got.metrics) == {

@@ -227,6 +227,38 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
     assert "algo.advantage.estimator" not in converted.settings
 
 
+@pytest.mark.parametrize(
+    ("in_reward", "in_loss", "expected"),
+    [
+        (False, False, {}),
+        (True, False, {"where": "reward", "coef": 0.1, "estimator": "kl", "controller": "adaptive", "horizon": 500}),
+        (False, True, {"where": "loss", "coef": 0.2, "estimator": "k3_straight_through"}),
+        (
+            True,
+            True,
+            {"where": "both", "coef": 0.1, "estimator": "kl", "controller": "adaptive", "horizon": 500}
+            | {"loss_coef": 0.2, "loss_estimator": "k3_straight_through"},
+        ),
+    ],
+)
+def test_kl_in_reward_and_loss(in_reward: bool, in_loss: bool, expected: dict[str, Any]) -> None:
+    actor = "actor_rollout_ref.actor"
+    options = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": in_reward,
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_ctrl.kl_coef": 0.1,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.horizon": 500,
+        f"{actor}.use_kl_loss": in_loss,
+        f"{actor}.kl_loss_coef": 0.2,
+        f"{actor}.kl_loss_type": "k3+",
+    }
+    converted = convert(PeerOptions(framework="verl", options=options, unreadable={}))
+    got = {key.removeprefix("algo.kl."): value for key, value in converted.settings.items() if key[:8] == "algo.kl."}
+    assert got == expected
+
+
 def test_a_value_of_the_wrong_kind_is_listed_and_stops_nothing() -> None:
     options = {
         "data.train_batch_size": "oops",
