@@ -42,15 +42,18 @@ PolicyLoss: TypeAlias = Callable[[PolicyLossInputs, PolicyLossConfig], PolicyLos
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", key="algo.policy_loss.name")
 
 # Losses with one ratio per row: they need an aggregation over rows, and take no weights per token.
-ROW_RATIO_LOSSES = frozenset({"gspo", "gspo_token"})
+ROW_RATIO_LOSSES = frozenset({"gmpo", "gspo", "gspo_token"})
 # Losses without a ratio to the old policy.
 RATIO_FREE_LOSSES = frozenset({"reinforce"})
-# Fields of PolicyLossConfig that the named loss does not read.
-UNREAD_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "reinforce": ("clip_low", "clip_high", "dual_clip"),
-    "cispo": ("dual_clip",),
-    "gspo": ("dual_clip",),
-    "gspo_token": ("dual_clip",),
+# Fields of PolicyLossConfig that the named loss reads; a loss that is not here reads all.
+READ_SETTINGS: Mapping[str, frozenset[str]] = {
+    "ppo_clip": frozenset({"clip_low", "clip_high", "dual_clip"}),
+    "reinforce": frozenset(),
+    "cispo": frozenset({"clip_low", "clip_high"}),
+    "gspo": frozenset({"clip_low", "clip_high"}),
+    "gspo_token": frozenset({"clip_low", "clip_high"}),
+    "gmpo": frozenset({"clip_low", "clip_high"}),
+    "sapo": frozenset({"tau_pos", "tau_neg"}),
 }
 
 
@@ -194,3 +197,43 @@ def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig)
             "actor/ppo_kl": (x.old_logprobs - x.logprobs).detach(),
         },
     )
+
+
+@POLICY_LOSSES.register("gmpo")
+def gmpo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute geometric-mean policy optimisation (arXiv:2507.20673): a row's ratio is the mean of clipped log-ratios.
+
+    s = exp(mean over the row of d), where d = logprobs − old_logprobs, at most `clip_high` where A > 0, and elsewhere
+    at least −`clip_low`; l = −s·A. Unlike in `gspo`, single tokens are clipped, before the mean and in log space, and
+    the row still trains on its other tokens. Use it with the aggregation seq-mean-token-mean. The paper clips at 0.4.
+
+    >>> x = loss_inputs([[4.0, 1.0]], [[1.0, 1.0]])
+    >>> gmpo(x, PolicyLossConfig(clip_low=0.4, clip_high=0.4)).loss.round(decimals=2).tolist()
+    [[-1.22, -1.22]]
+    """
+    log_ratio = x.logprobs - x.old_logprobs.detach()
+    clipped = torch.where(x.advantages > 0, log_ratio.clamp(max=cfg.clip_high), log_ratio.clamp(min=-cfg.clip_low))
+    row_log_ratio = row_means(clipped, x.loss_mask)[:, None].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return PolicyLossTerms(
+        loss=-x.advantages * row_log_ratio.exp(),
+        diagnostics={
+            "actor/pg_clipfrac": (clipped != log_ratio).to(log_ratio.dtype),
+            "actor/ppo_kl": -log_ratio.detach(),
+        },
+    )
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute soft adaptive policy optimisation (arXiv:2511.20347): a gate without corners takes the clip's place.
+
+    l = −4/τ·sigmoid(τ·(r − 1))·A, with τ = `tau_pos` where A > 0 and `tau_neg` elsewhere, and r as in `ppo_clip`. At
+    r = 1 the gradient is that of −r·A; on either side of 1 it fades with the distance, the faster the larger τ is.
+
+    >>> sapo(loss_inputs([[1.0, 1.0]], [[1.0, -1.0]]), PolicyLossConfig(tau_pos=1.0, tau_neg=2.0)).loss.tolist()
+    [[-2.0, 1.0]]
+    """
+    log_ratio = _log_ratio(x)
+    tau = torch.where(x.advantages > 0, log_ratio.new_tensor(cfg.tau_pos), log_ratio.new_tensor(cfg.tau_neg))
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    return PolicyLossTerms(loss=-x.advantages * gate, diagnostics={"actor/ppo_kl": -log_ratio.detach()})

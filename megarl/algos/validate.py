@@ -9,7 +9,7 @@ from megarl.algos.corrections import check_correction
 from megarl.algos.cpo import check_cpo
 from megarl.algos.entropy import check_entropy
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, LOSS_REFUSALS
-from megarl.algos.policy_losses import POLICY_LOSSES, ROW_RATIO_LOSSES, UNREAD_SETTINGS
+from megarl.algos.policy_losses import POLICY_LOSSES, READ_SETTINGS, ROW_RATIO_LOSSES
 from megarl.algos.validate_luffy import check_luffy
 from megarl.algos.validate_rewards import check_rewards
 from megarl.config.algo import AlgoConfig
@@ -47,7 +47,7 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"algo.aggregation: got {cfg.aggregation!r} with algo.policy_loss.name={loss.name}, whose ratio "
             f"is one per row; set algo.aggregation=seq-mean-token-mean"
         )
-    if loss.name in ROW_RATIO_LOSSES and loss.clip_high > GSPO_LARGE_CLIP:
+    if loss.name in ("gspo", "gspo_token") and loss.clip_high > GSPO_LARGE_CLIP:
         warnings.warn(
             f"algo.policy_loss.clip_high={loss.clip_high} hardly ever clips under {loss.name}, whose ratio is a mean "
             f"over the row; the paper uses 3e-4 and 4e-4",
@@ -69,14 +69,11 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
 def _check_all_is_read(cfg: AlgoConfig) -> None:
     """Raise ConfigError for settings of the whole algorithm that nothing reads; its parts check their own settings."""
     loss, kl, controller = cfg.policy_loss, cfg.kl, cfg.entropy.controller
-    refuse_unused(
-        "algo.policy_loss",
-        loss,
-        UNREAD_SETTINGS.get(loss.name, ()),
-        f"algo.policy_loss.name={loss.name}",
-        "set algo.policy_loss.name=ppo_clip",
-        harmless=(None,),
-    )
+    for name in (field.name for field in fields(loss)):
+        if name != "name" and name not in READ_SETTINGS.get(loss.name, {name}):
+            reader = next(other for other, names in READ_SETTINGS.items() if name in names)
+            situation, remedy = f"algo.policy_loss.name={loss.name}", f"set algo.policy_loss.name={reader}"
+            refuse_unused("algo.policy_loss", loss, (name,), situation, remedy, harmless=(None,))
     if kl.where == "none":
         settings = (field.name for field in fields(kl) if field.name != "where")
         refuse_unused(

@@ -12,13 +12,17 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """Choose the per-token policy loss and its clipping range; the loss `reinforce` does not clip."""
+    """Choose the per-token policy loss and its clipping range; the losses `reinforce` and `sapo` do not clip."""
 
     name: str = "ppo_clip"  # Name of the policy loss; see docs/algorithms.md.
-    clip_low: float = setting(0.2, SHARE)  # Ratios are clipped below 1 - clip_low; 1: not at all.
-    clip_high: float = setting(0.2, POSITIVE)  # Ratios are clipped above 1 + clip_high.
+    # Ratios are clipped below 1 - clip_low; 1: not at all. gmpo: log-ratios are clipped below -clip_low.
+    clip_low: float = setting(0.2, SHARE)
+    # Ratios are clipped above 1 + clip_high. gmpo: log-ratios are clipped above clip_high.
+    clip_high: float = setting(0.2, POSITIVE)
     # ppo_clip: for negative advantages, the loss is at most this × |advantage|; null: no bound.
     dual_clip: float | None = setting(3.0, Range(expected="> 1, or null for no bound", above=1))
+    tau_pos: float = setting(1.0, POSITIVE)  # sapo: how fast the gate closes for positive advantages.
+    tau_neg: float = setting(1.05, POSITIVE)  # sapo: how fast the gate closes for negative advantages.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,15 @@ def test_survives_pickling() -> None:
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
 
 
+def test_gmpo_needs_the_aggregation_of_rows_and_has_no_ratio_per_token() -> None:
+    loss = PolicyLossConfig(name="gmpo", clip_low=0.4, clip_high=0.4)
+    with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' with algo\.policy_loss\.name=gmpo"):
+        build_algorithm(AlgoConfig(policy_loss=loss), max_response_tokens=8)
+    # No warning: 0.4 bounds single tokens.
+    algorithm = build_algorithm(AlgoConfig(policy_loss=loss, aggregation="seq-mean-token-mean"), max_response_tokens=8)
+    assert not algorithm.token_local
+
+
 def test_gspo_needs_its_aggregation() -> None:
     loss = PolicyLossConfig(name="gspo", clip_low=3e-4, clip_high=4e-4)
     with pytest.raises(ConfigError, match=r"algo\.aggregation: got 'token-mean' .*; set algo\.aggregation=seq-mean"):

@@ -203,6 +203,97 @@ def test_gspo_token_is_gspo_where_the_advantages_of_a_row_are_equal() -> None:
     )
 
 
+# Log-ratios to old log-probs of −1, and the advantage of each token: two rows and one with both signs.
+LOG_RATIOS = ([LN2, -0.6, 0.2], [0.6, -0.9, 0.1], [0.5, -0.7, 0.3])
+ROW_ADVANTAGES = ([1.0] * 3, [-1.0] * 3, [1.5, -2.0, -0.5])
+every_row = pytest.mark.parametrize(("log_ratios", "advantages"), list(zip(LOG_RATIOS, ROW_ADVANTAGES, strict=True)))
+
+
+def test_gmpo_clips_tokens_before_their_geometric_mean() -> None:
+    cfg: dict[str, Any] = {"clip_low": 0.4, "clip_high": 0.4}
+    # A > 0: ln 2 becomes 0.4, and −0.6 stays. The mean of 0.4, −0.6 and 0.2 is 0, so s = 1.
+    # A < 0: −0.9 becomes −0.4, and 0.6 stays. The mean of 0.6, −0.4 and 0.1 is 0.1.
+    for log_ratios, sign, s, clipped in (
+        (LOG_RATIOS[0], 1, 1.0, [1, 0, 0]),
+        (LOG_RATIOS[1], -1, 1.105170918, [0, 1, 0]),
+    ):
+        logprobs, old, advantages = [d - 1 for d in log_ratios], [-1.0] * 3, [float(sign)] * 3
+        terms = policy_loss(loss_inputs(row(logprobs), old, advantages), PolicyLossConfig(name="gmpo", **cfg))
+        assert terms.loss[0].tolist() == pytest.approx([-sign * s] * 3)
+        assert terms.diagnostics["actor/pg_clipfrac"][0].tolist() == clipped
+        assert terms.diagnostics["actor/ppo_kl"][0].tolist() == pytest.approx([-d for d in log_ratios])
+        # Each of the three equal losses gives −s·A / 3 to each token that is not clipped.
+        expected = [0.0 if cut else -sign * s for cut in clipped]
+        assert gradient("gmpo", logprobs, old, advantages, **cfg) == pytest.approx(expected)
+
+
+@every_row
+def test_gmpo_is_the_geometric_mean_of_the_paper(log_ratios: list[float], advantages: list[float]) -> None:
+    """The root of a product of ratios, each cut on the side where its advantage would push it further."""
+    low, high = math.exp(-0.3), math.exp(0.5)
+    ratios = [torch.tensor(d, dtype=torch.float64).exp().requires_grad_() for d in log_ratios]
+    cut = [r.clamp(max=high) if a > 0 else r.clamp(min=low) for r, a in zip(ratios, advantages, strict=True)]
+    root = (cut[0] * cut[1] * cut[2]) ** (1 / 3)
+    loss = -sum(advantages) * root
+    logprobs = row([d - 1 for d in log_ratios])
+    x = loss_inputs(logprobs, [-1.0] * 3, advantages)
+    ours = policy_loss(x, PolicyLossConfig(name="gmpo", clip_low=0.3, clip_high=0.5)).loss.sum()
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-12)
+    # d ratio / d logprob = ratio.
+    expected = [(g * r).item() for g, r in zip(torch.autograd.grad(loss, ratios), ratios, strict=True)]
+    assert torch.autograd.grad(ours, logprobs)[0][0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gmpo_ignores_tokens_outside_the_mask() -> None:
+    """The mean of 0.2 and 0.4, whatever stands between them."""
+    x = PolicyLossInputs(
+        logprobs=torch.tensor([[-0.8, math.nan, -0.6]]),
+        old_logprobs=torch.tensor([[-1.0, 0.0, -1.0]]),
+        advantages=torch.tensor([[2.0, 0.0, 2.0]]),
+        loss_mask=torch.tensor([[True, False, True]]),
+    )
+    loss = policy_loss(x, PolicyLossConfig(name="gmpo", clip_low=0.5, clip_high=0.5)).loss
+    assert loss[0, [0, 2]].tolist() == pytest.approx([-2 * math.exp(0.3)] * 2)
+
+
+def test_sapo_gates_ratios_by_the_sign_of_the_advantage() -> None:
+    # Ratios 1, 2 and 1/2; σ(0) = 0.5, σ(1) = 0.7310585786, σ(−1) = 0.2689414214.
+    #   A = 1, τ = 1: −4·0.5 = −2, and −4·0.7310585786 = −2.9242343145.   A = −2, τ = 2: 2·2·0.2689414214.
+    # With dr/dlp = r and σ' = σ·(1 − σ), the gradient is −A·r·4·σ': −1·1·1, −1·2·0.7864477329, 2·0.5·0.7864477329.
+    logprobs, old, advantages = [-1.0, LN2 - 1, -LN2 - 1], [-1.0] * 3, [1.0, 1.0, -2.0]
+    cfg: dict[str, Any] = {"tau_pos": 1.0, "tau_neg": 2.0}
+    terms = policy_loss(loss_inputs(row(logprobs), old, advantages), PolicyLossConfig(name="sapo", **cfg))
+    assert terms.loss[0].tolist() == pytest.approx([-2.0, -2.9242343145, 1.0757656855])
+    assert terms.diagnostics["actor/ppo_kl"][0].tolist() == pytest.approx([0.0, -LN2, LN2])
+    expected = [-1.0, -1.5728954659, 0.7864477329]
+    assert gradient("sapo", logprobs, old, advantages, **cfg) == pytest.approx(expected)
+
+
+@every_row
+def test_sapo_weighs_gradients_as_in_the_paper(log_ratios: list[float], advantages: list[float]) -> None:
+    """The paper's other form: the gradient is that of r·A times sech²(τ/2·(r − 1))."""
+    taus = [1.3 if a > 0 else 1.7 for a in advantages]
+    expected = [
+        -a * math.exp(d) / math.cosh(tau / 2 * (math.exp(d) - 1)) ** 2
+        for d, a, tau in zip(log_ratios, advantages, taus, strict=True)
+    ]
+    logprobs = [d - 1 for d in log_ratios]
+    got = gradient("sapo", logprobs, [-1.0] * 3, advantages, tau_pos=1.3, tau_neg=1.7)
+    assert got == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gmpo", "sapo"])
+def test_far_from_the_old_policy_values_and_gradients_are_finite(name: str) -> None:
+    for distance in (-1000.0, 1000.0):
+        for advantage in (1.0, -1.0):
+            leaf = row([0.0, -1.0])
+            x = loss_inputs(leaf, [-distance, -1.0], [advantage] * 2)
+            loss = policy_loss(x, PolicyLossConfig(name=name)).loss
+            (grad,) = torch.autograd.grad(loss.sum(), leaf)
+            assert loss.isfinite().all()
+            assert grad.isfinite().all()
+
+
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_correction_weights_multiply_the_loss_and_its_gradient_only(name: str) -> None:
     logprobs, old, advantages = [-0.9, -1.0, -1.1], [-1.0, -1.0, -1.0], [1.0, 2.0, -1.0]

@@ -47,6 +47,13 @@ ROWS = {"aggregation": "seq-mean-token-mean"}
         ),
         ({"policy_loss": GSPO | {"dual_clip": 2.0}} | ROWS, "dual_clip: got 2.0, which is not read with"),
         ({"policy_loss": {"name": "reinforce", "clip_low": 0.1}}, "clip_low: got 0.1, which is not read with"),
+        ({"policy_loss": {"name": "sapo", "clip_high": 0.3}}, "clip_high: got 0.3, which is not read with"),
+        ({"policy_loss": {"name": "gmpo", "dual_clip": 2.0}} | ROWS, "dual_clip: got 2.0, which is not read with"),
+        (
+            {"policy_loss": {"tau_neg": 2.0}},
+            "algo.policy_loss.tau_neg: got 2.0, which is not read with algo.policy_loss.name=ppo_clip; leave it at "
+            "1.05, or set algo.policy_loss.name=sapo",
+        ),
         (
             {"entropy_coef": 0.1, "entropy": {"target_nats": 0.5}},
             "algo.entropy.target_nats: got 0.5, which is not read with algo.entropy.controller=fixed; leave it at "
@@ -72,6 +79,8 @@ def test_what_nothing_reads_is_refused(keys: dict[str, Any], message: str) -> No
         {"aggregation": "dr_grpo", "aggregation_horizon_tokens": 9},
         {"policy_loss": GSPO | {"dual_clip": None}} | ROWS,
         {"policy_loss": {"name": "cispo", "clip_high": 0.3}},
+        {"policy_loss": {"name": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "dual_clip": None}} | ROWS,
+        {"policy_loss": {"name": "sapo", "tau_pos": 0.5, "tau_neg": 2.0}},
         {"policy_loss": {"dual_clip": 2.0}},
         {"entropy_coef": 0.1, "entropy": {"controller": "proportional", "target_nats": 0.5, "max_coef": 0.2}},
         {"entropy_coef": 0.1, "entropy": {"controller": "learned", "target_nats": 0.5, "lr": 0.5}},
