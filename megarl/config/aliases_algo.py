@@ -32,8 +32,8 @@ VERL_ALGO: Entries = {
     ),
     f"{_ACTOR}.policy_loss.loss_mode": (
         "algo.policy_loss.name",
-        "vanilla is ppo_clip",
-        translate.choose({"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo"}),
+        "vanilla is ppo_clip, gpg is reinforce",
+        translate.choose({"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}),
     ),
 } | {
     f"{section}.{name}": entry

@@ -34,19 +34,10 @@ OPENRLHF: Entries = {
     "adam_offload": ("placement.offload", _ALL_PARTS, translate.SWITCH),
     "advantage_estimator": (
         "algo.advantage.estimator",
-        "",
+        "reinforce is reinforce_plus_plus",
         translate.choose(
-            {
-                name: name
-                for name in (
-                    "gae",
-                    "rloo",
-                    "reinforce_baseline",
-                    "reinforce_max",
-                    "group_norm",
-                    "dr_grpo",
-                )
-            }
+            {name: name for name in ("gae", "rloo", "reinforce_baseline", "reinforce_max", "group_norm", "dr_grpo")}
+            | {"reinforce": "reinforce_plus_plus"}
         ),
     ),
     "colocate_actor_ref": ("", "actor and reference always share their devices"),

@@ -197,7 +197,11 @@ VERL: Entries = {
                 "grpo_vectorized": "grpo",
                 "rloo": "rloo",
                 "rloo_vectorized": "rloo",
+                "reinforce_plus_plus": "reinforce_plus_plus",
                 "reinforce_plus_plus_baseline": "reinforce_baseline",
+                "opo": "opo",
+                "gpg": "gpg",
+                "grpo_passk": "passk_best",
                 "cpo": "grpo",
             }
         ),
@@ -207,7 +211,11 @@ VERL: Entries = {
     "algorithm.kl_ctrl.target_kl": ("algo.kl.target_nats", "", translate.kl_in_reward),
     "algorithm.kl_ctrl.type": ("algo.kl.controller", "", translate.kl_in_reward),
     "algorithm.kl_penalty": ("algo.kl.estimator", "", translate.kl_in_reward),
-    "algorithm.norm_adv_by_std_in_grpo": ("algo.advantage.norm_by_std",),
+    "algorithm.norm_adv_by_std_in_grpo": (
+        "algo.advantage.norm_by_std",
+        "only GRPO and its variants have it there",
+        lambda value, options: value if str(options["algorithm.adv_estimator"]).startswith(("grpo", "cpo")) else UNSET,
+    ),
     "algorithm.use_kl_in_reward": (
         "algo.kl.where",
         _KL_PLACE,

@@ -113,9 +113,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # Settings that only act with others: what a key starts with, the key that decides, and its values (empty: any).
 _ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (
     ("critic.", "algo.advantage.estimator", frozenset({"gae"})),
-    ("algo.advantage.gamma", "algo.advantage.estimator", frozenset({"gae"})),
+    ("algo.advantage.gamma", "algo.advantage.estimator", frozenset({"gae", "reinforce_plus_plus"})),
     ("algo.advantage.lam", "algo.advantage.estimator", frozenset({"gae"})),
-    ("algo.advantage.norm_by_std", "algo.advantage.estimator", frozenset({"grpo", "grpo_split", "reinforce_baseline"})),
+    (
+        "algo.advantage.norm_by_std",
+        "algo.advantage.estimator",
+        frozenset({"grpo", "grpo_split", "passk_best", "reinforce_baseline", "reinforce_plus_plus"}),
+    ),
     ("algo.kl.", "algo.kl.where", frozenset({"loss", "reward", "both"})),
     ("reference.", "algo.kl.where", frozenset({"loss", "reward", "both"})),
     ("reward_model.", "rewards.manager", frozenset({"model"})),
@@ -238,7 +242,7 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
         if tokens < longest or role == "actor":
             known[f"{role}.micro_batch_tokens"] = max(tokens, longest)
     loss, estimator = known.get("algo.policy_loss.name", "ppo_clip"), known.get("algo.advantage.estimator", "grpo")
-    known["algo.name"] = estimator if loss == "ppo_clip" else loss
+    known["algo.name"] = estimator if loss in ("ppo_clip", "reinforce") else loss
     return known
 
 

@@ -153,6 +153,23 @@ EXPECTED: dict[str, dict[str, Any]] = {
         # 8 rows of 1024 + 1024 tokens.
         "actor.micro_batch_tokens": 16384,
     },
+    "gpg_verl.sh": {
+        "algo.name": "gpg",
+        "algo.advantage.estimator": "gpg",
+        "algo.advantage.norm_by_std": None,
+        "algo.policy_loss.name": "reinforce",
+        "algo.kl.where": None,
+        "rollout.num_samples": 5,
+        "trainer.mini_batch_prompts": 256,
+    },
+    "reinforce_openrlhf.sh": {
+        "algo.advantage.estimator": "reinforce_plus_plus",
+        "algo.advantage.gamma": 0.99,
+        "algo.advantage.norm_by_std": None,
+        "algo.kl.where": "reward",
+        "algo.kl.coef": 1e-4,
+        "rollout.num_samples": 1,
+    },
     "group_norm_openrlhf.sh": {
         "algo.advantage.estimator": "group_norm",
         "algo.policy_loss.clip_high": 0.27,
