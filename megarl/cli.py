@@ -28,6 +28,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         ("train", "train a policy by reinforcement learning"),
         ("sft", "train a policy on demonstrations"),
         ("train-reward", "train a reward model on preference pairs"),
+        ("train-preference", "train a policy on preference pairs (DPO, IPO, KTO, ORPO)"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
@@ -150,9 +151,9 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
     from megarl.device.platform import apply_environment
 
     apply_environment()
-    from megarl.run.start import sft, train_reward
+    from megarl.run.start import sft, train_preference, train_reward
 
-    start = sft if arguments.command == "sft" else train_reward
+    start = {"sft": sft, "train-reward": train_reward, "train-preference": train_preference}[arguments.command]
     start(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite, resume=arguments.resume)
 
 

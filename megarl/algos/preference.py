@@ -1,15 +1,23 @@
-"""Define the objective that trains reward models on pairs of a preferred and a rejected response."""
+"""Define the objectives that train reward models and policies on pairs of a preferred and a rejected response."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from megarl.types import AlgoState, Denominators, LossSums, Row, RowBatch, ValueOutputs
+from megarl.algos.masked import masked_sum
+from megarl.config.schema import TrainPreferenceConfig
+from megarl.registry import Registry, refuse_unused
+from megarl.types import AlgoState, Denominators, LossSums, PolicyOutputs, Row, RowBatch, Score, ValueOutputs
 
 MARGIN = "margin"
+# KL(policy ‖ reference) of a whole batch, estimated on prompts with responses of other rows; the same in each token.
+BATCH_KL = "batch_kl"
+# Mean log-probs nearer to 0 count as this in `orpo_losses`: the odds of a certain response are infinite.
+_MAX_MEAN_LOGPROB = -1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +56,164 @@ class BradleyTerry:
             objective={"pairs": F.softplus(margin - difference).sum()},
             metrics={"pairs": {f"reward_model/{name}": value for name, value in parts.items()}},
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLogprobs:
+    """What a policy says of pairs of responses: row 0 of each [2, P] tensor are the chosen ones, row 1 the rejected.
+
+    logprobs: log-probs of whole responses. log_ratios: the same less those of the reference model (0 for losses that
+    have none). num_tokens: lengths of the responses. kl: what `BATCH_KL` stands for (0 for losses that do not read it).
+    """
+
+    logprobs: Tensor
+    log_ratios: Tensor
+    num_tokens: Tensor
+    kl: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLosses:
+    """The losses of pairs [P], and the implicit rewards [2, P] of their chosen and rejected responses."""
+
+    losses: Tensor
+    rewards: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """A loss of a policy on pairs. reads: the scores of rows it needs. options: the settings that it alone reads."""
+
+    of_pairs: Callable[[PairLogprobs, TrainPreferenceConfig], PairLosses]
+    reads: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+
+
+def dpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
+    """Compute DPO's losses (arXiv:2305.18290): −log σ(r_chosen − r_rejected) with r = β·ln(π/π_ref) of a response.
+
+    >>> round(dpo_losses(pairs([[2.0], [0.0]]), TrainPreferenceConfig(beta=0.5)).losses.item(), 4)  # −log σ(1)
+    0.3133
+    """
+    rewards = cfg.beta * pairs.log_ratios
+    return PairLosses(losses=-F.logsigmoid(rewards[0] - rewards[1]), rewards=rewards)
+
+
+def ipo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
+    """Compute IPO's losses (arXiv:2310.12036): (h_chosen − h_rejected − 1/(2β))², h the mean of ln(π/π_ref) per token.
+
+    The paper has sums instead of means; means, as in TRL, keep long responses from setting the scale.
+
+    >>> ipo_losses(pairs([[2.0], [0.0]], num_tokens=[[1], [4]]), TrainPreferenceConfig(beta=0.5)).losses.item()
+    1.0
+    """
+    means = pairs.log_ratios / pairs.num_tokens
+    return PairLosses(losses=(means[0] - means[1] - 1 / (2 * cfg.beta)).square(), rewards=cfg.beta * means)
+
+
+def kto_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
+    """Compute KTO's losses (arXiv:2402.01306), the mean of λ_D·(1 − σ(r_chosen − z)) and λ_U·(1 − σ(z − r_rejected)).
+
+    r = β·ln(π/π_ref) of a response, and z = β·KL(π ‖ π_ref) of the batch.
+
+    >>> kto_losses(pairs([[0.0], [0.0]]), TrainPreferenceConfig()).losses.item()
+    0.5
+    """
+    rewards, threshold = cfg.beta * pairs.log_ratios, cfg.beta * pairs.kl
+    chosen = cfg.desirable_weight * torch.sigmoid(threshold[0] - rewards[0])
+    rejected = cfg.undesirable_weight * torch.sigmoid(rewards[1] - threshold[1])
+    return PairLosses(losses=(chosen + rejected) / 2, rewards=rewards)
+
+
+def orpo_losses(pairs: PairLogprobs, cfg: TrainPreferenceConfig) -> PairLosses:
+    """Compute ORPO's losses (arXiv:2403.07691): −ln p_chosen − β·log σ(ln odds_chosen − ln odds_rejected).
+
+    p is the geometric mean of a response's token probabilities, and odds = p/(1 − p).
+
+    >>> halves = pairs([[0.0], [0.0]], logprobs=[[-0.6931], [-0.6931]])  # ln ½
+    >>> round(orpo_losses(halves, TrainPreferenceConfig(beta=1.0)).losses.item(), 3)  # 2·ln 2
+    1.386
+    """
+    means = (pairs.logprobs / pairs.num_tokens).clamp(max=_MAX_MEAN_LOGPROB)
+    log_odds = means - torch.log(-torch.expm1(means))
+    losses = -means[0] - cfg.beta * F.logsigmoid(log_odds[0] - log_odds[1])
+    return PairLosses(losses=losses, rewards=cfg.beta * means)
+
+
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("objective", key="train_preference.objective")
+
+_WITH_REFERENCE = frozenset({Score.REF_LOGPROBS.value})
+PREFERENCE_LOSSES.register("dpo")(PreferenceLoss(of_pairs=dpo_losses, reads=_WITH_REFERENCE))
+PREFERENCE_LOSSES.register("ipo")(PreferenceLoss(of_pairs=ipo_losses, reads=_WITH_REFERENCE))
+PREFERENCE_LOSSES.register("kto")(
+    PreferenceLoss(
+        of_pairs=kto_losses,
+        reads=_WITH_REFERENCE | {BATCH_KL},
+        options=frozenset({"desirable_weight", "undesirable_weight"}),
+    )
+)
+PREFERENCE_LOSSES.register("orpo")(PreferenceLoss(of_pairs=orpo_losses))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceObjective:
+    """An objective for policies: the mean over pairs of the loss that `cfg.objective` names.
+
+    As for `BradleyTerry`, the first half of a batch are chosen rows, the second half the rejected rows of the same
+    pairs, and a pair is never split.
+    """
+
+    cfg: TrainPreferenceConfig
+
+    entropy_needs_grad: ClassVar[bool] = False
+    token_local: ClassVar[bool] = False
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return PREFERENCE_LOSSES.get(self.cfg.objective).reads
+
+    def denominators(self, rows: Sequence[Row]) -> Denominators:
+        """Count the pairs of an optimizer mini-batch."""
+        return {"pairs": max(len(rows) / 2, 1.0)}
+
+    def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
+        """Sum the losses of a micro-batch's pairs; metrics: share of pairs in order, mean rewards and log-probs."""
+        shape, mask = (2, len(out.logprobs) // 2), rows.loss_mask
+        logprobs = masked_sum(out.logprobs, mask, dim=1).reshape(shape)
+        log_ratios, kl = (torch.zeros_like(logprobs) for _ in range(2))
+        if Score.REF_LOGPROBS in self.reads:
+            # Subtract before summing: the sums are large, and float32 would lose their difference.
+            log_ratios = masked_sum(out.logprobs - rows.score(Score.REF_LOGPROBS), mask, dim=1).reshape(shape)
+        if BATCH_KL in self.reads:
+            kl = rows.score(BATCH_KL)[:, :1].sum(1).reshape(shape)
+        num_tokens = mask.sum(1).clamp(min=1).reshape(shape)
+        pairs = PairLogprobs(logprobs=logprobs, log_ratios=log_ratios, num_tokens=num_tokens, kl=kl)
+        result = PREFERENCE_LOSSES.get(self.cfg.objective).of_pairs(pairs, self.cfg)
+        (chosen, rejected), (chosen_logprobs, rejected_logprobs) = result.rewards.detach(), logprobs.detach()
+        parts = {
+            "accuracy": (chosen > rejected).float(),
+            "margin": chosen - rejected,
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "logprobs_chosen": chosen_logprobs,
+            "logprobs_rejected": rejected_logprobs,
+            **({"kl": kl[0]} if BATCH_KL in self.reads else {}),
+        }
+        return LossSums(
+            objective={"pairs": result.losses.sum()},
+            metrics={"pairs": {f"preference/{name}": values.sum() for name, values in parts.items()}},
+        )
+
+
+def preference_objective(cfg: TrainPreferenceConfig) -> PreferenceObjective:
+    """Make the objective that `cfg` names. Raises ConfigError for an unknown name, or a setting that nothing reads.
+
+    >>> sorted(preference_objective(TrainPreferenceConfig(objective="kto")).reads)
+    ['batch_kl', 'ref_logprobs']
+    """
+    own = PREFERENCE_LOSSES.get(cfg.objective).options
+    for name in PREFERENCE_LOSSES:
+        others = sorted(PREFERENCE_LOSSES.get(name).options - own)
+        remedy = f"set train_preference.objective={name}"
+        refuse_unused("train_preference", cfg, others, f"train_preference.objective={cfg.objective}", remedy)
+    return PreferenceObjective(cfg=cfg)

@@ -22,8 +22,7 @@ def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
     required, roles = algorithm.requires(), [actor_role(config)]
     settings = role_settings(config)
     if Score.REF_LOGPROBS in required:
-        model = _model(config, config.reference.model_path)
-        roles.append(RoleSpec(role=Role.REFERENCE, model=model, settings=settings[Role.REFERENCE], trainable=False))
+        roles.append(reference_role(config))
     if Score.VALUES in required:
         roles.append(
             RoleSpec(
@@ -39,6 +38,13 @@ def roles_of(config: Config, algorithm: Algorithm) -> tuple[RoleSpec, ...]:
         own = settings[Role.REWARD]
         roles.append(RoleSpec(role=Role.REWARD, model=model, settings=own, head=Head.SCALAR, trainable=False))
     return tuple(roles)
+
+
+def reference_role(config: Config) -> RoleSpec:
+    """Return the role of the frozen reference model, for runs that read its log-probs."""
+    settings = role_settings(config)[Role.REFERENCE]
+    model = _model(config, config.reference.model_path)
+    return RoleSpec(role=Role.REFERENCE, model=model, settings=settings, trainable=False)
 
 
 def reward_role(config: Config) -> RoleSpec:

@@ -9,10 +9,12 @@ from typing import TypeAlias
 
 from megarl.config.check_batches import (
     check_pair_fits_micro_batch,
+    check_responses_fit_micro_batch,
     check_row_fits_engine,
     check_row_fits_micro_batch,
     check_sft_outlasts_warmup,
     check_train_outlasts_warmup,
+    check_train_preference_outlasts_warmup,
     check_train_reward_outlasts_warmup,
     check_whole_mini_batches,
     max_row_terms,
@@ -53,6 +55,11 @@ def check_sft(config: Config) -> None:
 def check_train_reward(config: Config) -> None:
     """Check the rules of reward-model training, which include those of `check_config`. Raises ConfigError."""
     _apply((*COMMON_RULES, *TRAIN_REWARD_RULES), config)
+
+
+def check_train_preference(config: Config) -> None:
+    """Apply the rules of `check_config` and those of training on preference pairs. Raises ConfigError."""
+    _apply((*COMMON_RULES, *TRAIN_PREFERENCE_RULES), config)
 
 
 def check_eval(config: Config) -> None:
@@ -216,6 +223,22 @@ def _require_pairs_alone(config: Config) -> None:
         )
 
 
+# --- policies on preference pairs
+
+
+def _require_preference_data(config: Config) -> None:
+    settings = config.train_preference
+    if not settings.train:
+        raise ConfigError(
+            "train_preference.train: is empty; list parquet or JSONL files, as in train_preference.train=[a.jsonl]"
+        )
+    if settings.objective == "kto" and settings.batch_size == 1:
+        raise ConfigError(
+            "train_preference.batch_size: got 1, where no other pair lends the response that kto's KL is estimated "
+            "with; raise it, or choose another train_preference.objective"
+        )
+
+
 def _require_other_hints(config: Config) -> None:
     if config.algo.cpo.shuffled_baseline and config.trainer.prompts_per_step == 1:
         raise ConfigError(
@@ -260,6 +283,12 @@ TRAIN_REWARD_RULES: tuple[Rule, ...] = (
     _require_pairs_alone,
     check_pair_fits_micro_batch,
     check_train_reward_outlasts_warmup,
+)
+TRAIN_PREFERENCE_RULES: tuple[Rule, ...] = (
+    _require_preference_data,
+    check_responses_fit_micro_batch,
+    check_role_layouts,
+    check_train_preference_outlasts_warmup,
 )
 EVAL_RULES: tuple[Rule, ...] = (
     require_ranges,

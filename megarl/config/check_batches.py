@@ -77,6 +77,16 @@ def check_pair_fits_micro_batch(config: Config) -> None:
         )
 
 
+def check_responses_fit_micro_batch(config: Config) -> None:
+    """Raise ConfigError unless one micro-batch of the actor holds the two longest responses with their prompts."""
+    longest = 2 * max_row_tokens(config)
+    if config.actor.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest}, two rows of up "
+            f"to {max_row_terms(config)} tokens, as the loss of a pair needs both; raise it or shorten the two"
+        )
+
+
 def check_train_outlasts_warmup(config: Config) -> None:
     """Raise ConfigError if actor or critic would have no optimizer step after its warm-up; total_steps=0 is allowed."""
     trainer, critic = config.trainer, config.critic
@@ -100,6 +110,12 @@ def check_sft_outlasts_warmup(config: Config) -> None:
 def check_train_reward_outlasts_warmup(config: Config) -> None:
     """Raise ConfigError if reward-model training would have no optimizer step after the warm-up."""
     _require_warmup_below(config.actor.optimizer, config.train_reward.total_steps, "actor")
+
+
+def check_train_preference_outlasts_warmup(config: Config) -> None:
+    """Raise ConfigError unless optimizer steps are left after the warm-up, as far as their number is known."""
+    if config.train_preference.total_epochs is None:
+        _require_warmup_below(config.actor.optimizer, config.train_preference.total_steps, "actor")
 
 
 def _require_warmup_below(optimizer: OptimizerConfig, num_steps: int, role: str) -> None:

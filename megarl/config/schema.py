@@ -51,6 +51,7 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "SyncConfig",
+    "TrainPreferenceConfig",
     "TrainRewardConfig",
     "TrainerConfig",
     "ValidationConfig",
@@ -142,6 +143,28 @@ class TrainRewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPreferenceConfig:
+    """Configure the training of a policy on preference pairs (`megarl train-preference`), with the settings of `actor`
+    and, for the reference model, of `reference`.
+    """
+
+    train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
+    val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
+    objective: str = "dpo"  # Name of the loss: dpo, ipo, kto or orpo; see docs/algorithms/preferences.md.
+    # dpo, ipo, kto: strength of the tie to the reference model, which smaller values loosen. orpo: weight of the term
+    # of odds.
+    beta: float = setting(0.1, POSITIVE)
+    desirable_weight: float = setting(1.0, POSITIVE)  # kto: weight of chosen responses, the paper's λ_D.
+    undesirable_weight: float = setting(1.0, POSITIVE)  # kto: weight of rejected responses, the paper's λ_U.
+    batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
+    total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
+    # Passes over the pairs, which set total_steps to total_epochs · ⌊pairs / batch_size⌋, or null.
+    total_epochs: int | None = setting(None, AT_LEAST_1)
+    # Steps between validations, in addition to those before the first step and after the last.
+    val_every_steps: int = setting(100, AT_LEAST_1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingConfig:
     """Choose what a run records besides metrics.jsonl."""
 
@@ -209,6 +232,7 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     train_reward: TrainRewardConfig = field(default_factory=TrainRewardConfig)
+    train_preference: TrainPreferenceConfig = field(default_factory=TrainPreferenceConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

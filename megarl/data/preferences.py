@@ -1,16 +1,16 @@
 """Provide data sets of preference pairs, which are tokenised and checked when they are opened."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algos.preference import MARGIN
-from megarl.data.chat import encode_chats
+from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
-from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, parse_preference
+from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, PreferenceRecord, parse_preference
 from megarl.errors import DataError
 from megarl.types import Row, row_read_at_end
 
@@ -22,12 +22,9 @@ class PreferenceDataset:
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
-        files = RowFiles(paths, columns=PREFERENCE_COLUMNS, required=PREFERENCE_SIDES)
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
-        records = [(files.where(i), parse_preference(row, files.where(i))) for i, row in enumerate(files)]
-        for start in range(0, len(records), READ_ROWS):
-            chunk = records[start : start + READ_ROWS]
+        for chunk in _chunks(paths):
             self._margins.extend(record.margin for _, record in chunk)
             for side, stored in self._sides.items():
                 encoded = encode_chats(
@@ -56,3 +53,75 @@ class PreferenceDataset:
             for number, (side, tokens) in enumerate(self._sides.items())
             for i in indices
         ]
+
+
+class ResponsePairDataset:
+    """A data set of preference pairs. Each pair is a prompt and two responses as the policy would have written them.
+
+    Raises DataError for a malformed row, or one whose prompt or response exceeds its limit.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+    ) -> None:
+        self._prompts: list[array[int]] = []
+        self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
+        for chunk in _chunks(paths):
+            prompts = encode_chats(tokenizer, [record.chosen[:-1] for _, record in chunk])
+            for (where, record), prompt in zip(chunk, prompts, strict=True):
+                if len(prompt) > max_prompt_tokens:
+                    raise long_prompt_error(where, len(prompt), max_prompt_tokens)
+                self._prompts.append(array("i", prompt))
+                for side, stored in self._sides.items():
+                    *question, answer = getattr(record, side)
+                    ids = encode_demonstration(tokenizer, question, answer.content, where=f"{where}: {side}")
+                    if len(ids) > max_response_tokens:
+                        raise DataError(
+                            f"{where}: {side}: the response has {len(ids)} tokens, rollout.max_response_tokens is "
+                            f"{max_response_tokens}; raise it or remove the row"
+                        )
+                    stored.append(array("i", ids))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Return the chosen responses of the pairs with these indices, then the rejected ones in the same order."""
+        return [
+            Row(
+                uid=f"pair:{i}",
+                sample_index=number,
+                token_ids=np.array([*self._prompts[i], *responses[i]], dtype=np.int64),
+                num_prompt_tokens=len(self._prompts[i]),
+                loss_mask=np.ones(len(responses[i]), dtype=np.bool_),
+            )
+            for number, responses in enumerate(self._sides.values())
+            for i in indices
+        ]
+
+
+def mismatched_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return each row's prompt with the next row's response, the last row's with the first's, for estimates of a KL."""
+    return [
+        Row(
+            uid=row.uid,
+            sample_index=row.sample_index,
+            token_ids=np.append(row.token_ids[: row.num_prompt_tokens], other.token_ids[other.num_prompt_tokens :]),
+            num_prompt_tokens=row.num_prompt_tokens,
+            loss_mask=other.loss_mask,
+        )
+        for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True)
+    ]
+
+
+def _chunks(paths: Sequence[str | Path]) -> Iterator[list[tuple[str, PreferenceRecord]]]:
+    """Read and check all rows, then yield them with the places they come from, some at a time."""
+    files = RowFiles(paths, columns=PREFERENCE_COLUMNS, required=PREFERENCE_SIDES)
+    records = [(files.where(i), parse_preference(row, files.where(i))) for i, row in enumerate(files)]
+    for start in range(0, len(records), READ_ROWS):
+        yield records[start : start + READ_ROWS]

@@ -22,7 +22,7 @@ def require_batch(dataset_size: int, batch_size: int) -> None:
     if not 1 <= batch_size <= dataset_size:
         raise ConfigError(
             f"batch size: got {batch_size} rows, expected 1 to {dataset_size}, the size of the data set; "
-            f"lower trainer.prompts_per_step or sft.batch_size, or add data"
+            f"lower trainer.prompts_per_step, or batch_size of the command's section, or add data"
         )
 
 

@@ -126,7 +126,8 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
     records = [r for r in read_metrics(paths.metrics) if "actor/lr" in r.metrics] if paths.metrics.exists() else []
     if records:
         config = yaml.safe_load(paths.config.read_text())
-        total = int(config["sft" if status.command == "sft" else "trainer"]["total_steps"])
+        section = {"sft": "sft", "train-preference": "train_preference"}.get(status.command, "trainer")
+        total = int(config[section]["total_steps"])
         last, recent = records[-1], records[-ETA_STEPS - 1 :]
         seen["step"] = f"{last.step} of {total}"
         if status.state == "running" and len(recent) > 1 and last.step < total:

@@ -97,8 +97,9 @@ class RunRecorder:
         """
         config, root = self._config, self.paths.root.resolve()
         prompts = (*train_files(config.data.train), *config.data.val)
-        pairs = (*config.train_reward.train, *config.train_reward.val)
-        models = (config.model.path, config.reward_model.model_path)
+        pairs = [path for section in (config.train_reward, config.train_preference) for path in section.train]
+        pairs += [*config.train_reward.val, *config.train_preference.val]
+        models = (config.model.path, config.reference.model_path, config.reward_model.model_path)
         for given in (*models, *prompts, *config.sft.train, *pairs, config.rollout.replay_dir):
             if given and Path(given).resolve().is_relative_to(root):
                 raise ConfigError(

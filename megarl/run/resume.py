@@ -44,6 +44,8 @@ CONTINUABLE = (
     "sft.total_steps",
     "train_reward.total_steps",
     "train_reward.val_every_steps",
+    "train_preference.total_steps",
+    "train_preference.val_every_steps",
     "logging",
     "checkpoint",
     "cluster",
@@ -55,6 +57,7 @@ _TOTAL_STEPS: Mapping[Command, Callable[[Config], tuple[str, int]]] = {
     "train": lambda config: ("trainer", config.trainer.total_steps),
     "sft": lambda config: ("sft", config.sft.total_steps),
     "train-reward": lambda config: ("train_reward", config.train_reward.total_steps),
+    "train-preference": lambda config: ("train_preference", config.train_preference.total_steps),
 }
 
 

@@ -12,7 +12,13 @@ from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
 from megarl.train.checkpoint import Checkpoint
-from megarl.train.inputs import open_sft_inputs, open_train_inputs, open_train_reward_inputs
+from megarl.train.inputs import (
+    open_sft_inputs,
+    open_train_inputs,
+    open_train_preference_inputs,
+    open_train_reward_inputs,
+)
+from megarl.train.preference import train_preference_task
 from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task
 from megarl.types.messages import RoleSpec
 
@@ -50,12 +56,21 @@ def train_reward(config: Config, *, overwrite: bool = False, resume: bool = Fals
     return recorder
 
 
+def train_preference(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+    """Train a policy on preference pairs, from checks to report. Raises RunStopped if a signal ends it early."""
+    inputs = open_train_preference_inputs(config)
+    task = train_preference_task(inputs)
+    recorder = _train_supervised(task, inputs.config, overwrite=overwrite, resume=resume)
+    write_report(recorder.paths.root)
+    return recorder
+
+
 def _train_supervised(task: SupervisedTask, config: Config, *, overwrite: bool, resume: bool) -> RunRecorder:
     checkpoint = find_checkpoint(config, task.command) if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     with (
         _heartbeat(recorder, task.command),
-        started_cluster(config, recorder.paths.logs, [task.role], with_engine=False) as cluster,
+        started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
     ):
         from megarl.train.supervised import SupervisedTrainer
 

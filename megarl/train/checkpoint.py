@@ -27,7 +27,7 @@ MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 
 # The commands that write checkpoints.
-Command: TypeAlias = Literal["train", "sft", "train-reward"]
+Command: TypeAlias = Literal["train", "sft", "train-reward", "train-preference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

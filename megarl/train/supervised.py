@@ -1,9 +1,9 @@
 """Train on fixed data: the loop of `megarl sft` and `megarl train-reward`, and the task of each of the two."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -23,11 +23,14 @@ from megarl.train.inputs import SftInputs, TrainRewardInputs
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
-from megarl.types.messages import LoadRequest, RoleSpec
+from megarl.types.messages import LoadRequest, Role, RoleSpec
 from megarl.weights.families import read_model_spec
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
+
+
+Scorers: TypeAlias = Mapping[Role, RoleScorer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,8 @@ class SupervisedTask:
 
     rows: returns the rows of the examples with these indices. paired: the rows' second half holds the counterparts of
     the first; see `RoleUpdater.update`. validate: called before the first step, every `validate_every` steps and after
-    the last.
+    the last. frozen: roles that are loaded besides the trained one. add_scores: adds the scores that the objective
+    reads to the rows of a step.
     """
 
     command: Command
@@ -47,8 +51,10 @@ class SupervisedTask:
     num_examples: int
     rows: Callable[[Sequence[int]], list[Row]]
     paired: bool = False
-    validate: Callable[[RoleUpdater, int], Validation] | None = None
+    validate: Callable[[Scorers, int], Validation] | None = None
     validate_every: int = 1
+    frozen: tuple[RoleSpec, ...] = ()
+    add_scores: Callable[[Scorers, list[Row], int], list[Row]] | None = None
 
 
 class SupervisedTrainer:
@@ -59,6 +65,13 @@ class SupervisedTrainer:
         self.state, self.timers = AlgoState(), Timers()
         dims = read_model_spec(task.role.model.path).dims
         self.updater = RoleUpdater(cluster.workers, task.role, task.objective, total_steps=task.total_steps, dims=dims)
+        self.scorers: Scorers = {
+            task.role.role: self.updater,
+            **{
+                role.role: RoleScorer(cluster.workers, role, dims=read_model_spec(role.model.path).dims)
+                for role in task.frozen
+            },
+        }
         self.sampler = PromptSampler(task.num_examples, task.batch_size, config.run.seed, config.data.shuffle)
         self.checkpoints = CheckpointManager(recorder.paths.checkpoints, config.checkpoint, cluster.workers)
 
@@ -71,7 +84,8 @@ class SupervisedTrainer:
             RunStopped: a signal ended the run early; its checkpoint is complete.
         """
         task, run = self.task, self.config.run
-        self.cluster.workers.load(LoadRequest(roles=(task.role,), seed=run.seed, deterministic=run.deterministic))
+        roles = (task.role, *task.frozen)
+        self.cluster.workers.load(LoadRequest(roles=roles, seed=run.seed, deterministic=run.deterministic))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
             self.recorder.metrics() as log,
@@ -109,8 +123,12 @@ class SupervisedTrainer:
     def _train_step(self, step: int, log: MetricsLogger, progress: Progress) -> None:
         role = self.task.role.role
         rows = self.task.rows(self.sampler.next_batch())
-        with self.timers("step"), self.timers(f"update_{role}"):
-            result = self.updater.update(rows, self.state, step=step, paired=self.task.paired)
+        with self.timers("step"):
+            if self.task.add_scores is not None:
+                with self.timers("score"):
+                    rows = self.task.add_scores(self.scorers, rows, step)
+            with self.timers(f"update_{role}"):
+                result = self.updater.update(rows, self.state, step=step, paired=self.task.paired)
         times = self.timers.pop()
         tokens_per_s = sum(row.num_tokens for row in rows) / times["timing_s/step"]
         metrics = {**result.metrics} | times | {"perf/tokens_per_s": tokens_per_s}
@@ -119,7 +137,7 @@ class SupervisedTrainer:
             step,
             ProgressValues(
                 loss=metrics[f"{role}/loss"],
-                accuracy=metrics.get(f"{role}/accuracy"),
+                accuracy=metrics.get(f"{role}/accuracy", metrics.get("preference/accuracy")),
                 tokens_per_s=tokens_per_s,
             ),
         )
@@ -130,7 +148,7 @@ class SupervisedTrainer:
         if self.task.validate is None or not due:
             return None
         with self.timers("testing"):
-            result = self.task.validate(self.updater, step)
+            result = self.task.validate(self.scorers, step)
         log.log(step, {**result.metrics} | self.timers.pop())
         progress.note(f"step {step}: {result.summary}")
         return result.score
@@ -162,7 +180,7 @@ def train_reward_task(inputs: TrainRewardInputs) -> SupervisedTask:
         num_examples=len(inputs.train),
         rows=inputs.train.rows,
         paired=True,
-        validate=None if val is None else lambda scorer, step: validate_pairs(val, scorer, step=step),
+        validate=None if val is None else lambda scorers, step: validate_pairs(val, scorers[Role.REWARD], step=step),
         validate_every=settings.val_every_steps,
     )
 

@@ -12,6 +12,7 @@ from megarl.algos.corrections import LogRatios
 from megarl.algos.cpo.inputs import CpoInputs
 from megarl.algos.cpo.terms import Terms, make_terms
 from megarl.algos.policy_losses import PolicyLossInputs
+from megarl.algos.preference import PairLogprobs
 from megarl.config.algo import CpoConfig
 from megarl.config.algo.compose import EntropyConfig
 from megarl.types import PolicyOutputs, Row, RowBatch, ScoredBatch
@@ -99,7 +100,19 @@ def terms(
     return make_terms(inputs, cfg, neg_scope="negative_sample", uses_hint=True, uses_entropy=True)
 
 
+def pairs(log_ratios: Any, *, logprobs: Any = None, num_tokens: Any = None) -> PairLogprobs:
+    """Responses of pairs, [chosen, rejected], of one token each and with a KL of 0 unless given."""
+    values = tensor(log_ratios)
+    return PairLogprobs(
+        logprobs=values if logprobs is None else tensor(logprobs),
+        log_ratios=values,
+        num_tokens=torch.ones_like(values) if num_tokens is None else torch.tensor(num_tokens),
+        kl=torch.zeros_like(values),
+    )
+
+
 NAMES = {
     **{name: getattr(megarl.config.algo, name) for name in dir(megarl.config.algo) if name.endswith("Config")},
-    **{made.__name__: made for made in (EntropyConfig, tensor, step, row, rows, outputs, loss_inputs, ratios, terms)},
+    **{made.__name__: made for made in (EntropyConfig, tensor, step, row, rows, outputs)},
+    **{made.__name__: made for made in (loss_inputs, pairs, ratios, terms)},
 }

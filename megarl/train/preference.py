@@ -1,0 +1,81 @@
+"""Train a policy on preference pairs: the task of `megarl train-preference`, with the scores that its losses read."""
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+
+from megarl.algos.preference import BATCH_KL, PreferenceObjective, preference_objective
+from megarl.cluster.roles import actor_role, reference_role
+from megarl.data.preferences import ResponsePairDataset, mismatched_rows
+from megarl.train.inputs import TrainPreferenceInputs
+from megarl.train.score import with_scores
+from megarl.train.supervised import Scorers, SupervisedTask
+from megarl.train.validate import Validation
+from megarl.types import AlgoState, PolicyOutputs, Row, Score, pad_rows, row_batch
+from megarl.types.messages import Role
+
+
+def train_preference_task(inputs: TrainPreferenceInputs) -> SupervisedTask:
+    """Make the task that trains up to step `train_preference.total_steps`, on `train_preference.batch_size` pairs a
+    step.
+    """
+    config, settings, val = inputs.config, inputs.config.train_preference, inputs.val
+    objective = preference_objective(settings)
+    return SupervisedTask(
+        command="train-preference",
+        role=actor_role(config),
+        objective=objective,
+        total_steps=settings.total_steps,
+        batch_size=settings.batch_size,
+        num_examples=len(inputs.train),
+        rows=inputs.train.rows,
+        paired=True,
+        validate=None
+        if val is None
+        else lambda scorers, step: validate_preferences(val, objective, scorers, step=step),
+        validate_every=settings.val_every_steps,
+        frozen=(reference_role(config),) if Score.REF_LOGPROBS in objective.reads else (),
+        add_scores=lambda scorers, rows, step: with_pair_scores(rows, objective.reads, scorers, step=step),
+    )
+
+
+def with_pair_scores(rows: list[Row], reads: Collection[str], scorers: Scorers, *, step: int) -> list[Row]:
+    """Return a batch's rows with those scores of `reads` that need models: reference log-probs, and KTO's batch KL.
+
+    The KL is estimated with the policy as it is before the step, over the whole batch: it has no gradient, and does not
+    depend on how the rows are split over ranks and micro-batches.
+    """
+    if Score.REF_LOGPROBS not in reads:
+        return rows
+    others = mismatched_rows(rows) if BATCH_KL in reads else []
+    reference = scorers[Role.REFERENCE].score([*rows, *others], step=step)["logprobs"]
+    rows = with_scores(rows, {Score.REF_LOGPROBS: reference[: len(rows)]})
+    if not others:
+        return rows
+    policy = scorers[Role.ACTOR].score(others, step=step)["logprobs"]
+    ratios = [(p.astype(np.float64) - r).sum() for p, r in zip(policy, reference[len(rows) :], strict=True)]
+    kl = max(float(np.mean(ratios)), 0.0)
+    return with_scores(rows, {BATCH_KL: [np.full(row.num_response_tokens, kl, np.float32) for row in rows]})
+
+
+def validate_preferences(
+    data: ResponsePairDataset, objective: PreferenceObjective, scorers: Scorers, *, step: int
+) -> Validation:
+    """Measure the loss and its metrics over held-out pairs, in batches as in training; the score is the accuracy."""
+    sums: dict[str, float] = {}
+    for start in range(0, len(data), objective.cfg.batch_size):
+        indices = range(start, min(start + objective.cfg.batch_size, len(data)))
+        rows = with_pair_scores(data.rows(indices), objective.reads, scorers, step=step)
+        logprobs = pad_rows(scorers[Role.ACTOR].score(rows, step=step)["logprobs"], dtype=torch.float32)
+        batch = row_batch(rows, device=logprobs.device)
+        parts = objective.loss(batch, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
+        counts = {"pairs": float(len(data))}
+        for name, value in {"preference/loss": float(parts.total(counts)), **parts.shares(counts)}.items():
+            sums[name] = sums.get(name, 0.0) + value
+    accuracy, loss = sums["preference/accuracy"], sums["preference/loss"]
+    return Validation(
+        metrics={**{f"val/{name}": value for name, value in sums.items()}, "val/preference/num_pairs": len(data)},
+        score=accuracy,
+        summary=f"validation on {len(data)} pairs: accuracy {accuracy:.3f}, loss {loss:.3f}",
+    )
