@@ -24,6 +24,7 @@ from megarl.algos.cpo.terms import NEG_SCOPES
 from megarl.algos.entropy import ENTROPY_CONTROLLERS
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS
 from megarl.algos.policy_losses import POLICY_LOSSES
+from megarl.algos.preference import PREFERENCE_LOSSES
 from megarl.algos.prefixes import PREFIX_STRATEGIES
 from megarl.algos.reshape import DEMONSTRATION_RESHAPES, RATIO_RESHAPES
 from megarl.config import from_dict
@@ -49,6 +50,7 @@ REGISTRIES: list[tuple[str, Registry[Any]]] = [
     ("algo.cpo.difficulty", DIFFICULTIES),
     ("algo.cpo.neg_scope", NEG_SCOPES),
     ("algo.demonstrations.strategy", PREFIX_STRATEGIES),
+    ("train_preference.objective", PREFERENCE_LOSSES),
     # One table has both columns.
     ("algo.off_policy.reshape", DEMONSTRATION_RESHAPES),
     ("algo.off_policy.reshape", RATIO_RESHAPES),
