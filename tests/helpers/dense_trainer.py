@@ -172,3 +172,46 @@ class DenseRewardModel(DenseTrainer):
             loss += part.item()
             before |= {i: chosen, count + i: rejected}
         return loss, [before[i].detach().numpy()[None] for i in range(len(rows))]
+
+
+class DensePreference(DenseTrainer):
+    """A policy on preference pairs: the chosen rows of all pairs, then the rejected. The losses are those of the
+    papers, with sums of log-probs for dpo and kto, means for ipo and orpo, and the KL that rows state."""
+
+    def __init__(self, path: Path, adam: AdamSettings, *, objective: str, beta: float) -> None:
+        super().__init__(load_hf(path, torch.float64), adam)
+        self.objective, self.beta = objective, beta
+
+    def logprobs(self, row: Row) -> torch.Tensor:
+        tokens = torch.from_numpy(row.token_ids)
+        log_p = F.log_softmax(self.model(tokens[None]).logits[0, row.num_prompt_tokens - 1 : -1], dim=-1)
+        return log_p[torch.arange(len(log_p)), tokens[row.num_prompt_tokens :]]
+
+    def pair_loss(self, sides: tuple[torch.Tensor, torch.Tensor], rows: tuple[Row, Row]) -> torch.Tensor:
+        beta = self.beta
+        if self.objective == "orpo":
+            p_chosen, p_rejected = (side.mean().exp() for side in sides)
+            odds_ratio = p_chosen / (1 - p_chosen) / (p_rejected / (1 - p_rejected))
+            return -p_chosen.log() - beta * (odds_ratio / (1 + odds_ratio)).log()
+        c, r = (
+            side - torch.from_numpy(row.scores["ref_logprobs"]).double() for side, row in zip(sides, rows, strict=True)
+        )
+        if self.objective == "ipo":
+            return (c.mean() - r.mean() - 0.5 / beta) ** 2
+        if self.objective == "dpo":
+            return torch.log1p(torch.exp(beta * (r.sum() - c.sum())))
+        kl = float(rows[0].scores["batch_kl"][0])
+        wanted, unwanted = torch.sigmoid(beta * (c.sum() - kl)), torch.sigmoid(beta * (kl - r.sum()))
+        return ((1 - wanted) + (1 - unwanted)) / 2
+
+    def _backward(self, rows: Sequence[Row]) -> tuple[float, list[np.ndarray]]:
+        count = len(rows) // 2
+        loss, before = 0.0, {}
+        for i in range(count):
+            pair = rows[i], rows[count + i]
+            chosen, rejected = self.logprobs(pair[0]), self.logprobs(pair[1])
+            part = self.pair_loss((chosen, rejected), pair) / count
+            part.backward()
+            loss += part.item()
+            before |= {i: chosen, count + i: rejected}
+        return loss, [before[i].detach().numpy() for i in range(len(rows))]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.check import check_model, check_sft, check_train, check_train_reward
+from megarl.config.check import check_model, check_sft, check_train, check_train_preference, check_train_reward
 from megarl.errors import ConfigError
 
 HF_CONFIG = {
@@ -149,6 +149,49 @@ def test_unsound_reward_training(sections: dict[str, Any], message: str) -> None
 
 def test_sound_reward_training() -> None:
     check_train_reward(config(**PAIRS, actor={"micro_batch_tokens": 258}))
+
+
+PREFERENCES = {"train_preference": {"train": ["pairs.jsonl"]}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"train_preference": {}},
+            "train_preference.train: is empty; list parquet or JSONL files, as in train_preference.train=[a.jsonl]",
+        ),
+        (
+            {"train_preference": {"train": ["pairs.jsonl"], "objective": "kto", "batch_size": 1}},
+            "train_preference.batch_size: got 1, where no other pair lends the response that kto's KL is estimated "
+            "with; raise it, or choose another train_preference.objective",
+        ),
+        (
+            {**PREFERENCES, "actor": {"micro_batch_tokens": 255}},
+            "actor.micro_batch_tokens: got 255, expected >= 256, two rows of up to data.max_prompt_tokens=100 + "
+            "rollout.max_response_tokens=28 tokens, as the loss of a pair needs both; raise it or shorten the two",
+        ),
+        (
+            {**PREFERENCES, "actor": {"optimizer": {"warmup_steps": 500}}},
+            "actor.optimizer.warmup_steps: got 500, expected < 500, the run's optimizer steps, or the learning rate "
+            "never arrives; shorten the warm-up or lengthen the run",
+        ),
+        (
+            {**PREFERENCES, "reference": {"layout": {"dp": 16}}},
+            "reference.layout: tp 1 × pp 1 × cp 1 × dp 16 = 16 ranks, expected <= 4, those of actor.layout, whose "
+            "devices they use; lower it, raise actor.layout, or set reference.layout=null",
+        ),
+    ],
+)
+def test_unsound_training_on_preferences(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check_train_preference(config(**sections))
+
+
+def test_sound_training_on_preferences() -> None:
+    check_train_preference(config(**PREFERENCES, actor={"micro_batch_tokens": 256}))
+    epochs = {"train": ["pairs.jsonl"], "total_epochs": 1}
+    check_train_preference(config(train_preference=epochs, actor={"optimizer": {"warmup_steps": 600}}))
 
 
 def test_a_model_of_its_own_fits_the_roles_layout() -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.preferences import PreferenceDataset
+from megarl.data.preferences import PreferenceDataset, ResponsePairDataset, mismatched_rows
 from megarl.errors import DataError
 
 QUESTION, OTHER = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "3+3?"}
@@ -94,3 +94,67 @@ def test_a_bad_row_is_named(
 def test_files_without_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="column 'rejected' is missing"):
         dataset(write(tmp_path / "pairs.jsonl", {"prompt": "p", "chosen": "4"}), tokenizer)
+
+
+# --- pairs for policies
+
+
+def responses(path: Path, tokenizer: PreTrainedTokenizerBase, **limits: int) -> ResponsePairDataset:
+    return ResponsePairDataset([path], tokenizer, **{"max_prompt_tokens": 50, "max_response_tokens": 50, **limits})
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_policies_see_a_prompt_and_two_responses(
+    form: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = responses(write(tmp_path / "pairs.jsonl", form), tokenizer)
+    assert len(data) == 1
+    for row, answered in zip(data.rows([0]), "45", strict=True):
+        prompt, response = row.token_ids[: row.num_prompt_tokens], row.token_ids[row.num_prompt_tokens :]
+        assert tokenizer.decode(prompt) == text(tokenizer, "").removesuffix("<|im_end|>\n")
+        # The end token is part of what is learnt, the line feed that the template writes after it is not.
+        assert tokenizer.decode(response) == f"{answered}<|im_end|>"
+        assert row.loss_mask.all()
+        assert row.scores == {}
+    assert [row.label for row in data.rows([0])] == ["pair:0/0", "pair:0/1"]
+
+
+def test_chosen_responses_come_first(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [{"prompt": "2+2?", "chosen": f"{i}", "rejected": f"{i}!"} for i in range(4)]
+    rows = responses(write(tmp_path / "pairs.jsonl", *pairs), tokenizer).rows([3, 1])
+    assert [row.uid for row in rows] == ["pair:3", "pair:1"] * 2
+    answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in rows]
+    assert answers == [f"{answered}<|im_end|>" for answered in ("3", "1", "3!", "1!")]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"max_prompt_tokens": 3},
+            r"pairs\.jsonl.*: the prompt has \d+ tokens, data\.max_prompt_tokens is 3; raise it",
+        ),
+        (
+            {"max_response_tokens": 2},
+            r"pairs\.jsonl.*: rejected: the response has \d+ tokens, rollout\.max_response_tokens is 2; raise it or "
+            r"remove the row",
+        ),
+    ],
+)
+def test_long_pairs_for_policies_are_refused_by_name(
+    limits: dict[str, int], message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"prompt": "2+2?", "chosen": "4", "rejected": "five and then some"})
+    with pytest.raises(DataError, match=message):
+        responses(path, tokenizer, **limits)
+
+
+def test_mismatched_rows_answer_another_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    pairs = [{"prompt": f"{i}?", "chosen": f"{i}" * (i + 1), "rejected": f"-{i}"} for i in range(2)]
+    mixed = mismatched_rows(responses(write(tmp_path / "pairs.jsonl", *pairs), tokenizer).rows([0, 1]))
+    prompts = [tokenizer.decode(row.token_ids[: row.num_prompt_tokens]) for row in mixed]
+    answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in mixed]
+    # Prompts in their order; the responses are 0, 11, -0, -1, each one place on.
+    assert [prompt.split("\n")[1].removesuffix("<|im_end|>") for prompt in prompts] == ["0?", "1?", "0?", "1?"]
+    assert answers == [f"{answered}<|im_end|>" for answered in ("11", "-0", "-1", "0")]
+    assert [row.num_loss_tokens for row in mixed] == [row.num_response_tokens for row in mixed]

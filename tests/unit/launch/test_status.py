@@ -15,7 +15,9 @@ from megarl.record.metrics import RunPaths
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A run of 40 steps that has done three, two seconds each."""
-    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 40}\nsft: {total_steps: 7}\n")
+    sections = {"trainer": 40, "sft": 7, "train_preference": 9}
+    texts = [f"{name}: {{total_steps: {steps}}}\n" for name, steps in sections.items()]
+    (tmp_path / "config.yaml").write_text("".join(texts))
     lines = [
         {"step": step, "time_s": 100.0 + 2 * step, "metrics": {"actor/lr": 0.1, "actor/loss": 1 / 3, "x": 1.0}}
         for step in (1, 2, 3)
@@ -76,3 +78,10 @@ def test_attempts_of_a_job(root: Path) -> None:
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no run \(there is no status.json\)"):
         read_status(tmp_path)
+
+
+@pytest.mark.parametrize(("command", "steps"), [("train", 40), ("sft", 7), ("train-preference", 9)])
+def test_every_command_has_its_number_of_steps(root: Path, command: str, steps: int) -> None:
+    with Heartbeat(RunPaths(root).status, command, lambda: None):
+        pass
+    assert describe_status(root, now=time.time())["step"] == f"3 of {steps}"
