@@ -92,8 +92,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
                 "*.policy_loss.*cov*",
                 "*.policy_loss.ppo_kl_coef",
                 "*.policy_loss.dro_beta",
-                "*.tau_neg",
-                "*.tau_pos",
                 "*pf_ppo*",
                 "algorithm.rollout_correction.use_policy_gradient",
                 "algorithm.rollout_correction.loss_type",

@@ -31,10 +31,21 @@ VERL_ALGO: Entries = {
         translate.refills,
     ),
     f"{_ACTOR}.policy_loss.loss_mode": (
-        "algo.policy_loss.name",
-        "vanilla is ppo_clip, gpg is reinforce",
-        translate.choose({"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}),
+        "algo.policy_loss.name algo.aggregation",
+        "vanilla is ppo_clip, gpg is reinforce, and geo_mean is gmpo; gspo, geo_mean and sapo are means of rows",
+        translate.choose(
+            {
+                "vanilla": ("ppo_clip", UNSET),
+                "cispo": ("cispo", UNSET),
+                "gpg": ("reinforce", UNSET),
+                "gspo": ("gspo", "seq-mean-token-mean"),
+                "geo_mean": ("gmpo", "seq-mean-token-mean"),
+                "sapo": ("sapo", "seq-mean-token-mean"),
+            }
+        ),
     ),
+    f"{_ACTOR}.tau_pos": ("algo.policy_loss.tau_pos",),
+    f"{_ACTOR}.tau_neg": ("algo.policy_loss.tau_neg",),
 } | {
     f"{section}.{name}": entry
     for section in (

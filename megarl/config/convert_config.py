@@ -120,6 +120,8 @@ _ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (
         "algo.advantage.estimator",
         frozenset({"grpo", "grpo_split", "passk_best", "reinforce_baseline", "reinforce_plus_plus"}),
     ),
+    ("algo.policy_loss.clip_", "algo.policy_loss.name", frozenset({"ppo_clip", "cispo", "gspo", "gmpo"})),
+    ("algo.policy_loss.tau_", "algo.policy_loss.name", frozenset({"sapo"})),
     ("algo.kl.", "algo.kl.where", frozenset({"loss", "reward", "both"})),
     ("reference.", "algo.kl.where", frozenset({"loss", "reward", "both"})),
     ("reward_model.", "rewards.manager", frozenset({"model"})),
@@ -215,7 +217,7 @@ def translated(alias: Alias, value: Any, options: Mapping[str, Any]) -> dict[str
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Add settings that follow from others (layouts, engines, sizes), and drop settings that would have no effect."""
-    known = {"placement.mode": "colocated", **settings}
+    known = {"placement.mode": "colocated", "algo.policy_loss.name": "ppo_clip", **settings}
     for start, decides, values in _ONLY_WITH:
         decided = known.get(decides)
         if decided is None or (values and decided not in values):
@@ -241,7 +243,7 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
         tokens = known.get(f"{role}.micro_batch_tokens", 16384 if role == "actor" else longest)
         if tokens < longest or role == "actor":
             known[f"{role}.micro_batch_tokens"] = max(tokens, longest)
-    loss, estimator = known.get("algo.policy_loss.name", "ppo_clip"), known.get("algo.advantage.estimator", "grpo")
+    loss, estimator = known["algo.policy_loss.name"], known.get("algo.advantage.estimator", "grpo")
     known["algo.name"] = estimator if loss in ("ppo_clip", "reinforce") else loss
     return known
 

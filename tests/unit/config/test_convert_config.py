@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.algos.build import build_algorithm
 from megarl.cli import main
-from megarl.config import Config, load_config
+from megarl.config import Config, from_dict, load_config
 from megarl.config.aliases import ALIASES
-from megarl.config.convert_config import DEFAULTS, convert, translated
+from megarl.config.convert_config import DEFAULTS, convert, to_run_file, translated
 from megarl.config.peer_files import PeerOptions, read_peer_file
 from megarl.errors import ConfigError
 from tests.unit.config.test_aliases import keys_of
@@ -274,6 +275,37 @@ def test_kl_in_reward_and_loss(in_reward: bool, in_loss: bool, expected: dict[st
     converted = convert(PeerOptions(framework="verl", options=options, unreadable={}))
     got = {key.removeprefix("algo.kl."): value for key, value in converted.settings.items() if key[:8] == "algo.kl."}
     assert got == expected
+
+
+_ROWS = {"algo.aggregation": "seq-mean-token-mean"}
+_CLIP = {"algo.policy_loss.clip_low": 0.1, "algo.policy_loss.clip_high": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("vanilla", {"algo.policy_loss.name": "ppo_clip", "algo.policy_loss.dual_clip": 3.0, **_CLIP}),
+        ("gpg", {"algo.policy_loss.name": "reinforce"}),
+        # These two are means of rows in verl, whatever its loss_agg_mode says.
+        ("geo_mean", {"algo.policy_loss.name": "gmpo", **_CLIP, **_ROWS}),
+        ("sapo", {"algo.policy_loss.name": "sapo", "algo.policy_loss.tau_neg": 1.2, **_ROWS}),
+    ],
+)
+def test_policy_losses_take_the_options_that_they_read(mode: str, expected: dict[str, Any]) -> None:
+    options = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": mode,
+        "actor_rollout_ref.actor.clip_ratio_low": 0.1,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.3,
+        "actor_rollout_ref.actor.tau_neg": 1.2,
+    }
+    converted = convert(PeerOptions(framework="verl", options=options, unreadable={}))
+    got = {key: value for key, value in converted.settings.items() if key.startswith("algo.policy_loss.")}
+    aggregation = {"algo.aggregation": converted.settings["algo.aggregation"]}
+    assert got | aggregation == {"algo.aggregation": "token-mean", "algo.policy_loss.dual_clip": None} | expected
+    assert converted.lost == {}
+    algo = from_dict(Config, yaml.safe_load(to_run_file(converted, "run.sh"))).algo
+    build_algorithm(algo, max_response_tokens=8)
 
 
 def test_a_value_of_the_wrong_kind_is_listed_and_stops_nothing() -> None:
