@@ -57,7 +57,8 @@ class Pack:
     column_index: [N] each label's place in the [B, R] batch of responses, in the order of `rows`. kept_per_rank: how
     many of `positions` lie in each sequence-parallel rank's part; (N,) without sequence parallelism. token_rows: [T]
     the row of each token, -1 for padding. routed_experts: [T, layers, k] the experts to which tokens must be routed, -1
-    where the router chooses; None: it chooses all.
+    where the router chooses; None: it chooses all. nucleus: [N, K] the tokens from which each label was sampled, as in
+    `Row`; None: from the whole vocabulary.
     """
 
     input_ids: torch.Tensor  # [1, T]
@@ -72,6 +73,7 @@ class Pack:
     batch_shape: tuple[int, int]
     token_rows: torch.Tensor
     routed_experts: torch.Tensor | None = None
+    nucleus: torch.Tensor | None = None
 
     @property
     def packed_seq_params(self) -> PackSeqParams:
@@ -161,7 +163,22 @@ def pack_rows(
         batch_shape=(len(rows), max((row.num_response_tokens for row in rows), default=0)),
         token_rows=tensor(token_rows[local]),
         routed_experts=None if experts is None else tensor(experts[local]),
+        nucleus=_nuclei([rows[i] for i in order], mine, device),
     )
+
+
+def _nuclei(rows: Sequence[Row], mine: npt.NDArray[np.bool_], device: torch.device) -> torch.Tensor | None:
+    """Return the nuclei [N, K] of those of the rows' kept labels that are `mine`, or None if no row has any."""
+    width = max((row.nucleus.shape[1] for row in rows if row.nucleus is not None), default=0)
+    if not width:
+        return None
+    ids = np.full((len(mine), width), -1, dtype=np.int32)
+    start = 0
+    for row in rows:
+        if row.nucleus is not None:
+            ids[start : start + row.num_loss_tokens, : row.nucleus.shape[1]] = row.nucleus[row.loss_mask]
+        start += row.num_loss_tokens
+    return torch.from_numpy(ids[mine]).to(device)
 
 
 def _routed_experts(

@@ -12,7 +12,7 @@ from megarl.data.packing import imbalance_metrics, plan_micro_batches
 from megarl.record.metrics import Timers
 from megarl.record.performance import forward_flops
 from megarl.types import AlgoState, Denominators, FloatArray, Objective, Row
-from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
+from megarl.types.messages import Head, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest, UpdateResult
 from megarl.weights.dims import Dims
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class RoleScorer:
 
     def _sent(self, rows: Sequence[Row], names: Collection[str]) -> list[Row]:
         """Remove from rows the scores that a pass of this role does not read, before they are sent to ranks."""
-        return [row.only(names, routed_experts=self._role.replays_routing) for row in rows]
+        role = self._role
+        with_nucleus = role.head is Head.LM
+        return [row.only(names, routed_experts=role.replays_routing, nucleus=with_nucleus) for row in rows]
 
     def _plan(self, rows: Sequence[Row], *, paired: bool) -> tuple[MicroBatchPlan, dict[str, float]]:
         """Plan the rows' micro-batches, and return metrics of how evenly they load the ranks.

@@ -9,7 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.types.samples import BoolArray, ExpertArray, FloatArray, IntArray, Sample, require_experts_of_tokens
+from megarl.types.samples import (
+    BoolArray,
+    ExpertArray,
+    FloatArray,
+    IntArray,
+    NucleusArray,
+    Sample,
+    require_experts_of_tokens,
+    require_labels_in_nucleus,
+)
 
 
 class Score(StrEnum):
@@ -34,7 +43,9 @@ class Row:
     response length.
 
     `scores` holds per-token results by name (`old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `advantages`).
-    `routed_experts` is that of `Sample`.
+    `routed_experts` is that of `Sample`. nucleus: [R, K] int32, the ids of the tokens that each response token was
+    sampled from, itself among them, then -1; only -1 if it was sampled from the whole vocabulary or not at all. None:
+    all were.
     """
 
     uid: str
@@ -44,6 +55,7 @@ class Row:
     loss_mask: BoolArray
     scores: Mapping[str, FloatArray] = field(default_factory=dict)
     routed_experts: ExpertArray | None = None
+    nucleus: NucleusArray | None = None
 
     def __post_init__(self) -> None:
         num_response = len(self.token_ids) - self.num_prompt_tokens
@@ -53,6 +65,7 @@ class Row:
             if value.shape != (num_response,):
                 raise ValueError(f"row {self.label}: {name} has shape {value.shape}, expected ({num_response},)")
         require_experts_of_tokens(self.routed_experts, len(self.token_ids), f"row {self.label}")
+        require_labels_in_nucleus(self.nucleus, self.token_ids[self.num_prompt_tokens :], f"row {self.label}")
 
     @property
     def label(self) -> str:
@@ -75,14 +88,13 @@ class Row:
         """Return the row with these scores added; a score that exists under the same name is replaced."""
         return replace(self, scores={**self.scores, **scores})
 
-    def only(self, names: Collection[str], *, routed_experts: bool = False) -> "Row":
-        """Return the row with only the named scores, and without its recorded experts unless `routed_experts` is
-        set.
-        """
+    def only(self, names: Collection[str], *, routed_experts: bool = False, nucleus: bool = False) -> "Row":
+        """Return the row with only the named scores, and its recorded experts and its nucleus only if asked for."""
         return replace(
             self,
             scores={name: score for name, score in self.scores.items() if name in names},
             routed_experts=self.routed_experts if routed_experts else None,
+            nucleus=self.nucleus if nucleus else None,
         )
 
 
@@ -107,6 +119,7 @@ def row_from_sample(sample: Sample) -> Row:
         loss_mask=sample.loss_mask,
         scores={"rollout_logprobs": sample.rollout_logprobs},
         routed_experts=sample.routed_experts,
+        nucleus=sample.nucleus,
     )
 
 

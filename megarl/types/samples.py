@@ -13,6 +13,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
+NucleusArray: TypeAlias = npt.NDArray[np.int32]
 
 
 class FinishReason(StrEnum):
@@ -67,6 +68,8 @@ class Segment:
     """A contiguous part of a sample with one author (`source`), in arrays of shape [n] with one entry per token.
 
     `weight_versions`: the version of the policy's weights that sampled each token; -1 for tokens that were not sampled.
+    nucleus: [n, K] int32, the ids of the tokens that top-k and top-p left to sample each token from, itself among them,
+    then -1; `rollout_logprobs` are those of the distribution over these tokens. None: the whole vocabulary.
     """
 
     source: SegmentSource
@@ -74,6 +77,7 @@ class Segment:
     loss_mask: BoolArray
     weight_versions: IntArray
     rollout_logprobs: FloatArray | None = None
+    nucleus: NucleusArray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -81,6 +85,7 @@ class Segment:
             value = getattr(self, name)
             if value is not None and value.shape != (n,):
                 raise ValueError(f"segment {name}: got shape {value.shape}, expected ({n},) like token_ids")
+        require_labels_in_nucleus(self.nucleus, self.token_ids, "segment")
 
 
 def prompt_segment(token_ids: Sequence[int]) -> Segment:
@@ -147,6 +152,20 @@ class Sample:
         ]
         return np.concatenate([np.empty(0, np.float32), *parts])
 
+    @property
+    def nucleus(self) -> NucleusArray | None:
+        """Return the nuclei [R, K] of the response's tokens, -1 where a segment has none; None if no segment has."""
+        width = max((s.nucleus.shape[1] for s in self.segments[1:] if s.nucleus is not None), default=0)
+        if not width:
+            return None
+        ids = np.full((len(self.response_token_ids), width), -1, dtype=np.int32)
+        start = 0
+        for segment in self.segments[1:]:
+            if segment.nucleus is not None:
+                ids[start : start + len(segment.token_ids), : segment.nucleus.shape[1]] = segment.nucleus
+            start += len(segment.token_ids)
+        return ids
+
 
 def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whose: str) -> None:
     """Raise ValueError unless `experts`, if it was recorded, has one entry for each of `num_tokens` tokens.
@@ -160,6 +179,24 @@ def require_experts_of_tokens(experts: ExpertArray | None, num_tokens: int, whos
         raise ValueError(
             f"{whose}: routed_experts has shape {experts.shape}, expected ({num_tokens}, layers, experts per token)"
         )
+
+
+def require_labels_in_nucleus(nucleus: NucleusArray | None, token_ids: IntArray, whose: str) -> None:
+    """Raise ValueError unless each token is among those it was sampled from, `nucleus` [n, K]; rows of -1 mean all.
+
+    >>> require_labels_in_nucleus(np.array([[7, 5], [-1, -1]]), np.array([6, 6]), "row a/0")
+    Traceback (most recent call last):
+        ...
+    ValueError: row a/0: nucleus [7, 5] of response token 0 lacks the token itself, 6
+    """
+    if nucleus is None:
+        return
+    if nucleus.ndim != 2 or len(nucleus) != len(token_ids):
+        raise ValueError(f"{whose}: nucleus has shape {nucleus.shape}, expected ({len(token_ids)}, tokens to sample)")
+    lacking = np.flatnonzero((nucleus >= 0).any(1) & ~(nucleus == token_ids[:, None]).any(1))
+    for i in lacking[:1]:
+        ids = [v for v in nucleus[i].tolist() if v >= 0]
+        raise ValueError(f"{whose}: nucleus {ids} of response token {i} lacks the token itself, {token_ids[i]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from megarl.types import Row
 from megarl.types.messages import RowScores, UpdateRequest, UpdateResult
 from megarl.weights.safetensors_map import dtype_of
 from tests.helpers import head_ranks
-from tests.helpers.checkpoints import load_hf
+from tests.helpers.checkpoints import VOCAB_SIZE, load_hf
 from tests.helpers.compare import assert_within
 from tests.helpers.dense_trainer import DensePolicy, DenseStep, Objective
 from tests.helpers.head_ranks import REGIMES, HeadUpdate, HeadUpdates
@@ -182,6 +182,45 @@ def test_every_regime_is_the_same_update(
     # The update moves log-probs by far more than the tolerance.
     moved = np.abs(np.concatenate(exact.after) - np.concatenate(exact.step.before))
     assert moved.mean() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["tp2-sp", *(pytest.param(case, marks=pytest.mark.long) for case in ("tp1", "pp2", "cp2", "tp2-sp cp2"))],
+)
+def test_every_regime_is_the_same_update_on_nuclei(
+    rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path, case: str
+) -> None:
+    """Response tokens that were sampled from two to 41 tokens, or from all; their old log-probs too."""
+    path = checkpoint(tied=TIED[TIED_ALGORITHM], num_layers=2)
+    whole = make_replay(TIED_ALGORITHM, path, tmp_path / "r.parquet", rank_pool(1))
+    rng, rows = np.random.default_rng(2), []
+    for row in whole.rows:
+        labels = row.token_ids[row.num_prompt_tokens :]
+        nucleus = np.full((len(labels), 41), -1, dtype=np.int32)
+        for i in np.flatnonzero(np.arange(len(labels)) % 4):
+            others = np.setdiff1d(rng.choice(VOCAB_SIZE, 1 + 13 * (i % 4), replace=False), labels[i])
+            nucleus[i, : 1 + len(others)] = [labels[i], *others]
+        rows.append(replace(row, nucleus=nucleus))
+    replay = replace(whole, rows=rows)
+    # How far renormalising takes the log-probs: −ln S, here several nats.
+    shifts = [
+        (b - a).astype(np.float32)
+        for a, b in zip(*(dense_steps(r, "float32")[0].before for r in (whole, replay)), strict=True)
+    ]
+    assert np.concatenate(shifts).max() > 3
+    shifted = ("old_logprobs", "ref_logprobs")
+    rows = [
+        row.with_scores(**{name: row.scores[name] + shift for name in shifted})
+        for row, shift in zip(rows, shifts, strict=True)
+    ]
+    replay = replace(replay, rows=rows)
+    step, after = dense_steps(replay, "float32")
+    exact = Expected(replay=replay, step=step, after=after.before)
+    outcomes = run_updates(rank_pool(CASES[case].layout.world_size), replay, CASES[case], list(SETTINGS.values()))
+    for name, outcome in zip(SETTINGS, outcomes, strict=True):
+        print(name)
+        assert_same_update(outcome, exact)
 
 
 def test_a_loss_that_is_no_sum_over_tokens_recomputes(rank_pool: GetPool, expected: Callable[..., Expected]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import head_ranks
 from tests.helpers.compare import assert_within
-from tests.helpers.head import HeadProblem, HeadResult, head_problem
+from tests.helpers.head import HeadProblem, HeadResult, head_problem, nucleus_problem
 from tests.helpers.head_ranks import REGIMES, Collective, HeadCase, HeadCollectives, dense_token_loss
 from tests.helpers.rank_pool import RankPool
 
@@ -67,6 +67,21 @@ def test_values_and_gradients(rank_pool: GetPool, num_ranks: int, rows_per_rank:
         for chunk_tokens, with_entropy in ((3, True), (1, False), (None, True))
     ]
     assert_exact(rank_pool(num_ranks), cases)
+
+
+def test_nuclei_across_shards(rank_pool: GetPool) -> None:
+    """Labels that were sampled from a few tokens of either shard or of both; a shard may be padding alone."""
+    cases = [
+        HeadCase(
+            problem=nucleus_problem(with_entropy=with_entropy),
+            rows_per_rank=rows_per_rank,
+            regime=regime,
+            row_counts=row_counts,
+        )
+        for regime in REGIMES
+        for rows_per_rank, row_counts, with_entropy in ((8, None, True), (8, (4, 3), False), (16, (0, 7), True))
+    ]
+    assert_exact(rank_pool(2), cases)
 
 
 def random_case(seed: int) -> HeadCase:

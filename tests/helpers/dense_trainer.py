@@ -110,7 +110,12 @@ class DensePolicy(DenseTrainer):
         tokens = torch.from_numpy(row.token_ids)
         logits = self.model(tokens[None]).logits[0, row.num_prompt_tokens - 1 : -1] / self.objective.temperature
         log_p = F.log_softmax(logits, dim=-1)
-        logprobs = log_p[torch.arange(len(log_p)), tokens[row.num_prompt_tokens :]]
+        outside = torch.zeros_like(log_p, dtype=torch.bool)
+        for place, ids in zip(outside, [] if row.nucleus is None else row.nucleus.tolist(), strict=False):
+            kept = [v for v in ids if v >= 0]
+            place[[v for v in range(len(place)) if kept and v not in kept]] = True
+        within = F.log_softmax(logits.masked_fill(outside, -torch.inf), dim=-1)
+        logprobs = within[torch.arange(len(log_p)), tokens[row.num_prompt_tokens :]]
         advantage, old, ref = (
             torch.from_numpy(row.scores[name]).double() for name in ("advantages", "old_logprobs", "ref_logprobs")
         )

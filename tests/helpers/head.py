@@ -19,6 +19,7 @@ class HeadProblem:
     temperature: torch.Tensor
     grad_logprobs: torch.Tensor
     grad_entropy: torch.Tensor | None
+    nucleus: torch.Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -66,12 +67,29 @@ def head_problem(
     return problem.to(dtype)
 
 
+def nucleus_problem(*, num_rows: int = 7, with_entropy: bool = True, dtype: torch.dtype = torch.float64) -> HeadProblem:
+    """`head_problem` whose labels were sampled from one to five tokens; the row before the last from all of them."""
+    problem = head_problem(num_rows=num_rows, with_entropy=with_entropy, dtype=dtype)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.full((num_rows, 5), -1, dtype=torch.int32)
+    for i, label in enumerate(problem.labels.tolist()):
+        others = [v for v in torch.randperm(problem.vocab_size, generator=generator).tolist() if v != label][: i % 5]
+        ids[i, : 1 + len(others)] = torch.tensor([*others[:1], label, *others[1:]])
+    ids[-2:-1] = -1
+    return replace(problem, nucleus=ids)
+
+
 def dense_head(problem: HeadProblem) -> HeadResult:
-    """log_softmax of dense float64 logits, differentiated by autograd."""
+    """log_softmax of dense float64 logits, of a nucleus with −∞ outside of it, differentiated by autograd."""
     hidden = problem.hidden.detach().clone().double().requires_grad_()
     weight = problem.weight.detach().clone().double().requires_grad_()
-    log_p = (hidden @ weight.t() / problem.temperature.double()[:, None]).log_softmax(-1)
-    logprobs = log_p.gather(1, problem.labels[:, None])[:, 0]
+    z = hidden @ weight.t() / problem.temperature.double()[:, None]
+    log_p = z.log_softmax(-1)
+    outside = torch.zeros_like(z, dtype=torch.bool)
+    for row, ids in zip(outside, [] if problem.nucleus is None else problem.nucleus.tolist(), strict=False):
+        kept = [v for v in ids if v >= 0]
+        row[[v for v in range(problem.vocab_size) if kept and v not in kept]] = True
+    logprobs = z.masked_fill(outside, -torch.inf).log_softmax(-1).gather(1, problem.labels[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     loss = (logprobs * problem.grad_logprobs).sum()
     if problem.grad_entropy is not None:

@@ -84,6 +84,7 @@ class HeadCase:
             entropy_needs_grad=self.problem.grad_entropy is not None,
             row_counts=self.row_counts,
             loss_gradients=token_gradients(self.problem) if regime is Regime.IN_CHUNK else None,
+            nucleus=self.problem.nucleus,
             **options,
         )
 

@@ -34,6 +34,7 @@ class PackFields:
     max_length: int
     positions: torch.Tensor
     labels: torch.Tensor
+    nucleus: torch.Tensor | None
     scattered: torch.Tensor
     scatter_grad: torch.Tensor
 
@@ -56,6 +57,7 @@ def pack_fields(context: RankContext, rows: Sequence[Row], multiple: int) -> Pac
         max_length=pack.max_length,
         positions=pack.positions,
         labels=pack.labels,
+        nucleus=pack.nucleus,
         scattered=scattered.detach(),
         scatter_grad=values.grad,
     )

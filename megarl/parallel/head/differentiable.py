@@ -41,6 +41,15 @@ def overwrite_by_gradient(
     """Overwrite raw logits of `rows` by the loss's gradient. The last four arguments are for these rows only."""
     if not x.shard.size:
         return
+    if x.nucleus is not None:
+        # log p of a nucleus has a gradient at its few tokens only, which is scattered there below. It has the factor
+        # 1[v = label] − q_v with q = softmax over the nucleus, rounded once, because for a likely label they cancel.
+        columns, z = x.of_nucleus(rows, logits)
+        at_tokens = (columns == x.labels[rows, None]).to(z.dtype) - (z - statistics.nucleus_lse[:, None]).exp()
+        truncated = x.nucleus[rows, 0] >= 0
+        scale = (grad_logprobs * x.inverse_temperature[rows]).where(truncated, 0.0)
+        at_tokens = (at_tokens * scale[:, None]).masked_fill(z == -torch.inf, 0.0)
+        grad_logprobs = grad_logprobs.masked_fill(truncated, 0.0)
     x.kernels.write_gradient(
         logits,
         x.inverse_temperature[rows],
@@ -50,6 +59,8 @@ def overwrite_by_gradient(
         a=grad_logprobs if grad_entropy is None else grad_logprobs + grad_entropy * statistics.entropy,
         b=grad_entropy,
     )
+    if x.nucleus is not None:
+        logits.scatter_add_(1, columns, at_tokens.to(logits.dtype))
 
 
 class DeferredGradients(torch.autograd.Function):
@@ -67,7 +78,9 @@ class DeferredGradients(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kept = x.buffer(len(x.hidden)) if keep else None
         found = row_statistics(x, kept=kept)
-        ctx.save_for_backward(x.hidden, weight, x.labels, x.inverse_temperature, found.lse, found.entropy)
+        ctx.save_for_backward(
+            x.hidden, weight, x.labels, x.inverse_temperature, found.lse, found.entropy, found.nucleus_lse, x.nucleus
+        )
         ctx.context = x.shard, x.chunk_tokens, x.kernels, sinks
         ctx.kept, ctx.spent = kept, False
         if not entropy_needs_grad:
@@ -81,7 +94,7 @@ class DeferredGradients(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError("log-prob head: a second backward, but the first one overwrote the hidden states")
         ctx.spent = sinks.overwrite_hidden
-        hidden, weight, labels, inverse_temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, labels, inverse_temperature, lse, entropy, nucleus_lse, nucleus = ctx.saved_tensors
         x = HeadInputs(
             hidden=hidden,
             weight=weight[: shard.size],
@@ -90,6 +103,7 @@ class DeferredGradients(torch.autograd.Function):
             shard=shard,
             chunk_tokens=chunk_tokens,
             kernels=kernels,
+            nucleus=nucleus,
         )
         # The gradient overwrites the kept logits, so a second backward has to recompute them.
         kept, ctx.kept = ctx.kept, None
@@ -100,7 +114,10 @@ class DeferredGradients(torch.autograd.Function):
         grad_weight = WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         for rows in x.chunks():
             logits = kept[rows] if buffer is None else x.write_logits(rows, buffer)
-            there = RowStatistics(logprobs=lse[rows], entropy=entropy[rows], lse=lse[rows])
+            # The gradient does not read the log-probs.
+            there = RowStatistics(
+                logprobs=lse[rows], entropy=entropy[rows], lse=lse[rows], nucleus_lse=nucleus_lse[rows]
+            )
             grad_h = None if grad_entropy is None else grad_entropy[rows]
             overwrite_by_gradient(x, rows, logits, there, grad_logprobs[rows], grad_h)
             if kept is None:
@@ -138,9 +155,9 @@ class GradientsInChunk(torch.autograd.Function):
         grad_weight = WeightGradient(weight, sinks.main_grad, wanted=ctx.needs_input_grad[1])
         for rows in x.chunks():
             logits = x.write_logits(rows, buffer)
-            parts = torch.empty(3, len(logits), dtype=x.statistics_dtype, device=logits.device)
+            parts = torch.empty(x.num_statistics, len(logits), dtype=x.statistics_dtype, device=logits.device)
             write_chunk_statistics(x, rows, logits, parts)
-            found = combine(gather_parts(parts, x.shard.group))
+            found = combine(gather_parts(parts, x.shard.group), None if x.nucleus is None else x.nucleus[rows])
             logprobs[rows], entropy[rows] = found.logprobs, found.entropy
             grad_l, grad_h = loss_gradients(logprobs, entropy)
             grad_logprobs[rows] = grad_l[rows]

@@ -3,6 +3,7 @@
 For a token's hidden state h, temperature T and label y:  z = h·Wᵀ/T,  lse = log Σ_v e^{z_v},
     log p(y) = z_y − lse,                      H = lse − Σ_v p_v z_v   (nats),
     ∂log p(y)/∂z_v = 1[v=y] − p_v,             ∂H/∂z_v = −p_v (log p_v + H).
+With a nucleus S, the tokens that y was sampled from:  log p(y) = z_y − log Σ_{v∈S} e^{z_v},  H as above.
 
 Each rank holds V/tp rows of W and works on a chunk of tokens at a time. Its logits need O(chunk · V/tp) memory, besides
 what the regime (recompute, keep, in_chunk) keeps for backward.
@@ -12,7 +13,7 @@ Method: streaming log-sum-exp over vocabulary shards, as in Megatron's vocab-par
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ def vocab_parallel_logprobs(
     main_grad: torch.Tensor | None = None,
     loss_gradients: LossGradients | None = None,
     kernels: ChunkKernels | None = None,
+    nucleus: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """Compute log-probs of `labels` and entropies from hidden states and this rank's rows of the output weight.
 
@@ -68,6 +70,7 @@ def vocab_parallel_logprobs(
         main_grad: [≥ shard.size, H] float32; the weight's gradient is added to it instead of returned to autograd.
         loss_gradients: the loss's gradients as a function of log-probs and entropies; required under in_chunk.
         kernels: computations on a chunk of logits; None: the best for the device.
+        nucleus: normalise log-probs over the tokens that each label was sampled from (see `HeadInputs`).
 
     Raises:
         ValueError: shapes do not agree, or an argument that the regime requires is missing.
@@ -75,12 +78,12 @@ def vocab_parallel_logprobs(
     owners = _row_owners(len(hidden), len(labels), shard.group, row_counts)
     if (regime is Regime.IN_CHUNK) != (loss_gradients is not None) and torch.is_grad_enabled():
         raise ValueError(f"regime {regime}: loss_gradients belong to {Regime.IN_CHUNK}, which needs them")
-    if fp32_logits:
-        hidden, weight = hidden.float(), weight.float()
+    hidden, weight = (hidden.float(), weight.float()) if fp32_logits else (hidden, weight)
     states = owners.gather(hidden.detach())
     x = head_inputs(
         states, weight, labels, shard=shard, temperature=temperature, chunk_tokens=chunk_tokens, kernels=kernels
     )
+    x = replace(x, nucleus=nucleus)
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         found = row_statistics(x)
         return TokenLogprobs(logprobs=found.logprobs, entropy=found.entropy)
@@ -90,8 +93,7 @@ def vocab_parallel_logprobs(
     if loss_gradients is not None:
         logprobs, entropy = GradientsInChunk.apply(hidden, weight, x, sinks, loss_gradients)
     else:
-        keep = regime is Regime.KEEP
-        logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, entropy_needs_grad, keep)
+        logprobs, entropy = DeferredGradients.apply(hidden, weight, x, sinks, entropy_needs_grad, regime is Regime.KEEP)
     return TokenLogprobs(logprobs=logprobs, entropy=entropy)
 
 

@@ -88,12 +88,14 @@ class PolicyHead:
             row_counts=counts,
             main_grad=getattr(self.weight, "main_grad", None) if torch.is_grad_enabled() else None,
             loss_gradients=loss_gradients if regime is Regime.IN_CHUNK else None,
+            nucleus=pack.nucleus,
         )
 
     def _pairs(self, own: torch.Tensor, counts: tuple[int, ...] | None, pack: Pack, request: HeadRequest) -> TokenPairs:
         """Compute log-probs and KLs of rows and their twins (same responses, other prompts) on every context-parallel
         rank.
         """
+        assert pack.nucleus is None, "pairs are compared over the whole vocabulary; the configuration refuses others"
         gathered = RowOwners(group=self.shard.group, counts=counts).gather(own)
         owners = uneven_owners(len(pack.labels), self.cp_group, own.device)
         states, labels, rows, columns = (

@@ -3,6 +3,9 @@
 Each rank reduces its shard of a token's logits z to the local lse_i, the entropy H_i of the local softmax, and z_i: z
 of the label, or 0 if another rank has it. From these: lse = logsumexp_i lse_i, log p = Σ_i z_i − lse, and with the
 shards' masses m_i = e^{lse_i − lse},  H = Σ_i m_i H_i − Σ_i m_i log m_i, in which no large logits cancel.
+
+A token that was sampled from a set S of the vocabulary (top-k, top-p) has a fourth float, the lse of the shard's part
+of S. Then  log p = Σ_i z_i − logsumexp_i lse_i(S),  while H remains that of the whole vocabulary.
 """
 
 from collections.abc import Iterator
@@ -44,6 +47,10 @@ class HeadInputs:
 
     hidden: [N, H]. weight: [shard.size, H], without padding. labels: [N], each an index into `weight`, or −1 if another
     rank holds it. inverse_temperature: [N].
+
+    nucleus: [N, K] ids of the tokens that each label was sampled from, itself among them, each once, then −1. Log-probs
+    are then those of the distribution over these tokens. For rows of −1 alone, and for None, they are those over the
+    whole vocabulary, as entropies always are.
     """
 
     hidden: torch.Tensor
@@ -53,6 +60,17 @@ class HeadInputs:
     shard: VocabShard
     chunk_tokens: int
     kernels: ChunkKernels
+    nucleus: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        nucleus, expected = self.nucleus, len(self.labels)
+        if nucleus is not None and (nucleus.ndim != 2 or len(nucleus) != expected):
+            raise ValueError(f"nucleus has shape {tuple(nucleus.shape)}, expected ({expected}, K) like the labels")
+
+    @property
+    def num_statistics(self) -> int:
+        """Return how many floats per token ranks exchange."""
+        return 3 if self.nucleus is None else 4
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -69,6 +87,7 @@ class HeadInputs:
             hidden=self.hidden[indices],
             labels=self.labels[indices],
             inverse_temperature=self.inverse_temperature[indices],
+            nucleus=None if self.nucleus is None else self.nucleus[indices],
         )
 
     def buffer(self, num_rows: int) -> torch.Tensor:
@@ -85,6 +104,19 @@ class HeadInputs:
             torch.mm(self.hidden[rows], self.weight.t(), out=logits)
         return logits
 
+    def of_nucleus(self, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the columns in raw `logits` of a slice's nucleus tokens, and their z: [n, K] each.
+
+        z is −∞ where another rank has the token, or there is none; its column is then 0.
+        """
+        assert self.nucleus is not None
+        ids = self.nucleus[rows].long()
+        columns = ids - self.shard.start
+        owned = (ids >= 0) & (columns >= 0) & (columns < self.shard.size)
+        columns = columns.where(owned, 0)
+        z = logits.gather(1, columns).to(self.statistics_dtype) * self.inverse_temperature[rows, None]
+        return columns, z.masked_fill(~owned, -torch.inf)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
@@ -96,21 +128,31 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStatistics:
-    """The log-prob, entropy and lse (log-sum-exp) of each token over the whole vocabulary: [N] each, in nats."""
+    """The log-prob, entropy and lse (log-sum-exp) of each token: [N] each, in nats.
+
+    lse and entropy are over the whole vocabulary. nucleus_lse: the lse over the tokens that the label was sampled from,
+    by which its log-prob is normalised; `lse` itself without a nucleus.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     lse: torch.Tensor
+    nucleus_lse: torch.Tensor
     top: TopLogprobs | None = None
 
 
 def write_chunk_statistics(x: HeadInputs, rows: slice, logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the local lse, entropy and label's z of a chunk of tokens to `out` [3, n]; lse is −∞ for an empty shard."""
+    """Write the local lse, entropy and label's z of a chunk of tokens, and the lse of their nuclei if they have any.
+
+    out: [x.num_statistics, n]. An lse over no tokens is −∞.
+    """
     if x.shard.size:
-        x.kernels.statistics(logits, x.inverse_temperature[rows], x.labels[rows], out)
+        x.kernels.statistics(logits, x.inverse_temperature[rows], x.labels[rows], out[:3])
+        if x.nucleus is not None:
+            out[3] = x.of_nucleus(rows, logits)[1].logsumexp(1)
     else:
         out.zero_()
-        out[0] = -torch.inf
+        out[::3] = -torch.inf
 
 
 def top_of_chunk(
@@ -134,14 +176,16 @@ def row_statistics(x: HeadInputs, *, kept: torch.Tensor | None = None, top_k: in
 
     top_k: how many most likely tokens to find per position; they are exchanged in the same all-gather.
     """
-    parts = torch.empty(3 + 2 * top_k, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
+    own = x.num_statistics
+    assert not (top_k and own > 3), "the most likely tokens are found for whole distributions only"
+    parts = torch.empty(own + 2 * top_k, len(x.hidden), dtype=x.statistics_dtype, device=x.hidden.device)
     buffer = x.buffer(min(x.chunk_tokens, len(x.hidden))) if kept is None else kept
     for rows in x.chunks():
         logits = x.write_logits(rows, buffer if kept is None else kept[rows])
-        write_chunk_statistics(x, rows, logits, parts[:3, rows])
+        write_chunk_statistics(x, rows, logits, parts[:own, rows])
         if top_k:
-            parts[3:, rows] = top_of_chunk(logits, x.inverse_temperature[rows], x.shard, top_k)
-    return combine(gather_parts(parts, x.shard.group))
+            parts[own:, rows] = top_of_chunk(logits, x.inverse_temperature[rows], x.shard, top_k)
+    return combine(gather_parts(parts, x.shard.group), x.nucleus)
 
 
 def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -153,9 +197,14 @@ def gather_parts(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered
 
 
-def combine(parts: torch.Tensor) -> RowStatistics:
-    """Combine the statistics of all vocabulary shards, [ranks, 3 + 2k, n], into those of the whole vocabulary."""
-    lse = parts[:, 0].logsumexp(0)
+def combine(parts: torch.Tensor, nucleus: torch.Tensor | None = None) -> RowStatistics:
+    """Combine the statistics of all vocabulary shards, [ranks, 3 + 2k, n], into those of the whole vocabulary.
+
+    nucleus: those of these n tokens, if they have any; `parts` is then [ranks, 4, n].
+    """
+    lse = nucleus_lse = parts[:, 0].logsumexp(0)
+    if nucleus is not None:
+        nucleus_lse = parts[:, 3].logsumexp(0).where(nucleus[:, 0] >= 0, lse)
     mass = torch.exp(parts[:, 0] - lse)
     top = None
     if top_k := (parts.shape[1] - 3) // 2:
@@ -163,8 +212,9 @@ def combine(parts: torch.Tensor) -> RowStatistics:
         values, places = candidates.topk(top_k, dim=0)
         top = TopLogprobs(logprobs=(values - lse).t(), ids=ids.gather(0, places).t().long())
     return RowStatistics(
-        logprobs=parts[:, 2].sum(0) - lse,
+        logprobs=parts[:, 2].sum(0) - nucleus_lse,
         entropy=(mass * parts[:, 1] + torch.special.entr(mass)).sum(0),
         lse=lse,
+        nucleus_lse=nucleus_lse,
         top=top,
     )

@@ -40,6 +40,19 @@ def test_two_rows_by_hand(rank_pool: GetPool) -> None:
     assert pack.scatter_grad.tolist() == [2.0, 4.0, 6.0]
 
 
+def test_nuclei_follow_their_labels(rank_pool: GetPool) -> None:
+    """Rows with nuclei of different widths, and one without; token 21 is outside the mask."""
+    rows = [
+        replace(make_row([10, 11, 12, 13], [True, True]), nucleus=np.array([[12, 7, 9], [5, 13, -1]], np.int32)),
+        replace(make_row([20, 21, 22], [False, True]), nucleus=np.array([[-1], [22]], np.int32)),
+        make_row([30, 31, 32, 33, 34], [True]),
+    ]
+    pack = rank_pool(1).run(rank_parts.pack_fields, rows, 1)[0]
+    assert pack.labels.tolist() == [22, 12, 13, 34]
+    assert pack.nucleus.tolist() == [[22, -1, -1], [12, 7, 9], [5, 13, -1], [-1, -1, -1]]
+    assert rank_pool(1).run(rank_parts.pack_fields, rows[2:], 1)[0].nucleus is None
+
+
 @pytest.mark.parametrize(("multiple", "num_sequences"), [(1, 2), (7, 2), (2, 3), (16, 3)])
 def test_filler_is_a_sequence_of_its_own(rank_pool: GetPool, multiple: int, num_sequences: int) -> None:
     rows = [make_row([1, 2, 3], [True]), make_row([4, 5, 6, 7], [True])]

@@ -1,10 +1,22 @@
 """What batches of rows answer, and how sums become a loss and metrics."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from megarl.types import LossSums, Row, row_batch
+from megarl.types import (
+    FinishReason,
+    LossSums,
+    Row,
+    Sample,
+    Segment,
+    SegmentSource,
+    prompt_segment,
+    row_batch,
+    row_from_sample,
+)
 
 CPU = torch.device("cpu")
 
@@ -39,6 +51,36 @@ def test_a_row_with_only_some_scores() -> None:
     assert set(row.only({"values", "returns"}).scores) == {"values"}
     assert row.only(()).scores == {}
     assert set(row.scores) == {"advantages", "values"}
+
+
+def test_nuclei_of_a_sample_cover_its_response() -> None:
+    """Segments of different widths, and one that no engine sampled."""
+
+    def segment(source: SegmentSource, tokens: list[int], nucleus: list[list[int]] | None = None) -> Segment:
+        return Segment(
+            source=source,
+            token_ids=np.array(tokens),
+            loss_mask=np.ones(len(tokens), np.bool_),
+            weight_versions=np.zeros(len(tokens), np.int64),
+            nucleus=None if nucleus is None else np.array(nucleus, np.int32),
+        )
+
+    given, own = segment(SegmentSource.DEMONSTRATION, [4]), segment(SegmentSource.POLICY, [6, 7], [[6, 8], [7, -1]])
+    sample = Sample(
+        uid="a",
+        sample_index=0,
+        seed=0,
+        segments=(prompt_segment([1]), given, own, segment(SegmentSource.POLICY, [9], [[9]])),
+        finish_reason=FinishReason.STOP,
+    )
+    row = row_from_sample(sample)
+    assert row.nucleus is not None
+    assert row.nucleus.tolist() == [[-1, -1], [6, 8], [7, -1], [9, -1]]
+    assert row.only(()).nucleus is None
+    assert row.only((), nucleus=True).nucleus is row.nucleus
+    assert replace(sample, segments=(prompt_segment([1]), given)).nucleus is None
+    with pytest.raises(ValueError, match=r"row a/0: nucleus \[7\] of response token 2 lacks the token itself, 5$"):
+        replace(row, token_ids=np.array([1, 4, 6, 5, 9]))
 
 
 def test_every_sum_has_its_denominator() -> None:
