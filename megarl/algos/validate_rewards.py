@@ -46,6 +46,8 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         readers = [other for other in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(other).options]
         remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
         refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
+    if name == "gdpo":
+        _check_components(cfg)
     makes_negative = {
         f"algo.kl.where={cfg.kl.where}": cfg.kl.in_reward,
         "algo.reward.overlong_buffer_tokens": buffer is not None,
@@ -56,6 +58,27 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             raise ConfigError(
                 f"algo.advantage.estimator: got 'maxrl' with {cause}, which can make rewards negative; maxrl divides "
                 f"by the mean of rewards in [0, 1]; drop one of the two"
+            )
+
+
+def _check_components(cfg: AlgoConfig) -> None:
+    names, reward = cfg.advantage.components, cfg.reward
+    if not names:
+        raise ConfigError(
+            "algo.advantage.components: got none with algo.advantage.estimator=gdpo, which normalises each of them; "
+            "name them with their weights, as in {correct: 1.0, format: 0.5}"
+        )
+    shapes = reward.clip is not None or reward.overlong_buffer_tokens is not None or reward.truncated is not None
+    unread = {
+        f"algo.kl.where: got {cfg.kl.where!r}": cfg.kl.in_reward,
+        f"{_MASK}.ratio: got {reward.mask.ratio}": reward.mask.ratio > 0,
+        "algo.reward.{clip,overlong_buffer_tokens,truncated}: got a value": shapes and "score" not in names,
+    }
+    for setting, is_set in unread.items():
+        if is_set:
+            raise ConfigError(
+                f"{setting} with algo.advantage.estimator=gdpo, which it would not reach: the estimator reads the "
+                f"components {', '.join(names)}; leave it at its default, or choose another estimator"
             )
 
 

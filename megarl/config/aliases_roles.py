@@ -15,7 +15,7 @@ _TOKENS = "tokens, not rows"
 _ALL_PARTS = "parameters, gradients and optimizer state together"
 _DEVICES = "it runs on the devices of the actor's ranks, placement.trainer"
 _MODEL_REWARDS = translate.choose({True: "model", False: UNSET, None: UNSET})
-_MANAGER = translate.choose({"naive": "rule", "dapo": "rule", "prime": "rule", "remote": "remote"})
+_MANAGER = translate.choose({"naive": "rule", "dapo": "rule", "prime": "rule", "gdpo": "rule", "remote": "remote"})
 _REFERENCE = "actor_rollout_ref.ref"
 
 VERL_ROLES: Entries = {

@@ -202,10 +202,17 @@ VERL: Entries = {
                 "opo": "opo",
                 "gpg": "gpg",
                 "grpo_passk": "passk_best",
+                "gdpo": "gdpo",
                 "cpo": "grpo",
             }
         ),
     ),
+    "algorithm.gdpo_reward_keys": (
+        "algo.advantage.components",
+        "names with their weights; acc is correct",
+        translate.reward_components,
+    ),
+    "algorithm.gdpo_reward_weights": ("algo.advantage.components", "", lambda *_: UNSET),
     "algorithm.kl_ctrl.horizon": ("algo.kl.horizon", "", translate.kl_in_reward),
     "algorithm.kl_ctrl.kl_coef": ("algo.kl.coef", "", translate.kl_in_reward),
     "algorithm.kl_ctrl.target_kl": ("algo.kl.target_nats", "", translate.kl_in_reward),
@@ -214,7 +221,9 @@ VERL: Entries = {
     "algorithm.norm_adv_by_std_in_grpo": (
         "algo.advantage.norm_by_std",
         "only GRPO and its variants have it there",
-        lambda value, options: value if str(options["algorithm.adv_estimator"]).startswith(("grpo", "cpo")) else UNSET,
+        lambda value, options: (
+            value if str(options["algorithm.adv_estimator"]).startswith(("grpo", "gdpo", "cpo")) else UNSET
+        ),
     ),
     "algorithm.use_kl_in_reward": (
         "algo.kl.where",

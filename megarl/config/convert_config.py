@@ -118,10 +118,11 @@ _ONLY_WITH: tuple[tuple[str, str, frozenset[Any]], ...] = (
     (
         "algo.advantage.norm_by_std",
         "algo.advantage.estimator",
-        frozenset({"grpo", "grpo_split", "passk_best", "reinforce_baseline", "reinforce_plus_plus"}),
+        frozenset({"grpo", "grpo_split", "gdpo", "passk_best", "reinforce_baseline", "reinforce_plus_plus"}),
     ),
     ("algo.policy_loss.clip_", "algo.policy_loss.name", frozenset({"ppo_clip", "cispo", "gspo", "gmpo"})),
     ("algo.policy_loss.tau_", "algo.policy_loss.name", frozenset({"sapo"})),
+    ("algo.advantage.components", "algo.advantage.estimator", frozenset({"gdpo"})),
     ("algo.kl.", "algo.kl.where", frozenset({"loss", "reward", "both"})),
     ("reference.", "algo.kl.where", frozenset({"loss", "reward", "both"})),
     ("reward_model.", "rewards.manager", frozenset({"model"})),

@@ -143,6 +143,12 @@ def init_kl_coef(value: Any, options: Options) -> Any:
     return (value, "loss" if options.get("use_kl_loss") else "reward") if value else (UNSET, "none")
 
 
+def reward_components(value: Any, options: Options) -> Any:
+    """Return the weights of verl's reward components by name, which are 1 if it names none."""
+    weights = options.get("algorithm.gdpo_reward_weights") or [1.0] * len(value)
+    return {"correct" if key == "acc" else key: weight for key, weight in zip(value, weights, strict=True)}
+
+
 def clip_ratio(value: Any, options: Options) -> Any:
     """Return both clip bounds for verl's clip_ratio, except for a bound that is set by an option of its own."""
     own = (f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high")

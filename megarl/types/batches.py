@@ -1,5 +1,6 @@
 """Define the tensors that algorithms read and return: rows padded to [B, T], model outputs for them, and advantages."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -33,7 +34,8 @@ class ScoredBatch(_PaddedScores):
     """All rows of a step with their rewards, as advantage estimators read them: complete groups, padded to [B, T].
 
     uids: B group keys. rewards: [B], one per row. correct: [B] bool. loss_mask: [B, T] bool. truncated: [B] bool, rows
-    cut at the length limit (None: no row). seed: determines this step's random choices.
+    cut at the length limit (None: no row). seed: determines this step's random choices. details: [B] each, the scorers'
+    other numbers by name, NaN where a row has none of this name.
     """
 
     uids: tuple[str, ...]
@@ -44,6 +46,7 @@ class ScoredBatch(_PaddedScores):
     truncated: torch.Tensor | None = None
     step: int = 0
     seed: int = 0
+    details: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         b = len(self.uids)
@@ -83,10 +86,12 @@ def scored_batch(
 ) -> ScoredBatch:
     """Pad the rows of a step and add their rewards, for the advantage estimator; scores are float32 on the host.
 
-    >>> verdicts = [Reward(score=1.0, correct=True)]
-    >>> scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts).scores["values"].tolist()
-    [[0.5, 0.0]]
+    >>> verdicts = [Reward(score=1.0, correct=True, details={"format": 0.25})]
+    >>> batch = scored_batch([row([1, 0], values=[0.5, 0.0])], verdicts)
+    >>> batch.scores["values"].tolist(), batch.details["format"].tolist()
+    ([[0.5, 0.0]], [0.25])
     """
+    names = sorted({name for reward in rewards for name in reward.details})
     return ScoredBatch(
         uids=tuple(r.uid for r in rows),
         rewards=torch.tensor([r.score for r in rewards], dtype=torch.float32),
@@ -96,6 +101,7 @@ def scored_batch(
         truncated=None if truncated is None else torch.tensor(truncated, dtype=torch.bool),
         step=step,
         seed=seed,
+        details={name: torch.tensor([r.details.get(name, math.nan) for r in rewards]) for name in names},
     )
 
 

@@ -4,6 +4,7 @@ The reward r is a sample's reward minus its KL penalty. In a group of one sample
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import comb
 from typing import TypeAlias
 
@@ -176,6 +177,32 @@ def gpg(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     rewards = sequence_rewards(batch)
     num_unequal = (~equal_rewards(batch)).sum().clamp(min=1)
     return len(batch.uids) / num_unequal * centred(rewards, group_stats(rewards, batch.uids))
+
+
+@_register("gdpo", "components", "norm_by_std")
+def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
+    """Compute GDPO (arXiv:2601.05242): normalise the parts of a reward in each group, their sum over the batch.
+
+    S = Σ w·A over `components`, with weight w and the advantage A that `grpo` computes of the component alone. Then
+    A = (S − mean) / (std + 1e-6) over all rows of the batch. Raises DataError for a row that lacks a component.
+
+    >>> batch = step("aab", [1.0, 0.0, 0.0])
+    >>> gdpo(batch, AdvantageConfig(components={"correct": 1.0, "score": 1.0})).round(decimals=2).tolist()
+    [1.0, -1.0, 0.0]
+    """
+    known = {"score": batch.rewards, "correct": batch.correct.double(), **batch.details}
+    total = torch.zeros_like(batch.rewards, dtype=torch.float64)
+    for name, weight in cfg.components.items():
+        values = known.get(name, torch.full_like(total, torch.nan))
+        for row in (~values.isfinite()).nonzero().flatten().tolist():
+            there = sorted(key for key, value in known.items() if value[row].isfinite())
+            raise DataError(
+                f"row {row} (uid {batch.uids[row]!r}) has no component {name!r} of its reward, but {', '.join(there)}; "
+                "change algo.advantage.components, or let the scorer report a finite number of this name for every row"
+            )
+        total += weight * grpo(replace(batch, rewards=values, scores={}), cfg)
+    of_batch = group_stats(total, [""] * len(total))
+    return (total - of_batch.mean) / (of_batch.std + _STD_EPS)
 
 
 def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor], Tensor]) -> Tensor:

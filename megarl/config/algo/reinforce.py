@@ -1,8 +1,9 @@
 """Define the sections of the advantage estimator and of the correction for log-prob differences to the engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, setting
+from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,8 +11,8 @@ class AdvantageConfig:
     """Choose the estimator that turns rewards into advantages, and its options."""
 
     estimator: str = "grpo"  # Name of the advantage estimator; see docs/algorithms.md.
-    # grpo, grpo_split, passk_best: divide by the group's standard deviation; reinforce_plus_plus, reinforce_baseline:
-    # by the batch's.
+    # grpo, grpo_split, gdpo, passk_best: divide by the group's standard deviation; reinforce_plus_plus,
+    # reinforce_baseline: by the batch's.
     norm_by_std: bool = True
     # reinforce_baseline: subtract the batch's token-weighted mean, which gives groups of equal rewards a learning
     # signal.
@@ -20,6 +21,9 @@ class AdvantageConfig:
     exclude_equal_groups: bool = False
     # reinforce_max: train groups of equal rewards r with advantage r / group size instead of 0.
     uniform_scale: bool = False
+    # gdpo: weights of the components of the reward, by name, as in {correct: 1.0, format: 0.5}. A component is a detail
+    # that the scorer reports, score (the reward itself), or correct (1 for a right answer, 0 for a wrong one).
+    components: Mapping[str, float] = section(dict, ANY_NUMBER)
     k: int = setting(4, AT_LEAST_1)  # passk: number of samples of which one has to be right.
     gamma: float = setting(1.0, SHARE)  # gae, reinforce_plus_plus: discount factor; the other estimators require 1.
     lam: float = setting(1.0, FRACTION)  # gae: λ of the actor's advantages.

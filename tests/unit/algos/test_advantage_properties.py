@@ -25,6 +25,7 @@ CONFIGS = [AdvantageConfig(estimator=name) for name in ADVANTAGE_ESTIMATORS] + [
     AdvantageConfig(estimator="reinforce_max", uniform_scale=True),
     AdvantageConfig(estimator="reinforce_plus_plus", gamma=0.9),
     AdvantageConfig(estimator="passk", k=1),
+    AdvantageConfig(estimator="gdpo", components={"score": 1.0, "correct": 0.5}),
     AdvantageConfig(estimator="passk_best", norm_by_std=False),
     AdvantageConfig(estimator="gae", gamma=0.9, lam=0.8, lam_critic=1.0, whiten=False),
 ]

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,6 +194,44 @@ def test_passk_best_is_what_the_group_would_lose_without_the_row(seed: int, make
     expected = [max(rewards) - max(rewards[:i] + rewards[i + 1 :]) for i in range(6)]
     got = rows_of(make_scored(["a"] * 6, rewards), AdvantageConfig(estimator="passk_best", norm_by_std=False))
     assert got == expected
+
+
+def test_gdpo_by_hand(make_scored: MakeScored) -> None:
+    # In group a the components disagree, and in group b they agree: sums of 0, 0, −2·√½ and 2·√½ with weights of 1.
+    batch = replace(
+        make_scored(["a", "a", "b", "b"], [1.0, 0.0, 0.0, 1.0]),
+        details={"format": torch.tensor([0.0, 1.0, 0.0, 1.0])},
+    )
+    cfg = AdvantageConfig(estimator="gdpo", components={"correct": 1.0, "format": 1.0})
+    # Their deviation is √(2·2 / 3).
+    expected = [0.0, 0.0, -math.sqrt(1.5), math.sqrt(1.5)]
+    assert rows_of(batch, cfg) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gdpo_follows_its_definition(seed: int, make_scored: MakeScored) -> None:
+    generator = random.Random(seed)
+    uids, weights = list("abbaabab"), {"score": 1.0, "style": -0.5, "length": 0.25}
+    values = {name: [generator.gauss(0.0, 10.0) for _ in uids] for name in weights}
+    total = [0.0] * len(uids)
+    for name, weight in weights.items():
+        for i, uid in enumerate(uids):
+            group = [value for value, other in zip(values[name], uids, strict=True) if other == uid]
+            total[i] += weight * (values[name][i] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+    mean, deviation = statistics.fmean(total), statistics.stdev(total)
+    details = {name: torch.tensor(values[name], dtype=torch.float64) for name in ("style", "length")}
+    batch = replace(make_scored(uids, values["score"]), details=details)
+    got = rows_of(batch, AdvantageConfig(estimator="gdpo", components=weights))
+    assert got == pytest.approx([(value - mean) / (deviation + 1e-6) for value in total])
+
+
+def test_gdpo_refuses_a_row_without_a_component(make_scored: MakeScored) -> None:
+    batch = replace(make_scored(["a", "b"], [1.0, 0.0]), details={"style": torch.tensor([0.5, math.nan])})
+    message = r"^row 1 \(uid 'b'\) has no component 'style' of its reward, but correct, score; change algo\.advantage"
+    with pytest.raises(DataError, match=message):
+        compute_advantages(batch, AdvantageConfig(estimator="gdpo", components={"style": 1.0}))
+    with pytest.raises(DataError, match=r"^row 0 \(uid 'a'\) has no component 'stile' .* but correct, score, style;"):
+        compute_advantages(batch, AdvantageConfig(estimator="gdpo", components={"stile": 1.0}))
 
 
 def test_groups_of_one_have_no_baseline(make_scored: MakeScored) -> None:

@@ -26,6 +26,7 @@ def critic(**reward: Any) -> dict[str, Any]:
 
 
 BEFORE = {"ratio": 0.5, "flip_stage": "before_whiten"}
+GDPO = {"estimator": "gdpo", "components": {"correct": 1.0, "style": 0.5}}
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     (
         {"reward": {"source": "critic"}},
@@ -101,6 +102,32 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
         "maxrl divides by the mean of rewards in [0, 1]; drop one of the two",
     ),
     (
+        {"advantage": {"estimator": "gdpo"}},
+        "algo.advantage.components: got none with algo.advantage.estimator=gdpo, which normalises each of them; name "
+        "them with their weights, as in {correct: 1.0, format: 0.5}",
+    ),
+    (
+        {"advantage": GDPO, "kl": {"where": "reward"}},
+        "algo.kl.where: got 'reward' with algo.advantage.estimator=gdpo, which it would not reach: the estimator reads "
+        "the components correct, style; leave it at its default, or choose another estimator",
+    ),
+    (
+        {"advantage": GDPO, "reward": {"mask": {"ratio": 0.5}}},
+        "algo.reward.mask.ratio: got 0.5 with algo.advantage.estimator=gdpo, which it would not reach: the estimator "
+        "reads the components correct, style; leave it at its default, or choose another estimator",
+    ),
+    (
+        {"advantage": GDPO, "reward": {"clip": [0, 1]}},
+        "algo.reward.{clip,overlong_buffer_tokens,truncated}: got a value with algo.advantage.estimator=gdpo, which it "
+        "would not reach: the estimator reads the components correct, style; leave it at its default, or choose "
+        "another estimator",
+    ),
+    (
+        {"advantage": {"components": {"format": 0.5}}},
+        "algo.advantage.components: got {'format': 0.5}, which is not read with algo.advantage.estimator=grpo; leave "
+        "it at {}, or use gdpo",
+    ),
+    (
         {"advantage": {"estimator": "maxrl"}, "reward": {"truncated": -0.5}},
         "algo.advantage.estimator: got 'maxrl' with algo.reward.truncated < 0, which can make rewards negative; "
         "maxrl divides by the mean of rewards in [0, 1]; drop one of the two",
@@ -132,6 +159,7 @@ def test_every_algorithm_file_is_without_conflict(path: Path) -> None:
         {"reward": {"mask": BEFORE}, "advantage": {"estimator": "reinforce_baseline"}},
         {"reward": {"source": "critic"}, "advantage": {"estimator": "gae"}},
         {"advantage": {"estimator": "reinforce_max", "uniform_scale": True}},
+        {"advantage": {"estimator": "gdpo", "components": {"score": 1.0}}, "reward": {"clip": [0, 1]}},
     ],
 )
 def test_no_conflict(keys: dict[str, Any]) -> None:

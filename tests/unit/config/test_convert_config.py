@@ -245,6 +245,20 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
     assert "algo.advantage.estimator" not in converted.settings
 
 
+@pytest.mark.parametrize(("weights", "style"), [(None, 1.0), ([1.0, 0.25], 0.25)])
+def test_components_of_the_reward(weights: list[float] | None, style: float) -> None:
+    options = {
+        "algorithm.adv_estimator": "gdpo",
+        "algorithm.gdpo_reward_keys": ["acc", "style"],
+        "algorithm.gdpo_reward_weights": weights,
+        "reward.reward_manager.name": "gdpo",
+    }
+    converted = convert(PeerOptions(framework="verl", options=options, unreadable={}))
+    assert not [given for given in converted.lost if given.partition("=")[0] in options]
+    assert converted.settings["algo.advantage.estimator"] == "gdpo"
+    assert converted.settings["algo.advantage.components"] == {"correct": 1.0, "style": style}
+
+
 @pytest.mark.parametrize(
     ("in_reward", "in_loss", "expected"),
     [
