@@ -10,6 +10,7 @@ from megarl.algos import cpo
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
 from megarl.algos.corrections import CORRECTION
+from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES
 from megarl.algos.entropy import next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
 from megarl.algos.masked import group_stats, masked_sum, summary
@@ -74,14 +75,16 @@ class ComposedAlgorithm:
 
     @property
     def reads(self) -> frozenset[str]:
-        scores = {"advantages", CORRECTION, DEMONSTRATION, TARGET_PROBS, Score.OLD_LOGPROBS, Score.REF_LOGPROBS}
+        scores = {"advantages", CHOSEN, CORRECTION, DEMONSTRATION, TARGET_PROBS, Score.OLD_LOGPROBS, Score.REF_LOGPROBS}
         return frozenset(scores | (cpo.LOSS_SCORES if cpo.shapes_in_loss(self.cfg.cpo) else frozenset()))
 
     def requires(self) -> frozenset[Score]:
         scores = _KL_SCORES[self.cfg.kl.where] | cpo.required_scores(self.cfg.cpo)
         if estimator_of(self.cfg).needs_values:
             scores |= {Score.VALUES}
-        if self.cfg.correction.name != "none" or self.cfg.off_policy.drop_above is not None:
+        cfg = self.cfg
+        in_choice = cfg.policy_loss.name in COVARIANCE_LOSSES
+        if in_choice or cfg.correction.name != "none" or cfg.off_policy.drop_above is not None:
             scores |= {Score.OLD_LOGPROBS}
         return scores
 

@@ -17,13 +17,18 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossInputs:
-    """Inputs of a policy loss, [B, T] each; `loss_mask` is bool, `correction` the weights of `compute_correction`."""
+    """Inputs of a policy loss, [B, T] each; `loss_mask` is bool.
+
+    correction: the weights of `compute_correction`. chosen: bool, the tokens of `choose_tokens`, for losses that treat
+    these in another way.
+    """
 
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
     loss_mask: Tensor
     correction: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ READ_SETTINGS: Mapping[str, frozenset[str]] = {
     "gspo_token": frozenset({"clip_low", "clip_high"}),
     "gmpo": frozenset({"clip_low", "clip_high"}),
     "sapo": frozenset({"tau_pos", "tau_neg"}),
+    "clip_cov": frozenset({"clip_low", "clip_high", "cov_share", "cov_low", "cov_high"}),
+    "kl_cov": frozenset({"cov_share", "cov_kl_coef"}),
 }
 
 
@@ -237,3 +244,51 @@ def sapo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
     tau = torch.where(x.advantages > 0, log_ratio.new_tensor(cfg.tau_pos), log_ratio.new_tensor(cfg.tau_neg))
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
     return PolicyLossTerms(loss=-x.advantages * gate, diagnostics={"actor/ppo_kl": -log_ratio.detach()})
+
+
+@POLICY_LOSSES.register("clip_cov")
+def clip_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute Clip-Cov (arXiv:2505.22617): the loss of `ppo_clip` without dual clip, but 0 on the chosen tokens.
+
+    The paper chooses tokens anew at each update, by the covariance of its batch's current log-probs with advantages,
+    among tokens that the ratio's clip leaves alone. Here `choose_tokens` chooses once per step, over all rows and by
+    the old log-probs, so neither micro-batches nor parallel layouts matter. For the step's first update, if that covers
+    the whole step, both are the same rule: old and current log-probs are equal, and no ratio is clipped.
+
+    >>> x = replace(loss_inputs([[1.0, 1.0]], [[1.0, 2.0]]), chosen=tensor([[True, False]]))
+    >>> clip_cov(x, PolicyLossConfig(name="clip_cov")).loss.tolist()
+    [[0.0, -2.0]]
+    """
+    assert x.chosen is not None, "clip_cov needs the tokens chosen by covariance"
+    log_ratio = _log_ratio(x)
+    surrogate = clipped_surrogate(
+        log_ratio.exp(), x.advantages, low=1 - cfg.clip_low, high=1 + cfg.clip_high, dual_clip=None
+    )
+    return PolicyLossTerms(
+        loss=torch.where(x.chosen, 0.0, surrogate.loss),
+        diagnostics={
+            "actor/pg_clipfrac": surrogate.clipped.to(log_ratio.dtype),
+            "actor/cov_chosen": x.chosen.to(log_ratio.dtype),
+            "actor/ppo_kl": -log_ratio.detach(),
+        },
+    )
+
+
+@POLICY_LOSSES.register("kl_cov")
+def kl_cov(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
+    """Compute KL-Cov (arXiv:2505.22617): l = −r·A, on the chosen tokens + `cov_kl_coef`·|logprobs − old_logprobs|.
+
+    Ratios r are not clipped. As in `clip_cov`, tokens are chosen once per step by the old log-probs; the paper chooses
+    at each update by the current ones.
+
+    >>> x = replace(loss_inputs([[1.0, 2.0]], [[1.0, 0.0]]), chosen=tensor([[False, True]]))
+    >>> kl_cov(x, PolicyLossConfig(name="kl_cov", cov_kl_coef=0.5)).loss.round(decimals=2).tolist()
+    [[-1.0, 0.35]]
+    """
+    assert x.chosen is not None, "kl_cov needs the tokens chosen by covariance"
+    log_ratio = _log_ratio(x)
+    penalty = torch.where(x.chosen, cfg.cov_kl_coef * log_ratio.abs(), 0.0)
+    return PolicyLossTerms(
+        loss=-x.advantages * log_ratio.exp() + penalty,
+        diagnostics={"actor/cov_chosen": x.chosen.to(log_ratio.dtype), "actor/ppo_kl": -log_ratio.detach()},
+    )

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megarl.algos import cpo
 from megarl.algos.corrections import CORRECTION, CorrectionInputs, compute_correction
+from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES, choose_tokens, token_covariance
+from megarl.algos.masked import summary
 from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
 from megarl.algos.prefixes import DEMONSTRATION
 from megarl.config.algo import AlgoConfig
@@ -103,5 +105,33 @@ def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
     )
 
 
-# Applied in this order; the correction's gate may look at the final advantages.
-ADVANTAGE_SHAPERS: tuple[AdvantageShaper, ...] = (weigh_demonstrations, shape_by_hint, correct_for_engine)
+def choose_by_covariance(advantages: Tensor, x: ShapingInputs) -> Advantages:
+    """Return the advantages unchanged, with the tokens that the losses clip_cov and kl_cov treat in another way.
+
+    Demonstration tokens neither count nor are chosen. Metrics: actor/cov/{mean,max,min} over the other loss tokens.
+
+    >>> batch = step("a", [1.0], old_logprobs=[[-1.0, -3.0]])
+    >>> cfg = AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov"))
+    >>> x = ShapingInputs(batch=batch, scored_rewards=batch.rewards, cfg=cfg, vocab_size=None)
+    >>> choose_by_covariance(tensor([[2.0, 0.0]]), x).metrics["actor/cov/mean"]
+    1.0
+    """
+    if x.cfg.policy_loss.name not in COVARIANCE_LOSSES:
+        return Advantages(values=advantages)
+    batch, mask = x.batch, x.batch.loss_mask & ~demonstration_mask(x.batch)
+    covariance = token_covariance(advantages, batch.score(Score.OLD_LOGPROBS), mask)
+    chosen = choose_tokens(covariance, mask, x.cfg.policy_loss, uids=batch.uids, seed=batch.seed)
+    return Advantages(
+        values=advantages,
+        scores={CHOSEN: chosen.to(advantages.dtype)},
+        metrics=summary("actor/cov", covariance[mask]),
+    )
+
+
+# Applied in this order; the last two may look at the final advantages.
+ADVANTAGE_SHAPERS: tuple[AdvantageShaper, ...] = (
+    weigh_demonstrations,
+    shape_by_hint,
+    choose_by_covariance,
+    correct_for_engine,
+)

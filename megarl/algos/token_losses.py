@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algos.corrections import CORRECTION
+from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES
 from megarl.algos.mixed_groups import demonstration_mask, kept_tokens
 from megarl.algos.off_policy import imitation_masks, luffy_loss
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
@@ -57,6 +58,7 @@ def token_losses(rows: RowBatch, out: PolicyOutputs, advantages: Tensor, cfg: Al
         advantages=advantages,
         loss_mask=loss_mask,
         correction=rows.scores.get(CORRECTION),
+        chosen=rows.score(CHOSEN) > 0 if cfg.policy_loss.name in COVARIANCE_LOSSES else None,
     )
     if off_policy.loss == "luffy":
         mixed = luffy_loss(

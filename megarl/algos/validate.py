@@ -53,6 +53,11 @@ def check_algo_config(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             f"over the row; the paper uses 3e-4 and 4e-4",
             stacklevel=2,
         )
+    if not loss.cov_low < loss.cov_high:
+        raise ConfigError(
+            f"algo.policy_loss.cov_low and algo.policy_loss.cov_high: got {loss.cov_low} and {loss.cov_high}, expected "
+            f"cov_low < cov_high, as clip_cov chooses among tokens between them; the paper has 1 and 5"
+        )
     check_rewards(cfg, max_response_tokens=max_response_tokens)
     check_cpo(cfg.cpo)
     check_correction(cfg)

@@ -89,8 +89,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
         (
             _LOSS,
             (
-                "*.policy_loss.*cov*",
-                "*.policy_loss.ppo_kl_coef",
                 "*.policy_loss.dro_beta",
                 "*pf_ppo*",
                 "algorithm.rollout_correction.use_policy_gradient",

@@ -41,9 +41,24 @@ VERL_ALGO: Entries = {
                 "gspo": ("gspo", "seq-mean-token-mean"),
                 "geo_mean": ("gmpo", "seq-mean-token-mean"),
                 "sapo": ("sapo", "seq-mean-token-mean"),
+                "clip_cov": ("clip_cov", UNSET),
+                "kl_cov": ("kl_cov", UNSET),
             }
         ),
     ),
+    f"{_ACTOR}.policy_loss.clip_cov_ratio": (
+        "algo.policy_loss.cov_share",
+        "tokens are chosen once per step, of all its rows",
+        partial(translate.of_loss, loss="clip_cov"),
+    ),
+    f"{_ACTOR}.policy_loss.clip_cov_lb": ("algo.policy_loss.cov_low",),
+    f"{_ACTOR}.policy_loss.clip_cov_ub": ("algo.policy_loss.cov_high",),
+    f"{_ACTOR}.policy_loss.kl_cov_ratio": (
+        "algo.policy_loss.cov_share",
+        "tokens are chosen once per step, of all its rows",
+        partial(translate.of_loss, loss="kl_cov"),
+    ),
+    f"{_ACTOR}.policy_loss.ppo_kl_coef": ("algo.policy_loss.cov_kl_coef",),
     f"{_ACTOR}.tau_pos": ("algo.policy_loss.tau_pos",),
     f"{_ACTOR}.tau_neg": ("algo.policy_loss.tau_neg",),
 } | {

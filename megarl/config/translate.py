@@ -160,6 +160,11 @@ def dual_clip(value: Any, options: Options, *, loss: str) -> Any:
     return value if options.get(loss) in (None, "vanilla", "ppo") else None
 
 
+def of_loss(value: Any, options: Options, *, loss: str) -> Any:
+    """Return an option's value if verl's run has the loss that reads it."""
+    return value if options.get(f"{_ACTOR}.policy_loss.loss_mode") == loss else UNSET
+
+
 def filter_groups(value: Any, options: Options) -> Any:
     """Return the filter bounds for verl's dynamic sampling, which keeps groups whose samples are not all equal."""
     if not value:

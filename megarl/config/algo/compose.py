@@ -7,7 +7,7 @@ from megarl.config.algo.cpo import CpoConfig
 from megarl.config.algo.luffy import DemonstrationConfig, OffPolicyConfig
 from megarl.config.algo.reinforce import AdvantageConfig, CorrectionConfig
 from megarl.config.algo.reward import FilterConfig, RewardConfig
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range, setting
+from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,12 @@ class PolicyLossConfig:
     dual_clip: float | None = setting(3.0, Range(expected="> 1, or null for no bound", above=1))
     tau_pos: float = setting(1.0, POSITIVE)  # sapo: how fast the gate closes for positive advantages.
     tau_neg: float = setting(1.05, POSITIVE)  # sapo: how fast the gate closes for negative advantages.
+    # clip_cov, kl_cov: share of a step's loss tokens, at least one token, that is chosen by covariance.
+    cov_share: float = setting(2e-4, SHARE)
+    # clip_cov: tokens are chosen among those whose covariance of log-prob and advantage is above this.
+    cov_low: float = setting(1.0, ANY_NUMBER)
+    cov_high: float = setting(5.0, ANY_NUMBER)  # clip_cov: tokens are chosen among those of a covariance below this.
+    cov_kl_coef: float = setting(1.0, AT_LEAST_0)  # kl_cov: coefficient of the penalty on chosen tokens.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ def loss_inputs(logprobs: Tensor, old: list[float], advantages: list[float], **m
         old_logprobs=torch.tensor([old], dtype=torch.float64),
         advantages=torch.tensor([advantages], dtype=torch.float64),
         loss_mask=torch.ones(1, len(old), dtype=torch.bool),
-        **more,
+        **{"chosen": torch.arange(len(old))[None] == 1, **more},
     )
 
 
@@ -282,7 +282,30 @@ def test_sapo_weighs_gradients_as_in_the_paper(log_ratios: list[float], advantag
     assert got == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gmpo", "sapo"])
+def test_clip_cov_has_no_loss_on_the_chosen_token() -> None:
+    # Ratios 2, 2 and 1/2 with clip range [0.7, 1.5]; the second token is chosen.
+    logprobs, old, advantages = [LN2 - 1, LN2 - 1, -LN2 - 1], [-1.0] * 3, [1.0, -1.0, 1.0]
+    cfg: dict[str, Any] = {"clip_low": 0.3, "clip_high": 0.5}
+    terms = policy_loss(loss_inputs(row(logprobs), old, advantages), PolicyLossConfig(name="clip_cov", **cfg))
+    assert terms.loss[0].tolist() == pytest.approx([-1.5, 0.0, -0.5])
+    assert terms.diagnostics["actor/pg_clipfrac"][0].tolist() == [1, 0, 0]
+    assert terms.diagnostics["actor/cov_chosen"][0].tolist() == [0, 1, 0]
+    # Without a choice the second token would have 2.
+    assert gradient("clip_cov", logprobs, old, advantages, **cfg) == pytest.approx([0.0, 0.0, -0.5])
+
+
+def test_kl_cov_adds_a_penalty_on_the_chosen_token() -> None:
+    # Ratios 4, 2 and 1/2, none clipped; the second token has 2 + 0.5·ln 2, with the gradient 2 + 0.5.
+    logprobs, old, advantages = [2 * LN2 - 1, LN2 - 1, -LN2 - 1], [-1.0] * 3, [1.0, -1.0, 1.0]
+    x = loss_inputs(row(logprobs), old, advantages)
+    terms = policy_loss(x, PolicyLossConfig(name="kl_cov", cov_kl_coef=0.5))
+    assert terms.loss[0].tolist() == pytest.approx([-4.0, 2.3465735903, -0.5])
+    assert terms.diagnostics["actor/cov_chosen"][0].tolist() == [0, 1, 0]
+    assert terms.diagnostics["actor/ppo_kl"][0].tolist() == pytest.approx([-2 * LN2, -LN2, LN2])
+    assert gradient("kl_cov", logprobs, old, advantages, cov_kl_coef=0.5) == pytest.approx([-4.0, 2.5, -0.5])
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "gmpo", "kl_cov", "sapo"])
 def test_far_from_the_old_policy_values_and_gradients_are_finite(name: str) -> None:
     for distance in (-1000.0, 1000.0):
         for advantage in (1.0, -1.0):
@@ -318,6 +341,7 @@ def test_inputs_are_not_mutated_and_float32_stays() -> None:
             advantages=torch.tensor([[1.0, -1.0]]),
             loss_mask=torch.tensor([[True, False]]),
             correction=torch.tensor([[2.0, 0.0]]),
+            chosen=torch.tensor([[True, False]]),
         )
         copy = copy_of(x)
         terms = policy_loss(x, PolicyLossConfig(name=name))

@@ -303,6 +303,25 @@ _CLIP = {"algo.policy_loss.clip_low": 0.1, "algo.policy_loss.clip_high": 0.3}
         # These two are means of rows in verl, whatever its loss_agg_mode says.
         ("geo_mean", {"algo.policy_loss.name": "gmpo", **_CLIP, **_ROWS}),
         ("sapo", {"algo.policy_loss.name": "sapo", "algo.policy_loss.tau_neg": 1.2, **_ROWS}),
+        (
+            "clip_cov",
+            {
+                "algo.policy_loss.name": "clip_cov",
+                "algo.policy_loss.cov_share": 3e-4,
+                "algo.policy_loss.cov_low": 2.0,
+                "algo.policy_loss.cov_high": 4.0,
+                **_CLIP,
+            },
+        ),
+        # verl's default of ppo_kl_coef is 0.1; here it is the paper's.
+        (
+            "kl_cov",
+            {
+                "algo.policy_loss.name": "kl_cov",
+                "algo.policy_loss.cov_share": 2e-3,
+                "algo.policy_loss.cov_kl_coef": 0.1,
+            },
+        ),
     ],
 )
 def test_policy_losses_take_the_options_that_they_read(mode: str, expected: dict[str, Any]) -> None:
@@ -312,6 +331,10 @@ def test_policy_losses_take_the_options_that_they_read(mode: str, expected: dict
         "actor_rollout_ref.actor.clip_ratio_low": 0.1,
         "actor_rollout_ref.actor.clip_ratio_high": 0.3,
         "actor_rollout_ref.actor.tau_neg": 1.2,
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": 3e-4,
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb": 2.0,
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ub": 4.0,
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": 2e-3,
     }
     converted = convert(PeerOptions(framework="verl", options=options, unreadable={}))
     got = {key: value for key, value in converted.settings.items() if key.startswith("algo.policy_loss.")}
