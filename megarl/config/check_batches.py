@@ -1,7 +1,14 @@
 """Check that rows (samples), micro-batches, mini-batches and optimizer steps fit together."""
 
 from megarl.config.batches import batch_counts, mini_batch_prompts, num_actor_steps
-from megarl.config.schema import Config, OptimizerConfig, role_settings
+from megarl.config.schema import (
+    Config,
+    OptimizerConfig,
+    SftConfig,
+    TrainPreferenceConfig,
+    TrainRewardConfig,
+    role_settings,
+)
 from megarl.errors import ConfigError
 
 
@@ -104,18 +111,23 @@ def check_train_outlasts_warmup(config: Config) -> None:
 
 def check_sft_outlasts_warmup(config: Config) -> None:
     """Raise ConfigError if supervised fine-tuning would have no optimizer step after the warm-up."""
-    _require_warmup_below(config.actor.optimizer, config.sft.total_steps, "actor")
+    _require_steps_after_warmup(config, config.sft)
 
 
 def check_train_reward_outlasts_warmup(config: Config) -> None:
     """Raise ConfigError if reward-model training would have no optimizer step after the warm-up."""
-    _require_warmup_below(config.actor.optimizer, config.train_reward.total_steps, "actor")
+    _require_steps_after_warmup(config, config.train_reward)
 
 
 def check_train_preference_outlasts_warmup(config: Config) -> None:
-    """Raise ConfigError unless optimizer steps are left after the warm-up, as far as their number is known."""
-    if config.train_preference.total_epochs is None:
-        _require_warmup_below(config.actor.optimizer, config.train_preference.total_steps, "actor")
+    """Raise ConfigError if training on preferences would have no optimizer step after the warm-up."""
+    _require_steps_after_warmup(config, config.train_preference)
+
+
+def _require_steps_after_warmup(config: Config, run: SftConfig | TrainRewardConfig | TrainPreferenceConfig) -> None:
+    # With a length in epochs, the number of steps is known, and checked, once the data is open.
+    if run.total_epochs is None:
+        _require_warmup_below(config.actor.optimizer, run.total_steps, "actor")
 
 
 def _require_warmup_below(optimizer: OptimizerConfig, num_steps: int, role: str) -> None:

@@ -123,11 +123,19 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Configure supervised fine-tuning on demonstrations (`megarl sft`), a warm start for RL."""
+    """Configure supervised fine-tuning on demonstrations and chats (`megarl sft`), such as a warm start for RL."""
 
-    train: tuple[str, ...] = ()  # Parquet or JSONL files whose rows have a demonstration.
+    train: tuple[str, ...] = ()  # Parquet or JSONL files of chats, or of prompts with a demonstration; see docs/sft.md.
+    val: tuple[str, ...] = ()  # Files of held-out rows; []: no validation.
+    # all: chats train on every answer of the assistant whose turn does not say otherwise. last: on the last answer.
+    train_on: Literal["all", "last"] = "all"
+    on_long: Literal["error", "drop"] = "error"  # What happens to rows over a length limit; drop counts them.
     batch_size: int = setting(32, AT_LEAST_1)  # Rows per optimizer step.
     total_steps: int = setting(1000, AT_LEAST_1)  # Number of optimizer steps.
+    # Passes over the rows, which set total_steps to total_epochs · ⌊rows / batch_size⌋, or null.
+    total_epochs: int | None = setting(None, AT_LEAST_1)
+    # Steps between validations, in addition to those before the first step and after the last.
+    val_every_steps: int = setting(100, AT_LEAST_1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +146,8 @@ class TrainRewardConfig:
     val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
     batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
     total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
+    # Passes over the pairs, which set total_steps to total_epochs · ⌊pairs / batch_size⌋, or null.
+    total_epochs: int | None = setting(None, AT_LEAST_1)
     # Steps between validations, in addition to those before the first step and after the last.
     val_every_steps: int = setting(100, AT_LEAST_1)
 

@@ -133,6 +133,41 @@ def encode_demonstration(
     return ids
 
 
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], trained: Sequence[int], *, where: str
+) -> tuple[list[int], list[bool]]:
+    """Encode a chat up to its last answer in `trained`; return token ids, and a mask of the tokens of these answers.
+
+    Each answer is encoded as the policy would have written it after the turns before it (`encode_demonstration`), end
+    token included. The text between two answers is tokenised by itself, as in a chat in which the policy spoke.
+
+    Raises:
+        DataError: before a later answer, the chat template renders an earlier one in another way than the policy wrote
+            it (for example without its thoughts), so that one sequence cannot train both.
+    """
+    openings = render_chats(tokenizer, [messages[:i] for i in trained])
+    ids: list[int] = []
+    mask: list[bool] = []
+    encoded = ""
+    for i, opening, following in zip(trained, openings, [*openings[1:], None], strict=True):
+        end = "" if messages[i].content.endswith(tokenizer.eos_token) else tokenizer.eos_token
+        # Many templates strip the answers that they repeat.
+        answers = (messages[i].content, messages[i].content.strip())
+        answer = next((a for a in answers if following is None or following.startswith(opening + a + end)), None)
+        if answer is None:
+            raise DataError(
+                f"{where}: before the next answer, the chat template renders turn {i} as "
+                f"{(following or '')[len(opening) :][:80]!r}, expected {answers[0][:40]!r} and the end token; "
+                "set sft.train_on=last, or give one row per answer"
+            )
+        between = tokenizer(opening[len(encoded) :], add_special_tokens=False)["input_ids"]
+        response = encode_demonstration(tokenizer, messages[:i], answer, where=f"{where}: turn {i}")
+        ids += between + response
+        mask += [False] * len(between) + [True] * len(response)
+        encoded = opening + answer + end
+    return ids, mask
+
+
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes response ids to the text that scorers read, without special tokens."""
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""Provide data sets of prompts (`Prompt`) and demonstrations (`Row`), which are tokenised once, on opening.
+"""Provide data sets of prompts (`Prompt`), which are tokenised once, on opening.
 
 Every row is read and checked at that time, so that a bad row stops a run before training. Token ids are kept in
 arrays of 4 bytes per token instead of lists of Python objects.
@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import DemonstrationConfig
@@ -18,16 +17,14 @@ from megarl.config.schema import DataConfig
 from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
 from megarl.data.records import (
-    DEMONSTRATION_COLUMNS,
     TARGET_COLUMNS,
-    parse_demonstration,
     parse_prompt,
     parse_target,
     parse_target_probs,
     prompt_columns,
 )
 from megarl.errors import DataError
-from megarl.types import Message, Prompt, Row
+from megarl.types import Message, Prompt
 
 # Marks a token for which the demonstrator's probability is unknown.
 UNKNOWN_PROB = -1.0
@@ -113,50 +110,6 @@ class PromptDataset:
             messages=record.messages,
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
-        )
-
-
-class SftDataset:
-    """A data set of demonstrations, as rows with loss on the response. A row that is too long raises DataError."""
-
-    def __init__(
-        self,
-        paths: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-    ) -> None:
-        self._tokens: list[array[int]] = []
-        self._num_prompt_tokens = array("i")
-        files = RowFiles(paths, columns=DEMONSTRATION_COLUMNS, required=DEMONSTRATION_COLUMNS)
-        rows = ((files.where(i), parse_demonstration(row, files.where(i))) for i, row in enumerate(files))
-        for chunk in _chunks(rows):
-            prompts = encode_chats(tokenizer, [record.messages for _, record in chunk])
-            for (where, record), prompt in zip(chunk, prompts, strict=True):
-                if len(prompt) > max_prompt_tokens:
-                    raise long_prompt_error(where, len(prompt), max_prompt_tokens)
-                response = encode_demonstration(tokenizer, record.messages, record.target, where=where)
-                if len(response) > max_response_tokens:
-                    raise DataError(
-                        f"{where}: the demonstration has {len(response)} tokens, "
-                        f"rollout.max_response_tokens is {max_response_tokens}; raise it or remove the row"
-                    )
-                self._tokens.append(array("i", [*prompt, *response]))
-                self._num_prompt_tokens.append(len(prompt))
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> Row:
-        token_ids = np.asarray(self._tokens[index], dtype=np.int64)
-        num_prompt_tokens = self._num_prompt_tokens[index]
-        return Row(
-            uid=f"sft:{index}",
-            sample_index=0,
-            token_ids=token_ids,
-            num_prompt_tokens=num_prompt_tokens,
-            loss_mask=np.ones(len(token_ids) - num_prompt_tokens, dtype=np.bool_),
         )
 
 

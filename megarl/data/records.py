@@ -25,7 +25,11 @@ from megarl.errors import DataError
 from megarl.types import Message
 
 TARGET_COLUMNS = ("target", "target_probs")
-DEMONSTRATION_COLUMNS = ("prompt", "target")
+# An answer to `prompt`, by the names that LUFFY, verl and TRL give it.
+ANSWER_COLUMNS = ("target", "response", "completion")
+DEMONSTRATION_COLUMNS = ("messages", "conversations", "prompt", *ANSWER_COLUMNS)
+# ShareGPT's names of speakers.
+SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "tool": "tool"}
 PREFERENCE_SIDES = ("chosen", "rejected")
 PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "margin")
 
@@ -67,10 +71,10 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationRecord:
-    """One parsed demonstration row: a chat, and the answer to imitate."""
+    """One parsed row of supervised training: a chat, and the indices of the answers in it to imitate, ascending."""
 
     messages: tuple[Message, ...]
-    target: str
+    trained: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +141,47 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
-    """Parse a row whose `target` must be one assistant turn; DataError names `where` and what is wrong."""
-    return DemonstrationRecord(messages=_messages(row, "prompt", where), target=parse_target(row, where))
+    """Parse a row of supervised training; DataError names the row (`where`) and what is wrong.
+
+    A row is a chat, in OpenAI's form (`messages` of {role, content}) or ShareGPT's (`conversations` of {from, value}),
+    or a `prompt` with one answer, in one of `ANSWER_COLUMNS`. In a chat, all turns of the assistant are imitated except
+    those with `train: false` or `weight: 0`.
+    """
+    answer = next((name for name in ANSWER_COLUMNS if row.get(name)), None)
+    if row.get("prompt") and answer is not None:
+        target = _messages(row, answer, where, text_role="assistant")
+        if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
+            raise DataError(f"{where}: {answer} has roles {[m.role for m in target]}, expected one assistant turn")
+        messages = (*_messages(row, "prompt", where, text_role="user"), *target)
+        return DemonstrationRecord(messages=messages, trained=(len(messages) - 1,))
+    name = next((name for name in ("messages", "conversations") if row.get(name)), None)
+    if name is None:
+        raise DataError(
+            f"{where}: got columns {sorted(key for key, value in row.items() if value)}, expected messages, "
+            f"conversations, or prompt with one of {', '.join(ANSWER_COLUMNS)}"
+        )
+    turns = row[name]
+    if name == "conversations":
+        turns = [_from_sharegpt(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(turns)]
+    messages = _messages({name: turns}, name, where)
+    trained = tuple(
+        i
+        for i, (message, turn) in enumerate(zip(messages, turns, strict=True))
+        if message.role == "assistant" and turn.get("train") is not False and turn.get("weight") != 0
+    )
+    if not trained or 0 in trained:
+        raise DataError(
+            f"{where}: {name} has roles {[m.role for m in messages]}, expected an answer of the assistant to train on, "
+            "after another turn"
+        )
+    return DemonstrationRecord(messages=messages, trained=trained)
+
+
+def _from_sharegpt(turn: Any, place: str) -> Mapping[str, Any]:
+    """Rename the keys and the speaker of a ShareGPT turn to those of OpenAI's form."""
+    if not isinstance(turn, Mapping) or turn.get("from") not in SHAREGPT_ROLES:
+        raise DataError(f"{place}: got {turn!r}, expected {{from, value}} with from in {sorted(SHAREGPT_ROLES)}")
+    return {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
 
 
 def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:

@@ -1,26 +1,22 @@
-"""Draw the curves of a report. A panel draws one run into given axes, or several where it compares."""
+"""List the panels of a report: which plots it has, with their texts, and what each needs to be drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 
-from megarl.report.run import Run, Series
-from megarl.report.style import MUTED, EndLabel, color_of, label_ends
-from megarl.report.summary import GREEDY, PAIR_ACCURACY, SAMPLED, Estimate, data_sources, validation_curve
-
-# The moving mean spans this share of the run, within these bounds: a fast change must stay visible.
-SMOOTHING_FRAC = 0.1
-MIN_SMOOTHING_STEPS, MAX_SMOOTHING_STEPS = 3, 25
-# Longer names of data sources are cut on the plot: they would narrow it.
-MAX_LABEL_CHARS = 18
-# Phases in the order of a step; others follow by name. Phases below the share are summed as "other".
-PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "sync", "testing")
-MIN_PHASE_FRAC = 0.02
-# Shown of mismatch/*; all are non-negative, so a log axis can hold them.
-MISMATCH_NAMES = {"abs_max": "max |Δ|", "abs_mean": "mean |Δ|", "k3": "k3"}
+from megarl.report.curves import (
+    draw_advantage_changes,
+    draw_length,
+    draw_line,
+    draw_mismatch,
+    draw_reward,
+    draw_right_and_wrong,
+    draw_time,
+    draw_validation,
+    draw_with_held_out,
+)
+from megarl.report.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,189 +33,6 @@ class Panel:
     needs: str
     draw: Callable[[Axes, Sequence[Run]], None]
     over: str = "step"
-
-
-def smooth(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Compute the centred moving mean of values; at both ends the window is cut off."""
-    share = round(SMOOTHING_FRAC * len(values))
-    half = min(max(share, MIN_SMOOTHING_STEPS), MAX_SMOOTHING_STEPS) // 2
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    first, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return (total[end] - total[first]) / (end - first)
-
-
-def _plot_smoothed(ax: Axes, series: Series, color: str, label: str = "_nolegend_") -> None:
-    """Plot every step faintly and the moving mean on top; a lone step becomes a dot."""
-    ax.plot(series.steps, series.values, color=color, alpha=0.35, linewidth=0.9)
-    marker = "o" if len(series.steps) == 1 else ""
-    ax.plot(series.steps, smooth(series.values), color=color, marker=marker, label=label)
-
-
-def draw_reward(ax: Axes, runs: Sequence[Run]) -> None:
-    for index, run in enumerate(runs):
-        series = run.get("critic/score/mean")
-        if series:
-            _plot_smoothed(ax, series, color_of(index), run.label)
-    if len(runs) > 1:
-        ax.legend(loc="best")
-
-
-def draw_validation(ax: Axes, runs: Sequence[Run]) -> None:
-    """Draw validation scores: one run in a colour per data source, several in a colour per run, sources pooled."""
-    if len(runs) > 1:
-        for index, run in enumerate(runs):
-            _draw_score(ax, run, None, color_of(index), run.label)
-        ax.legend(loc="best")
-        return
-    sources = data_sources(runs[0])
-    if len(sources) == 1:
-        label_ends(ax, _draw_score(ax, runs[0], sources[0], color_of(0), ""))
-        return
-    labels = []
-    for index, source in enumerate(sources):
-        first, *_ = _draw_score(ax, runs[0], source, color_of(index), source)
-        text = source if len(source) <= MAX_LABEL_CHARS else source[: MAX_LABEL_CHARS - 1] + "…"
-        labels.append(first._replace(text=text))
-    label_ends(ax, labels)
-
-
-def _draw_score(ax: Axes, run: Run, source: str | None, color: str, label: str) -> list[EndLabel]:
-    """Draw the scores of sampled and of greedy answers; return a label for each line drawn, the sampled one first."""
-    labels = []
-    sampled, greedy = validation_curve(run, SAMPLED, source), validation_curve(run, GREEDY, source)
-    if sampled:
-        _plot_estimates(ax, sampled, color, "-", label)
-        labels.append(EndLabel(sampled[-1].score, "sampled", color))
-        if all(point.std_error is not None for point in sampled):
-            scores = np.array([point.score for point in sampled])
-            errors = np.array([point.std_error for point in sampled])
-            steps = [point.step for point in sampled]
-            ax.fill_between(steps, scores - errors, scores + errors, color=color, alpha=0.18, linewidth=0)
-    if greedy:
-        _plot_estimates(ax, greedy, color, "--", "" if sampled else label)
-        labels.append(EndLabel(greedy[-1].score, "greedy", color))
-    return labels
-
-
-def _plot_estimates(ax: Axes, points: Sequence[Estimate], color: str, style: str, label: str) -> None:
-    steps, scores = [point.step for point in points], [point.score for point in points]
-    ax.plot(steps, scores, style, color=color, marker="o", markersize=3.5, label=label or "_nolegend_")
-
-
-def draw_length(ax: Axes, runs: Sequence[Run]) -> None:
-    run, color = runs[0], color_of(0)
-    mean, low, high = (run.get(f"response_length/{name}") for name in ("mean", "min", "max"))
-    _plot_smoothed(ax, mean, color)
-    labels = [EndLabel(mean.values[-1], "mean", color)]
-    if low and high and low.steps == high.steps:
-        ax.fill_between(low.steps, low.values, high.values, color=color, alpha=0.15, linewidth=0)
-        labels += [EndLabel(low.values[-1], "min", MUTED), EndLabel(high.values[-1], "max", MUTED)]
-    ax.set_ylim(bottom=0)
-    label_ends(ax, labels)
-
-
-def draw_mismatch(ax: Axes, runs: Sequence[Run]) -> None:
-    labels = []
-    for index, (name, text) in enumerate(MISMATCH_NAMES.items()):
-        series = runs[0].get(f"mismatch/{name}")
-        positive = [value for value in series.values if value > 0]
-        if positive:
-            # Dots, because a step between two exact zeros has no line on a log axis.
-            ax.plot(series.steps, series.values, color=color_of(index), marker=".", markersize=3, linewidth=1.2)
-            labels.append(EndLabel(positive[-1], text, color_of(index)))
-    if labels:
-        ax.set_yscale("log", nonpositive="mask")
-        label_ends(ax, labels)
-    else:
-        ax.set_axis_off()
-        ax.text(0.5, 0.5, "zero at every step", transform=ax.transAxes, ha="center", color=MUTED)
-
-
-def draw_line(metric: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws a panel of one metric of the first run."""
-
-    def draw(ax: Axes, runs: Sequence[Run]) -> None:
-        _plot_smoothed(ax, runs[0].get(metric), color_of(0))
-
-    return draw
-
-
-def draw_right_and_wrong(prefix: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws a metric of the first run over right rows and over wrong rows."""
-
-    def draw(ax: Axes, runs: Sequence[Run]) -> None:
-        labels = []
-        for rows, color in (("right", color_of(2)), ("wrong", color_of(1))):
-            if series := runs[0].get(f"{prefix}_{rows}"):
-                _plot_smoothed(ax, series, color)
-                labels.append(EndLabel(series.values[-1], rows, color))
-        ax.axhline(0, color=MUTED, linewidth=0.8)
-        label_ends(ax, labels)
-
-    return draw
-
-
-def draw_advantage_changes(ax: Axes, runs: Sequence[Run]) -> None:
-    """Draw a histogram of how advantages of the recorded tokens were changed, for the first and the last recorded
-    step.
-    """
-    for index, rows in enumerate(rows for rows in (runs[0].first_rollouts, runs[0].last_rollouts) if rows):
-        pairs = (zip(row.base_advantage, row.advantage, strict=True) for row in rows)
-        changes = [after - before for pair in pairs for before, after in pair]
-        if changes:
-            ax.hist(changes, bins=40, density=True, alpha=0.55, color=color_of(index), label=f"step {rows[0].step}")
-    ax.set_yscale("log", nonpositive="clip")
-    if ax.patches:
-        ax.legend(loc="best")
-
-
-def draw_pair_accuracy(ax: Axes, runs: Sequence[Run]) -> None:
-    run, color = runs[0], color_of(0)
-    _plot_smoothed(ax, run.get("reward_model/accuracy"), color)
-    held_out = run.get(PAIR_ACCURACY)
-    if held_out:
-        ax.plot(held_out.steps, held_out.values, "o", color=color_of(1), markersize=3.5)
-        label_ends(ax, [EndLabel(held_out.values[-1], "held out", color_of(1))])
-    ax.set_ylim(0, 1.02)
-
-
-def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
-    steps, phases = time_per_phase(runs[0])
-    colors = [MUTED if name == "other" else color_of(index) for index, name in enumerate(phases)]
-    names = [f"{name}  {np.mean(values):.2g} s" for name, values in phases.items()]
-    # A step fills the interval around its number; the last value is repeated as the right edge.
-    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
-    heights = [np.append(values, values[-1]) for values in phases.values()]
-    ax.stackplot(edges, *heights, colors=colors, labels=names, step="post", linewidth=0, alpha=0.9)
-    ax.set_ylim(bottom=0)
-    handles, texts = ax.get_legend_handles_labels()
-    legend = ax.legend(handles[::-1], texts[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), alignment="left")
-    legend.set_title("mean per step")
-
-
-def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float64]]]:
-    """Return the steps with recorded times, and the seconds that each phase took in each of these steps.
-
-    Small phases, and the part of a step's time that belongs to no phase, are summed as "other".
-    """
-    timings = run.under("timing_s/")
-    whole = timings.pop("step", Series())
-    steps = sorted({step for series in (whole, *timings.values()) for step in series.steps})
-    in_order = [name for name in PHASES if name in timings] + sorted(set(timings) - set(PHASES))
-    columns = {name: _dense(timings[name], steps) for name in in_order}
-    claimed = np.sum(list(columns.values()), axis=0) if columns else np.zeros(len(steps))
-    total = np.maximum(_dense(whole, steps), claimed)
-    shown = {name: column for name, column in columns.items() if column.sum() >= MIN_PHASE_FRAC * total.sum()}
-    other = total - sum(shown.values(), start=np.zeros(len(steps)))
-    if other.sum() >= MIN_PHASE_FRAC * total.sum():
-        shown["other"] = other
-    return steps, shown
-
-
-def _dense(series: Series, steps: Sequence[int]) -> npt.NDArray[np.float64]:
-    values = dict(zip(series.steps, series.values, strict=True))
-    return np.array([values.get(step, 0.0) for step in steps])
 
 
 PANELS = (
@@ -245,7 +58,7 @@ PANELS = (
         unit="share of pairs in order",
         caption="Of the batch that a reward model trains on, and of held-out pairs (dots).",
         needs="reward_model/accuracy",
-        draw=draw_pair_accuracy,
+        draw=draw_with_held_out("reward_model/accuracy", top=1.02),
     ),
     Panel(
         name="pair_loss",
@@ -253,7 +66,31 @@ PANELS = (
         unit="nats per pair",
         caption="− log σ of the difference of a pair's scores, less its margin.",
         needs="reward_model/loss",
-        draw=draw_line("reward_model/loss"),
+        draw=draw_with_held_out("reward_model/loss"),
+    ),
+    Panel(
+        name="preference_accuracy",
+        title="Preferred responses",
+        unit="share of pairs",
+        caption="Pairs whose chosen response has the larger implicit reward: of the batch, and held out (dots).",
+        needs="preference/accuracy",
+        draw=draw_with_held_out("preference/accuracy", top=1.02),
+    ),
+    Panel(
+        name="preference_margin",
+        title="Margin of implicit rewards",
+        unit="chosen less rejected",
+        caption="Mean difference of the implicit rewards of a pair: of the batch, and held out (dots).",
+        needs="preference/margin",
+        draw=draw_with_held_out("preference/margin"),
+    ),
+    Panel(
+        name="sft_nll",
+        title="Cross-entropy",
+        unit="nats per token",
+        caption="Mean −log-prob of the tokens to imitate: of the batch, and of held-out rows (dots).",
+        needs="sft/nll",
+        draw=draw_with_held_out("sft/nll"),
     ),
     Panel(
         name="cpo_signal",

@@ -8,7 +8,13 @@ from megarl.report.run import Run, Series
 SAMPLED = "val/test_score/"
 GREEDY = "val/test_score_greedy/"
 NUM_PROMPTS = "val/num_prompts/"
-PAIR_ACCURACY = "val/reward_model/accuracy"
+# What supervised runs measure, best first, and how the headline of their report begins.
+SUPERVISED = {
+    "val/reward_model/accuracy": "Share of held-out pairs that the reward model puts in order",
+    "val/preference/accuracy": "Share of held-out pairs whose chosen response the policy prefers",
+    "val/sft/nll": "Cross-entropy of held-out rows in nats per token",
+    "sft/nll": "Cross-entropy of training batches in nats per token",
+}
 
 # Below this many standard errors a change of the validation score is called no clear change.
 CLEAR_CHANGE_STD_ERRORS = 2.0
@@ -121,13 +127,11 @@ def headline(run: Run) -> Headline:
     steps = f"{run.last_step} of {total} steps" if is_partial else f"{run.last_step} steps"
     duration = f"{steps} in {format_duration(run.elapsed_s)}"
     change = validation_change(run, SAMPLED)
-    if run.get(PAIR_ACCURACY):
-        accuracy = run.get(PAIR_ACCURACY)
-        sentence = (
-            f"The reward model puts {accuracy.values[-1]:.3f} of held-out pairs in order after step "
-            f"{accuracy.steps[-1]} ({accuracy.values[0]:.3f} after step {accuracy.steps[0]})."
-        )
-        return Headline(sentence=sentence, details=(duration,))
+    for metric, sentence in SUPERVISED.items():
+        if series := run.get(metric):
+            first, last = (f"{series.values[i]:.3f} after step {series.steps[i]}" for i in (0, -1))
+            length = f"{run.last_step} steps in {format_duration(run.elapsed_s)}"
+            return Headline(sentence=f"{sentence}: {last} ({first}).", details=(length,))
     if change is None:
         return Headline(sentence=_reward_sentence(run), details=(duration,))
     names, count = sorted(run.under(SAMPLED)), change.after.num_prompts

@@ -12,14 +12,10 @@ from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
 from megarl.train.checkpoint import Checkpoint
-from megarl.train.inputs import (
-    open_sft_inputs,
-    open_train_inputs,
-    open_train_preference_inputs,
-    open_train_reward_inputs,
-)
+from megarl.train.inputs import open_train_inputs
 from megarl.train.preference import train_preference_task
 from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task
+from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
 from megarl.types.messages import RoleSpec
 
 if TYPE_CHECKING:
@@ -43,15 +39,19 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
 
 
 def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Run supervised fine-tuning from the first check to the export. Raises RunStopped if a signal ends it early."""
-    task = sft_task(open_sft_inputs(config))
-    return _train_supervised(task, config, overwrite=overwrite, resume=resume)
+    """Run supervised fine-tuning from the first check to the report. Raises RunStopped if a signal ends it early."""
+    inputs = open_sft_inputs(config)
+    for warning in inputs.warnings:
+        print(f"warning: {warning}")
+    recorder = _train_supervised(sft_task(inputs), inputs.config, overwrite=overwrite, resume=resume)
+    write_report(recorder.paths.root)
+    return recorder
 
 
 def train_reward(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Train a reward model, from checks to report. Raises RunStopped if a signal ends it early."""
-    task = train_reward_task(open_train_reward_inputs(config))
-    recorder = _train_supervised(task, config, overwrite=overwrite, resume=resume)
+    inputs = open_train_reward_inputs(config)
+    recorder = _train_supervised(train_reward_task(inputs), inputs.config, overwrite=overwrite, resume=resume)
     write_report(recorder.paths.root)
     return recorder
 

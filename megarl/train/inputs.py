@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 
 from megarl.algos.build import algorithm_of
 from megarl.algos.filters import check_filter_ranges
-from megarl.algos.preference import preference_objective
 from megarl.algos.validate_rewards import reward_warnings
-from megarl.cluster.roles import model_key, reference_role, reward_role, roles_of
+from megarl.cluster.roles import model_key, roles_of
 from megarl.config.algo import DemonstrationConfig
-from megarl.config.check import check_model, check_sft, check_train, check_train_preference, check_train_reward
+from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_hinted_row_tokens, max_row_terms, max_row_tokens
 from megarl.config.schema import Config, role_settings
 from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import HintSurvey, survey_hints
-from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
-from megarl.data.prompts import PromptDataset, SftDataset
-from megarl.data.sampler import Sampler, prompt_sampler, require_batch, train_files
+from megarl.data.prompts import PromptDataset
+from megarl.data.sampler import Sampler, prompt_sampler, train_files
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
@@ -26,7 +24,7 @@ from megarl.rollout.replay import require_records
 from megarl.train.model_judge import ConversationEncoder
 from megarl.train.rows import stated_difficulty
 from megarl.train.score import HINT_SCORES, HintWriter
-from megarl.types import Algorithm, Score
+from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
 from megarl.weights.safetensors_map import check_tensors, model_files, read_specs
@@ -64,34 +62,6 @@ class TrainInputs:
         if self.hints is not None and self.hint_survey is not None:
             hints = self.hint_survey.warnings(self.hints.placer)
         return [*setting_warnings(self.config), *dropped, *hints]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftInputs:
-    """The checked inputs of `megarl sft`: all that it needs besides a cluster."""
-
-    config: Config
-    spec: ModelSpec
-    train: SftDataset
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRewardInputs:
-    """The checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
-
-    config: Config
-    spec: ModelSpec
-    train: PreferenceDataset
-    val: PreferenceDataset | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPreferenceInputs:
-    """The checked inputs of `megarl train-preference`: all that it needs besides a cluster."""
-
-    config: Config
-    train: ResponsePairDataset
-    val: ResponsePairDataset | None
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
@@ -277,61 +247,3 @@ def max_reward_tokens(config: Config) -> int:
     assert config.reward_model.model_path is not None, "the configuration was not checked"
     positions = read_model_spec(config.reward_model.model_path, "reward_model.model_path").max_positions
     return min(role_settings(config)[Role.REWARD].micro_batch_tokens - 1, positions)
-
-
-def open_sft_inputs(config: Config) -> SftInputs:
-    """Check the configuration, the model and the data of a supervised run."""
-    check_sft(config)
-    spec = open_model(config)
-    train = SftDataset(
-        config.sft.train,
-        load_tokenizer(config.model.path, arguments=config.data.chat_template),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
-    require_batch(len(train), config.sft.batch_size)
-    return SftInputs(config=config, spec=spec, train=train)
-
-
-def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
-    """Check the configuration, the model and the pairs of a reward model's training."""
-    check_train_reward(config)
-    role = reward_role(config)
-    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    check_role_models(config, [role], tokenizer)
-    train, val = (
-        PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config)) if files else None
-        for files in (config.train_reward.train, config.train_reward.val)
-    )
-    assert train is not None, "the configuration was checked"
-    require_batch(len(train), config.train_reward.batch_size)
-    return TrainRewardInputs(config=config, spec=read_model_spec(config.model.path), train=train, val=val)
-
-
-def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
-    """Check the configuration, the models and the pairs of a policy's training on preferences."""
-    check_train_preference(config)
-    objective = preference_objective(config.train_preference)
-    open_model(config)
-    tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    if Score.REF_LOGPROBS in objective.reads:
-        check_role_models(config, [reference_role(config)], tokenizer)
-    train, val = (
-        ResponsePairDataset(
-            files,
-            tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-        )
-        if files
-        else None
-        for files in (config.train_preference.train, config.train_preference.val)
-    )
-    assert train is not None, "the configuration was checked"
-    settings = config.train_preference
-    require_batch(len(train), settings.batch_size)
-    if settings.total_epochs is not None:
-        steps = settings.total_epochs * (len(train) // settings.batch_size)
-        config = replace(config, train_preference=replace(settings, total_steps=steps, total_epochs=None))
-        check_train_preference(config)
-    return TrainPreferenceInputs(config=config, train=train, val=val)

@@ -8,9 +8,9 @@ import torch
 from megarl.algos.preference import BATCH_KL, PreferenceObjective, preference_objective
 from megarl.cluster.roles import actor_role, reference_role
 from megarl.data.preferences import ResponsePairDataset, mismatched_rows
-from megarl.train.inputs import TrainPreferenceInputs
 from megarl.train.score import with_scores
 from megarl.train.supervised import Scorers, SupervisedTask
+from megarl.train.supervised_inputs import TrainPreferenceInputs
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, PolicyOutputs, Row, Score, pad_rows, row_batch
 from megarl.types.messages import Role

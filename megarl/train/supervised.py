@@ -1,5 +1,6 @@
 """Train on fixed data: the loop of `megarl sft` and `megarl train-reward`, and the task of each of the two."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from megarl.algos.preference import MARGIN, BradleyTerry
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster.roles import actor_role, reward_role
 from megarl.config.schema import Config
+from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.sampler import PromptSampler
 from megarl.host.signals import stop_on_signals
@@ -19,7 +21,7 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_model
-from megarl.train.inputs import SftInputs, TrainRewardInputs
+from megarl.train.supervised_inputs import SftInputs, TrainRewardInputs
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
@@ -155,8 +157,8 @@ class SupervisedTrainer:
 
 
 def sft_task(inputs: SftInputs) -> SupervisedTask:
-    """Make the task that trains up to step `sft.total_steps`, on `sft.batch_size` demonstrations a step."""
-    config = inputs.config
+    """Make the task that trains up to step `sft.total_steps`, on `sft.batch_size` rows a step."""
+    config, val = inputs.config, inputs.val
     return SupervisedTask(
         command="sft",
         role=actor_role(config),
@@ -165,6 +167,26 @@ def sft_task(inputs: SftInputs) -> SupervisedTask:
         batch_size=config.sft.batch_size,
         num_examples=len(inputs.train),
         rows=lambda indices: [inputs.train[i] for i in indices],
+        validate=None if val is None else lambda scorers, step: validate_sft(val, scorers[Role.ACTOR], step=step),
+        validate_every=config.sft.val_every_steps,
+    )
+
+
+def validate_sft(data: SftDataset, scorer: RoleScorer, *, step: int) -> Validation:
+    """Measure the cross-entropy per trained token of held-out rows, and its exponential, the perplexity.
+
+    Every row counts once, whatever the layout. The score is the negative cross-entropy, so that more is better.
+    """
+    rows = [data[i] for i in range(len(data))]
+    logprobs = scorer.score(rows, step=step)["logprobs"]
+    num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    total = sum(float(values[row.loss_mask].sum(dtype=np.float64)) for row, values in zip(rows, logprobs, strict=True))
+    nll = -total / num_tokens
+    metrics = {"nll": nll, "perplexity": math.exp(nll), "num_rows": len(rows), "num_tokens": num_tokens}
+    return Validation(
+        metrics={f"val/sft/{name}": float(value) for name, value in metrics.items()},
+        score=-nll,
+        summary=f"validation on {len(rows)} rows: {nll:.4f} nats per token, perplexity {math.exp(nll):.3f}",
     )
 
 

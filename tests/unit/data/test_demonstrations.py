@@ -1,130 +1,181 @@
-"""Demonstrations of prompts; the byte tokenizer has one token per character (see test_chat.py)."""
+"""Rows of supervised training: the forms of chats, which tokens are trained, and what is refused."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.algo import DemonstrationConfig
-from megarl.data.prompts import PromptDataset
-from megarl.data.records import write_parquet
+from megarl.config.schema import SftConfig
+from megarl.data.demonstrations import SftDataset
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
 
-EOS = 2
+# <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
+NUM_TEMPLATE_TOKENS = 8
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "+3"},
+    {"role": "assistant", "content": "55"},
+]
+TEXT = (
+    "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    "<|im_start|>user\n+3<|im_end|>\n<|im_start|>assistant\n55<|im_end|>"
+)
+# A template that leaves the thoughts of earlier answers out, as reasoning models have it.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'].split('</think>')[-1] if m['role'] == 'assistant' else m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-def row(question: str, answer: str | None = None, **changes: Any) -> dict[str, Any]:
+def demonstration(question: str, answer: str) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": question}],
-        "data_source": "megarl/sums",
-        "reward_model": {"style": "rule", "ground_truth": "1"},
-        "target": None if answer is None else [{"role": "assistant", "content": answer}],
-        **changes,
+        "target": [{"role": "assistant", "content": answer}],
     }
 
 
-def ids(text: str) -> tuple[int, ...]:
-    return tuple(ord(character) - 30 for character in text)
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
 
 
-@pytest.fixture
-def open_data(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Any:
-    def open_rows(*rows: dict[str, Any], **cfg: Any) -> PromptDataset:
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        demonstrations = DemonstrationConfig(strategy="random", **cfg)
-        return PromptDataset([path], tokenizer, max_prompt_tokens=20, demonstrations=demonstrations)
-
-    return open_rows
+def open_rows(path: Path, tokenizer: PreTrainedTokenizerBase, settings: SftConfig | None = None) -> SftDataset:
+    return SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=100, settings=settings)
 
 
-def test_a_demonstration_ends_in_eos_and_may_be_missing(open_data: Any) -> None:
-    data = open_data(row("1+1", "22"), row("2"), row("3", "4", target=[]), row("4", "5<|im_end|>"))
-    assert [data[i].demonstration_ids for i in range(4)] == [(*ids("22"), EOS), (), (), (*ids("5"), EOS)]
-    assert [data[i].demonstration_probs for i in range(4)] == [()] * 4
+def trained_texts(data: SftDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[str]:
+    """The runs of trained tokens of a row, as text."""
+    row = data[index]
+    response = row.token_ids[row.num_prompt_tokens :].tolist()
+    texts, previous = [], False
+    for token, trains in zip(response, row.loss_mask.tolist(), strict=True):
+        if trains:
+            texts = [*texts[:-1], texts[-1] + [token]] if previous else [*texts, [token]]
+        previous = trains
+    return [tokenizer.decode(ids) for ids in texts]
 
 
-def test_long_demonstrations_are_cut_without_eos_or_dropped(open_data: Any) -> None:
-    rows = [row("1", "123"), row("2", "1234")]
-    cut = open_data(*rows, max_tokens=3)
-    assert [cut[i].demonstration_ids for i in range(2)] == [(*ids("123"), EOS), ids("123")]
-    dropped = open_data(*rows, max_tokens=3, on_long="drop")
-    assert [dropped[i].demonstration_ids for i in range(2)] == [(*ids("123"), EOS), ()]
-
-
-def test_a_dropped_prompt_takes_its_demonstration_along(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    write_parquet(path, [row("1", "2"), row("x" * 30, "3"), row("4", "5")])
-    data = PromptDataset(
-        [path],
-        tokenizer,
-        max_prompt_tokens=20,
-        on_long_prompt="drop",
-        demonstrations=DemonstrationConfig(strategy="random"),
-    )
-    assert [(data[i].uid, data[i].demonstration_ids) for i in range(2)] == [
-        ("megarl/sums:0", (*ids("2"), EOS)),
-        ("megarl/sums:2", (*ids("5"), EOS)),
-    ]
-
-
-def test_a_think_tag_that_the_prompt_opens_is_not_repeated(tmp_path: Path) -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    path = tmp_path / "a.parquet"
-    write_parquet(path, [row("1", "<think>\n2")])
-    data = PromptDataset([path], tokenizer, max_prompt_tokens=50, demonstrations=DemonstrationConfig(strategy="random"))
-    assert data[0].demonstration_ids == (*ids("2"), EOS)
-
-
-def test_without_demonstrations_targets_are_not_read(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(row("1", target_probs="never looked at")) + "\n")
-    assert PromptDataset([path], tokenizer, max_prompt_tokens=20)[0].demonstration_ids == ()
-
-
-def test_probabilities_follow_their_tokens(open_data: Any) -> None:
-    data = open_data(
-        row("1", "22", target_probs=[0.5, 1]),
-        row("2", "22", target_probs=[0.5, -1, 0.25]),
-        row("3", "1234", target_probs=[0.1, 0.2, 0.3, 0.4]),
-        row("4", "2"),
-        max_tokens=3,
-    )
-    assert [data[i].demonstration_probs for i in range(4)] == [
-        (0.5, 1.0, -1.0),
-        (0.5, -1.0, 0.25),
-        (0.1, 0.2, 0.3),
-        (),
-    ]
+def test_demonstrations_have_loss_on_the_response(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4")])
+    data = SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=3)
+    assert len(data) == 2
+    assert [data[i].num_prompt_tokens for i in range(2)] == [NUM_TEMPLATE_TOKENS + 1, NUM_TEMPLATE_TOKENS + 3]
+    assert [data[i].loss_mask.tolist() for i in range(2)] == [[True] * 3, [True] * 2]  # eos is learned too
+    assert [data[i].label for i in range(2)] == ["sft:0/0", "sft:1/0"]
+    assert tokenizer.decode(data[0].token_ids) == "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n22<|im_end|>"
 
 
 @pytest.mark.parametrize(
-    ("probs", "message"),
+    "answer",
     [
-        ([0.5], r"target_probs has 1 entries, expected 2, one per token of the target, or 3 with the end token"),
-        ([0.5] * 4, r"target_probs has 4 entries, expected 2"),
-        ([0.5, 0.0], r"target_probs\[1\] is 0.0, expected a number in \(0, 1\], or -1 if unknown"),
-        ([0.5, "1"], r"target_probs\[1\] is '1', expected a number"),
-        ("0.5", "target_probs is str, expected a list of numbers"),
+        {"target": [{"role": "assistant", "content": "2"}]},
+        {"response": "2"},
+        {"completion": [{"role": "assistant", "content": "2"}]},
+        {"completion": "2"},
+    ],
+    ids=["LUFFY", "verl", "TRL", "TRL text"],
+)
+def test_a_prompt_with_one_answer(answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    data = open_rows(write(tmp_path / "a.jsonl", [{"prompt": "1+1", **answer}]), tokenizer)
+    assert trained_texts(data, tokenizer) == ["2<|im_end|>"]
+
+
+def test_every_answer_of_a_chat_is_trained_with_its_end_token(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    data = open_rows(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)
+    assert tokenizer.decode(data[0].token_ids) == TEXT
+    assert trained_texts(data, tokenizer) == ["2<|im_end|>", "55<|im_end|>"]
+    prompt = tokenizer.decode(data[0].token_ids[: data[0].num_prompt_tokens])
+    assert prompt == TEXT[: TEXT.index("2<|im_end|>")]
+
+
+def test_parquet_and_sharegpt_say_the_same(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in CHAT]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": CHAT}]), path)
+    shared = open_rows(write(tmp_path / "a.jsonl", [{"conversations": turns}]), tokenizer)
+    for data in (shared, open_rows(path, tokenizer)):
+        assert tokenizer.decode(data[0].token_ids) == TEXT
+        assert trained_texts(data, tokenizer) == ["2<|im_end|>", "55<|im_end|>"]
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
+def test_a_turn_can_be_left_out(mark: dict[str, Any], tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    chat = [turn | mark if turn["content"] == "2" else turn for turn in CHAT]
+    data = open_rows(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer)
+    assert tokenizer.decode(data[0].token_ids) == TEXT
+    assert trained_texts(data, tokenizer) == ["55<|im_end|>"]
+
+
+def test_the_last_answer_alone(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    data = open_rows(path, tokenizer, SftConfig(train_on="last"))
+    assert trained_texts(data, tokenizer) == ["55<|im_end|>"]
+    assert data[0].loss_mask.tolist() == [True] * 3
+
+
+def test_turns_after_the_last_answer_are_left_out(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [*CHAT, {"role": "user", "content": "thanks"}]}])
+    assert tokenizer.decode(open_rows(path, tokenizer)[0].token_ids) == TEXT
+
+
+def test_spaces_that_a_template_strips_are_not_trained(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = FORGETFUL.replace(".split('</think>')[-1]", " | trim")
+    chat = [turn | {"content": "2 \n"} if turn["content"] == "2" else turn for turn in CHAT]
+    data = open_rows(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer)
+    assert tokenizer.decode(data[0].token_ids) == TEXT
+
+
+def test_a_template_that_rewrites_answers_is_an_error_with_its_remedy(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = FORGETFUL
+    chat = [turn | {"content": "<think>a</think>2"} if turn["content"] == "2" else turn for turn in CHAT]
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": chat}])
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: before the next answer, .*turn 2 .* set sft.train_on=last"):
+        open_rows(path, tokenizer)
+    data = open_rows(path, tokenizer, SftConfig(train_on="last"))
+    assert trained_texts(data, tokenizer, 1) == ["55<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": CHAT[:2]}, r"row 0: messages has roles \['system', 'user'\], expected an answer"),
+        ({"messages": CHAT[2:3]}, "expected an answer of the assistant to train on, after another turn"),
+        ({"conversations": [{"from": "bird", "value": "x"}]}, r"conversations\[0\]: got .*'bird'"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]: content is missing"),
+        (
+            {"prompt": "1+1"},
+            r"got columns \['prompt'\], expected messages, conversations, or prompt with",
+        ),
+        ({"prompt": "1+1", "target": [{"role": "user", "content": "2"}]}, r"target has roles \['user'\]"),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": "2<|im_end|>3"}]}, "turn 2: the target is"),
     ],
 )
-def test_bad_probabilities_stop_at_once(open_data: Any, probs: Any, message: str) -> None:
-    with pytest.raises(DataError, match=rf"a\.jsonl row 1: {message}"):
-        open_data(row("1", "2"), row("2", "22", target_probs=probs))
+def test_bad_rows(row: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        open_rows(write(tmp_path / "a.jsonl", [row]), tokenizer)
 
 
-def test_bad_targets_stop_at_once(open_data: Any) -> None:
-    two_turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    with pytest.raises(DataError, match=r"a\.jsonl row 0: target has roles \['user', 'assistant'\]"):
-        open_data(row("1", target=two_turns))
-
-
-def test_a_strategy_needs_demonstrations(open_data: Any) -> None:
-    with pytest.raises(DataError, match=r"none of the 1 prompts has a usable target, but algo.demonstrations.strategy"):
-        open_data(row("1"))
-    with pytest.raises(DataError, match="none of the 1 prompts has a usable target"):
-        open_data(row("1", "1234"), max_tokens=3, on_long="drop")
+def test_demonstrations_over_a_limit(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4444")])
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the demonstration has 5 tokens, rollout.max_resp\w+ is 4"):
+        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=4)
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 11 tokens, data.max_prompt_tokens is 10"):
+        SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5)
+    drop = SftConfig(on_long="drop")
+    data = SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5, settings=drop)
+    assert (len(data), data.num_dropped) == (1, 1)
+    with pytest.raises(DataError, match="all 2 rows have more tokens"):
+        SftDataset([path], tokenizer, max_prompt_tokens=1, max_response_tokens=5, settings=drop)

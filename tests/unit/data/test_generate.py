@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
-from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.prompts import PromptDataset
 from megarl.data.records import DEMONSTRATION_COLUMNS, parse_demonstration
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate, held_out_problems
@@ -51,8 +52,8 @@ def test_demonstrations_mix_styles(made: tuple[str, TaskFiles], tokenizer: PreTr
     # Binomial(2000, 1/4): mean 500, standard deviation 19; five of them.
     assert 403 < len(hinted) < 597
     # Short answers have one line: 30 % of the hinted (σ of the share 0.021), 60 % of the others (0.013).
-    assert 0.2 < sum("\n" not in r.target for r in hinted) / len(hinted) < 0.4
-    assert 0.53 < sum("\n" not in r.target for r in plain) / len(plain) < 0.67
+    assert 0.2 < sum("\n" not in r.messages[-1].content for r in hinted) / len(hinted) < 0.4
+    assert 0.53 < sum("\n" not in r.messages[-1].content for r in plain) / len(plain) < 0.67
     if name == "sums":
         hint, _, question = hinted[0].messages[0].content.removeprefix("Hint: ").rpartition("\n")
         assert hint.endswith(f"#### {sum(map(int, question.removesuffix('=?').split('+')))}")

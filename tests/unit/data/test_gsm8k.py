@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.data.demonstrations import SftDataset
 from megarl.data.gsm8k import convert_gsm8k
-from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
 from megarl.rewards import score
 

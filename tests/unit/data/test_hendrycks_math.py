@@ -14,9 +14,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import HintConfig
+from megarl.data.demonstrations import SftDataset
 from megarl.data.hendrycks_math import TRAIN_SOURCE, convert_math
 from megarl.data.hints import HintPlacer, survey_hints
-from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
 from megarl.rewards import score
 from megarl.rewards.answers.extract import last_boxed

@@ -1,4 +1,4 @@
-"""Data sets of prompts and of demonstrations."""
+"""Data sets of prompts."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.prompts import PromptDataset, SftDataset
+from megarl.data.prompts import PromptDataset
 from megarl.errors import DataError
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n around a question of one token per character.
@@ -22,10 +22,6 @@ def row(question: str, **changes: Any) -> dict[str, Any]:
         "extra_info": {"index": 7},
         **changes,
     }
-
-
-def demonstration(question: str, answer: str) -> dict[str, Any]:
-    return row(question, target=[{"role": "assistant", "content": answer}])
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -70,24 +66,3 @@ def test_a_bad_row_stops_at_once(tokenizer: PreTrainedTokenizerBase, tmp_path: P
     path = write(tmp_path / "b.jsonl", [{"question": "1+1"}])
     with pytest.raises(DataError, match=r"b\.jsonl: column 'prompt' is missing; there are: question"):
         PromptDataset([path], tokenizer, max_prompt_tokens=100)
-
-
-def test_demonstrations_have_loss_on_the_response(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4")])
-    data = SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=3)
-    assert len(data) == 2
-    assert [data[i].num_prompt_tokens for i in range(2)] == [NUM_TEMPLATE_TOKENS + 1, NUM_TEMPLATE_TOKENS + 3]
-    assert [data[i].loss_mask.tolist() for i in range(2)] == [[True] * 3, [True] * 2]  # eos is learned too
-    assert [data[i].label for i in range(2)] == ["sft:0/0", "sft:1/0"]
-    assert tokenizer.decode(data[0].token_ids) == ("<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n22<|im_end|>")
-
-
-def test_demonstrations_over_a_limit(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4444")])
-    with pytest.raises(DataError, match=r"a\.jsonl row 1: the demonstration has 5 tokens, rollout.max_resp\w+ is 4"):
-        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=4)
-    with pytest.raises(DataError, match=r"a\.jsonl row 1: the prompt has 11 tokens, data.max_prompt_tokens is 10"):
-        SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5)
-    path = write(tmp_path / "b.jsonl", [row("1")])
-    with pytest.raises(DataError, match="column 'target' is missing"):
-        SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=5)

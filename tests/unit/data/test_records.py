@@ -103,7 +103,7 @@ def test_a_row_without_label_or_source_names_the_settings() -> None:
 
 def test_parse_demonstration() -> None:
     record = parse_demonstration(ROW, "here")
-    assert record.target == "#### 2"
+    assert (record.messages[-1].content, record.trained) == ("#### 2", (len(record.messages) - 1,))
     assert record.messages[1].content == "1+1=?"
 
 
@@ -128,6 +128,6 @@ def test_parquet_round_trip(tmp_path: Path) -> None:
     # Fields that a row left out are gone again, although Parquet stores them as nulls.
     assert [parse_prompt(row, "here") for row in files] == [parse_prompt(ROW, "here")] * 2
     demonstrations = RowFiles([path], columns=DEMONSTRATION_COLUMNS)
-    assert parse_demonstration(demonstrations[0], "here").target == "#### 2"
-    with pytest.raises(DataError, match="target is NoneType"):
+    assert parse_demonstration(demonstrations[0], "here").messages[-1].content == "#### 2"
+    with pytest.raises(DataError, match=r"got columns .*, expected messages, conversations, or prompt with"):
         parse_demonstration(demonstrations[1], "here")

@@ -23,8 +23,8 @@ from megarl.record.metrics import (
     write_rollouts,
 )
 from megarl.report import write_report
+from megarl.report.curves import smooth, time_per_phase
 from megarl.report.examples import pick_examples, visible_text
-from megarl.report.panels import smooth, time_per_phase
 from megarl.report.run import Series, build_series, load_runs, run_labels
 from megarl.report.style import spread
 from megarl.report.summary import (
@@ -348,7 +348,9 @@ def test_report_of_a_reward_models_training(tmp_path: Path) -> None:
             log.log(step, {"reward_model/accuracy": 0.5 + 0.1 * step, "reward_model/loss": 0.7 - 0.1 * step})
         log.log(2, {"val/reward_model/accuracy": 0.75})
     page = parse(write_report(paths.root).html.read_text(encoding="utf-8"))
-    assert page.heading == ("The reward model puts 0.750 of held-out pairs in order after step 2 (0.500 after step 0).")
+    assert page.heading == (
+        "Share of held-out pairs that the reward model puts in order: 0.750 after step 2 (0.500 after step 0)."
+    )
     assert page.tags.count("svg") == 2
 
 
