@@ -54,6 +54,11 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
                 f"{key}: got {value} with algo.filter.max_refills={algo.filter.max_refills}, but a record holds "
                 f"one batch of prompts per step; set algo.filter.max_refills=0, or change {key}"
             )
+        if estimator_of(algo).needs_greedy and value in (True, "replay"):
+            raise ConfigError(
+                f"{key}: got {value} with algo.advantage.estimator={algo.advantage.estimator}, but a record does not "
+                f"say which sample of a prompt is the greedy one; change {key}, or choose another estimator"
+            )
     algorithm = build_algorithm(
         config.algo, max_response_tokens=config.rollout.max_response_tokens, vocab_size=vocab_size
     )

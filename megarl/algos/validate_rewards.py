@@ -46,8 +46,14 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
         readers = [other for other in ADVANTAGE_ESTIMATORS if key in ADVANTAGE_ESTIMATORS.get(other).options]
         remedy = "set algo.reward.source=rule" if from_critic else f"use {' or '.join(readers)}"
         refuse_unused("algo.advantage", cfg.advantage, (key,), situation, remedy)
+    shapes = reward.clip is not None or buffer is not None or reward.truncated is not None
     if name == "gdpo":
-        _check_components(cfg)
+        _check_components(cfg, shapes=shapes)
+    if estimator_of(cfg).needs_greedy and shapes:
+        raise ConfigError(
+            f"algo.reward.{{clip,overlong_buffer_tokens,truncated}}: got a value with algo.advantage.estimator={name}, "
+            "whose baseline is the reward of a greedy response as the scorer gave it; leave them at null"
+        )
     makes_negative = {
         f"algo.kl.where={cfg.kl.where}": cfg.kl.in_reward,
         "algo.reward.overlong_buffer_tokens": buffer is not None,
@@ -61,14 +67,13 @@ def check_rewards(cfg: AlgoConfig, *, max_response_tokens: int) -> None:
             )
 
 
-def _check_components(cfg: AlgoConfig) -> None:
-    names, reward = cfg.advantage.components, cfg.reward
+def _check_components(cfg: AlgoConfig, *, shapes: bool) -> None:
+    reward, names = cfg.reward, [name for name, weight in cfg.advantage.components.items() if weight]
     if not names:
         raise ConfigError(
             "algo.advantage.components: got none with algo.advantage.estimator=gdpo, which normalises each of them; "
             "name them with their weights, as in {correct: 1.0, format: 0.5}"
         )
-    shapes = reward.clip is not None or reward.overlong_buffer_tokens is not None or reward.truncated is not None
     unread = {
         f"algo.kl.where: got {cfg.kl.where!r}": cfg.kl.in_reward,
         f"{_MASK}.ratio: got {reward.mask.ratio}": reward.mask.ratio > 0,

@@ -203,6 +203,7 @@ VERL: Entries = {
                 "gpg": "gpg",
                 "grpo_passk": "passk_best",
                 "gdpo": "gdpo",
+                "remax": "remax",
                 "cpo": "grpo",
             }
         ),

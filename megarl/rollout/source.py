@@ -23,7 +23,8 @@ class SamplingPlan:
     """How one batch of prompts is sampled; `temperature` 0 means greedy.
 
     prefixes: the given first tokens of responses, by (uid, sample index). stop, stop_token_ids: texts and tokens that
-    end a response besides the eos token; the response includes them.
+    end a response besides the eos token; the response includes them. last_is_greedy: whether the last sample of each
+    prompt is greedy, whatever `temperature` is.
     """
 
     step: int
@@ -36,6 +37,7 @@ class SamplingPlan:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
+    last_is_greedy: bool = False
 
     def prefix(self, uid: str, sample_index: int) -> Prefix:
         """Return the prefix that a response starts with, cut to the response limit; it may be empty."""

@@ -50,7 +50,7 @@ class VllmSource:
             GenerationRequest(
                 token_ids=prompt.token_ids + plan.prefix(prompt.uid, i).token_ids,
                 seed=sample_seed(plan.run_seed, plan.step, prompt.uid, i),
-                temperature=plan.temperature,
+                temperature=0.0 if plan.last_is_greedy and i == plan.num_samples - 1 else plan.temperature,
                 top_p=plan.top_p,
                 top_k=plan.top_k,
                 max_tokens=plan.num_tokens_left(prompt.uid, i),

@@ -8,10 +8,11 @@ in the next step, whose policy samples them again.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.algos.advantages import GREEDY_SCORE, estimator_of
 from megarl.algos.filters import filter_scores, group_metrics, kept_rows
 from megarl.cluster import residency
 from megarl.config.schema import Config
@@ -24,7 +25,7 @@ from megarl.rewards.manager import RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import record_path, write_record
 from megarl.rollout.source import RolloutSource, SamplingPlan
-from megarl.types import Prompt, Reward, RolloutBatch, Sample
+from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class PromptQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The judged samples of one prompt; `num_sampled` also counts the samples that nobody could judge."""
+    """The judged samples of one prompt that may train; `num_sampled` also counts those that nobody could judge."""
 
     index: int
     prompt: Prompt
@@ -142,6 +143,7 @@ class GroupCollector:
     def _sample(self, count: int, step: int, *, used: set[int]) -> tuple[list[_Group], Mapping[str, Tally]]:
         """Sample and judge a group for each of the next `count` prompts, skipping those in `used`."""
         rollout, run_seed = self.config.rollout, self.config.run.seed
+        has_greedy = estimator_of(self.config.algo).needs_greedy
         indices = self.queue.take(count, except_for=used)
         prompts = [self.prompts[index] for index in indices]
         judging = self.rewards.begin()
@@ -156,7 +158,7 @@ class GroupCollector:
             )
             plan = SamplingPlan(
                 step=step,
-                num_samples=rollout.num_samples,
+                num_samples=rollout.num_samples + has_greedy,
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
@@ -165,6 +167,7 @@ class GroupCollector:
                 stop=rollout.stop,
                 stop_token_ids=rollout.stop_token_ids,
                 prefixes=prefixes,
+                last_is_greedy=has_greedy,
             )
             self.enter(residency.GENERATE)
             self.source.submit(prompts, plan)
@@ -178,6 +181,8 @@ class GroupCollector:
             by_uid[sample.uid].append((sample, reward))
         groups = []
         for index, prompt in zip(indices, prompts, strict=True):
+            if has_greedy:
+                by_uid[prompt.uid] = _with_greedy_score(by_uid[prompt.uid], rollout.num_samples)
             known = [(sample, reward) for sample, reward in by_uid[prompt.uid] if not reward.dropped]
             groups.append(
                 _Group(
@@ -219,6 +224,19 @@ class GroupCollector:
         kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
         metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
         return [group for group in judged if group.prompt.uid in kept], metrics
+
+
+def _with_greedy_score(judged: Sequence[tuple[Sample, Reward]], greedy: int) -> list[tuple[Sample, Reward]]:
+    """Return a group without its sample of index `greedy`, whose reward becomes a detail of the other rewards.
+
+    If nobody could judge that sample, the others have nothing to be compared with, and are dropped.
+    """
+    (baseline,) = (reward for sample, reward in judged if sample.sample_index == greedy)
+    return [
+        (s, DROPPED if baseline.dropped else replace(r, details={**r.details, GREEDY_SCORE: baseline.score}))
+        for s, r in judged
+        if s.sample_index != greedy
+    ]
 
 
 def refill_count(num_wanted: int, *, num_kept: int, num_sampled: int) -> int:

@@ -31,6 +31,13 @@ QUICK = (
     "reinforce_pro",
     "tis",
 )
+OVERRIDES = {
+    "gdpo": ("algo.advantage.components.score=0.5",),
+    # Fewer than the four samples of a prompt.
+    "passk": ("algo.advantage.k=2",),
+    # A group trains only if exactly one of its samples is right: half of the pairs, and a quarter of the fours.
+    "passk_best": ("rollout.num_samples=2", "trainer.prompts_per_step=8"),
+}
 ALGORITHMS = sorted(path.stem for path in (REPOSITORY / "configs" / "algo").glob("*.yaml"))
 
 
@@ -47,7 +54,7 @@ class Machine:
 
     def train(self, algorithm: str, name: str = "") -> "Result":
         """A run of three steps, from the start."""
-        overrides = []
+        overrides = list(OVERRIDES.get(algorithm, ()))
         if algorithm == "ppo_critic":
             # Rewards from a frozen critic need one that was trained.
             critic = self.train("ppo", "critic").paths.export_critic

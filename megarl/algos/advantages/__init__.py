@@ -3,6 +3,7 @@
 from megarl.algos.advantages import critic, group, reinforce  # noqa: F401 - they fill the registry
 from megarl.algos.advantages.estimator import (
     ADVANTAGE_ESTIMATORS,
+    GREEDY_SCORE,
     Estimate,
     Estimator,
     Flip,
@@ -10,4 +11,12 @@ from megarl.algos.advantages.estimator import (
     estimator_of,
 )
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "Estimate", "Estimator", "Flip", "compute_advantages", "estimator_of"]
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "GREEDY_SCORE",
+    "Estimate",
+    "Estimator",
+    "Flip",
+    "compute_advantages",
+    "estimator_of",
+]

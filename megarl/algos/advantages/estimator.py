@@ -14,6 +14,9 @@ from megarl.errors import DataError
 from megarl.registry import Registry
 from megarl.types import Score, ScoredBatch
 
+# Name of the detail that holds the reward of the greedy response to a row's prompt.
+GREEDY_SCORE = "greedy_score"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -45,6 +48,7 @@ class Estimator:
 
     Advantages are 0 outside the loss mask. options: the fields of `AdvantageConfig` that the estimator reads.
     needs_values: whether it reads a critic's values. min_group: the smallest number of samples per prompt it accepts.
+    needs_greedy: whether it reads `GREEDY_SCORE`, for which a greedy response to each prompt is generated.
     """
 
     raw: RawEstimator
@@ -52,6 +56,7 @@ class Estimator:
     options: frozenset[str] = frozenset()
     needs_values: bool = False
     min_group: int = 1
+    needs_greedy: bool = False
 
     def __call__(self, batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | None = None) -> Estimate:
         """Compute advantages and returns, and convert them to the dtype of the rewards."""
@@ -94,6 +99,25 @@ def compute_advantages(batch: ScoredBatch, cfg: AdvantageConfig, flip: Flip | No
         rows = masked_sum(batch.scores[name], batch.loss_mask, dim=-1)
         _require_finite(batch, f"sum of {name}", rows, "check the model and the log-probs it is computed from")
     return estimator(batch, cfg, flip)
+
+
+def required_detail(batch: ScoredBatch, name: str, remedy: str) -> Tensor:
+    """Return a detail of the rewards, float64 [B]; raise DataError for a row that has no finite number of this name.
+
+    `score`, the reward itself, and `correct`, 1 or 0, are details, too.
+
+    >>> required_detail(step("aa", [1.0, 0.0]), "correct", "").tolist()
+    [1.0, 0.0]
+    """
+    known = {"score": batch.rewards, "correct": batch.correct, **batch.details}
+    values = known.get(name, torch.full_like(batch.rewards, torch.nan)).double()
+    for row in (~values.isfinite()).nonzero().flatten().tolist():
+        there = sorted(key for key, value in known.items() if value[row].isfinite())
+        raise DataError(
+            f"row {row} (uid {batch.uids[row]!r}) has no number {name!r} beside its reward, but {', '.join(there)}; "
+            f"{remedy}"
+        )
+    return values
 
 
 def _require_finite(batch: ScoredBatch, what: str, rows: Tensor, remedy: str) -> None:

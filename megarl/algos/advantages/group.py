@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator, required_detail
 from megarl.algos.masked import GroupStats, group_index, group_stats
 from megarl.algos.mixed_groups import demonstration_mask
 from megarl.algos.token_rewards import sequence_rewards
@@ -190,17 +190,13 @@ def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     >>> gdpo(batch, AdvantageConfig(components={"correct": 1.0, "score": 1.0})).round(decimals=2).tolist()
     [1.0, -1.0, 0.0]
     """
-    known = {"score": batch.rewards, "correct": batch.correct.double(), **batch.details}
     total = torch.zeros_like(batch.rewards, dtype=torch.float64)
+    remedy = "change algo.advantage.components, or let the scorer report a finite number of this name for every row"
     for name, weight in cfg.components.items():
-        values = known.get(name, torch.full_like(total, torch.nan))
-        for row in (~values.isfinite()).nonzero().flatten().tolist():
-            there = sorted(key for key, value in known.items() if value[row].isfinite())
-            raise DataError(
-                f"row {row} (uid {batch.uids[row]!r}) has no component {name!r} of its reward, but {', '.join(there)}; "
-                "change algo.advantage.components, or let the scorer report a finite number of this name for every row"
-            )
-        total += weight * grpo(replace(batch, rewards=values, scores={}), cfg)
+        if weight == 0:
+            continue
+        component = replace(batch, rewards=required_detail(batch, name, remedy), scores={})
+        total += weight * grpo(component, cfg)
     of_batch = group_stats(total, [""] * len(total))
     return (total - of_batch.mean) / (of_batch.std + _STD_EPS)
 

@@ -1,4 +1,4 @@
-"""Estimate advantages by REINFORCE, with or without group baselines, then normalise them over the batch or the group.
+"""Estimate advantages by REINFORCE, with baselines or without, then normalise them over the batch or the group.
 
 An advantage is the sum of the rewards of a token and all later tokens. The last loss token gets the row's reward minus
 the baseline of its group, if there is one, and every loss token a KL penalty.
@@ -9,7 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megarl.algos.advantages.estimator import ADVANTAGE_ESTIMATORS, Estimate, Estimator
+from megarl.algos.advantages.estimator import (
+    ADVANTAGE_ESTIMATORS,
+    GREEDY_SCORE,
+    Estimate,
+    Estimator,
+    required_detail,
+)
 from megarl.algos.advantages.group import centred, equal_rewards, leave_one_out
 from megarl.algos.masked import group_index, group_stats, masked_sum
 from megarl.algos.token_rewards import returns_to_go, token_rewards
@@ -45,6 +51,17 @@ def reinforce_plus_plus(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
     [[0.5, 1.0]]
     """
     return _returns(batch, batch.rewards, cfg.gamma)
+
+
+def remax(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
+    """Compute ReMax (arXiv:2310.10505): returns of r minus the reward of the greedy response to the same prompt.
+
+    >>> batch = replace(step("a", [1.0]), details={"greedy_score": tensor([0.25])})
+    >>> remax(batch, AdvantageConfig()).advantages.tolist()
+    [[0.75]]
+    """
+    greedy = required_detail(batch, GREEDY_SCORE, "collect the samples with algo.advantage.estimator=remax")
+    return _returns(batch, batch.rewards.double() - greedy)
 
 
 def reinforce_baseline(batch: ScoredBatch, cfg: AdvantageConfig) -> Estimate:
@@ -130,6 +147,7 @@ def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
 ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")(
     Estimator(raw=reinforce_plus_plus, normalise=batch_whitened, options=frozenset({"gamma", "norm_by_std"}))
 )
+ADVANTAGE_ESTIMATORS.register("remax")(Estimator(raw=remax, needs_greedy=True))
 ADVANTAGE_ESTIMATORS.register("reinforce_baseline")(
     Estimator(
         raw=reinforce_baseline,

@@ -22,7 +22,8 @@ class AdvantageConfig:
     # reinforce_max: train groups of equal rewards r with advantage r / group size instead of 0.
     uniform_scale: bool = False
     # gdpo: weights of the components of the reward, by name, as in {correct: 1.0, format: 0.5}. A component is a detail
-    # that the scorer reports, score (the reward itself), or correct (1 for a right answer, 0 for a wrong one).
+    # that the scorer reports, score (the reward itself), or correct (1 for a right answer, 0 for a wrong one). A weight
+    # of 0 takes a component away.
     components: Mapping[str, float] = section(dict, ANY_NUMBER)
     k: int = setting(4, AT_LEAST_1)  # passk: number of samples of which one has to be right.
     gamma: float = setting(1.0, SHARE)  # gae, reinforce_plus_plus: discount factor; the other estimators require 1.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ class Inputs:
     rewards: list[float]
     mask: Tensor
     scores: dict[str, Tensor]
+    greedy: list[float]
 
     def permuted(self, order: list[int]) -> "Inputs":
         return Inputs(
@@ -44,6 +45,7 @@ class Inputs:
             rewards=[self.rewards[i] for i in order],
             mask=self.mask[order],
             scores={name: score[order] for name, score in self.scores.items()},
+            greedy=[self.greedy[i] for i in order],
         )
 
     def padded(self, width: int) -> "Inputs":
@@ -54,10 +56,12 @@ class Inputs:
         # A demonstration mark is 0 or 1 everywhere; one outside the mask means nothing.
         scores["demonstration"] = torch.cat([self.scores["demonstration"], torch.ones_like(nan)], dim=1)
         mask = torch.cat([self.mask, torch.zeros(rows, width, dtype=torch.bool)], dim=1)
-        return Inputs(uids=self.uids, rewards=self.rewards, mask=mask, scores=scores)
+        return replace(self, mask=mask, scores=scores)
 
     def run(self, make_scored: MakeScored, cfg: AdvantageConfig) -> Estimate:
-        return compute_advantages(make_scored(self.uids, self.rewards, self.mask, **self.scores), cfg)
+        batch = make_scored(self.uids, self.rewards, self.mask, **self.scores)
+        details = {"greedy_score": torch.tensor(self.greedy, dtype=torch.float64)}
+        return compute_advantages(replace(batch, details=details), cfg)
 
 
 @st.composite
@@ -72,7 +76,8 @@ def inputs(draw: st.DrawFn) -> Inputs:
         return torch.randint(low, high, (num_rows, width), generator=generator).double()
 
     scores = {"values": grid(-8, 9) / 4, "kl_penalty": grid(0, 3) / 8, "demonstration": grid(0, 2)}
-    return Inputs(uids=uids, rewards=[q / 4 for q in quarters], mask=grid(0, 3).bool(), scores=scores)
+    rewards = [q / 4 for q in quarters]
+    return Inputs(uids=uids, rewards=rewards, mask=grid(0, 3).bool(), scores=scores, greedy=rewards[::-1])
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=str)
@@ -142,6 +147,7 @@ def test_float32_agrees_with_float64(cfg: AdvantageConfig) -> None:
             correct=rewards > 0,
             loss_mask=mask,
             scores={name: score.to(dtype) for name, score in scores.items()},
+            details={"greedy_score": rewards.flip(0).to(dtype)},
         )
         return compute_advantages(batch, cfg)
 

@@ -212,6 +212,7 @@ def test_gdpo_by_hand(make_scored: MakeScored) -> None:
 def test_gdpo_follows_its_definition(seed: int, make_scored: MakeScored) -> None:
     generator = random.Random(seed)
     uids, weights = list("abbaabab"), {"score": 1.0, "style": -0.5, "length": 0.25}
+    unused = {"format": 0.0}
     values = {name: [generator.gauss(0.0, 10.0) for _ in uids] for name in weights}
     total = [0.0] * len(uids)
     for name, weight in weights.items():
@@ -221,16 +222,16 @@ def test_gdpo_follows_its_definition(seed: int, make_scored: MakeScored) -> None
     mean, deviation = statistics.fmean(total), statistics.stdev(total)
     details = {name: torch.tensor(values[name], dtype=torch.float64) for name in ("style", "length")}
     batch = replace(make_scored(uids, values["score"]), details=details)
-    got = rows_of(batch, AdvantageConfig(estimator="gdpo", components=weights))
+    got = rows_of(batch, AdvantageConfig(estimator="gdpo", components=weights | unused))
     assert got == pytest.approx([(value - mean) / (deviation + 1e-6) for value in total])
 
 
 def test_gdpo_refuses_a_row_without_a_component(make_scored: MakeScored) -> None:
     batch = replace(make_scored(["a", "b"], [1.0, 0.0]), details={"style": torch.tensor([0.5, math.nan])})
-    message = r"^row 1 \(uid 'b'\) has no component 'style' of its reward, but correct, score; change algo\.advantage"
+    message = r"^row 1 \(uid 'b'\) has no number 'style' beside its reward, but correct, score; change algo\.advantage"
     with pytest.raises(DataError, match=message):
         compute_advantages(batch, AdvantageConfig(estimator="gdpo", components={"style": 1.0}))
-    with pytest.raises(DataError, match=r"^row 0 \(uid 'a'\) has no component 'stile' .* but correct, score, style;"):
+    with pytest.raises(DataError, match=r"^row 0 \(uid 'a'\) has no number 'stile' .* but correct, score, style;"):
         compute_advantages(batch, AdvantageConfig(estimator="gdpo", components={"stile": 1.0}))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.algos.advantages import compute_advantages
 from megarl.algos.advantages.reinforce import batch_whitened, max_normalised
 from megarl.config.algo import AdvantageConfig
+from megarl.errors import DataError
 from megarl.types import ScoredBatch
 
 MakeScored = Callable[..., ScoredBatch]
@@ -121,6 +122,21 @@ def test_plus_plus_follows_its_definition(gamma: float, make_scored: MakeScored)
     batch = make_scored(["a", "a", "b", "c"], rewards, mask, kl_penalty=penalty)
     got = compute_advantages(batch, AdvantageConfig(estimator="reinforce_plus_plus", gamma=gamma)).advantages
     assert got[mask].tolist() == pytest.approx([(value - mean) / deviation for value in returns])
+
+
+def test_remax_by_hand(make_scored: MakeScored) -> None:
+    # Rewards less 0.5 and 2, then what follows of −1/4 on every token.
+    batch = replace(
+        make_scored(["a", "b"], [1.0, 1.0], kl_penalty=torch.full((2, 2), 0.25, dtype=torch.float64)),
+        details={"greedy_score": torch.tensor([0.5, 2.0])},
+    )
+    got = compute_advantages(batch, AdvantageConfig(estimator="remax")).advantages
+    assert got.tolist() == [[0.0, 0.25], [-1.5, -1.25]]
+
+
+def test_remax_needs_greedy_responses(make_scored: MakeScored) -> None:
+    with pytest.raises(DataError, match=r"^row 0 \(uid 'a'\) has no number 'greedy_score' .* correct, score; collect"):
+        compute_advantages(make_scored(["a"], [1.0]), AdvantageConfig(estimator="remax"))
 
 
 def test_whitening_nothing(make_scored: MakeScored) -> None:

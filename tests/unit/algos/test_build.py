@@ -142,7 +142,7 @@ def test_sets_of_k_rows_must_be_smaller_than_the_group() -> None:
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=5)))
 
 
-@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
 def test_baseline_estimators_take_single_samples(estimator: str) -> None:
     algo = AlgoConfig(advantage=AdvantageConfig(estimator=estimator))
     algorithm_of(Config(algo=algo, rollout=RolloutConfig(num_samples=1)))
@@ -154,6 +154,13 @@ def test_refills_and_records_exclude_each_other(rollout: RolloutConfig) -> None:
     with pytest.raises(ConfigError, match="a record holds one batch of prompts per step"):
         algorithm_of(Config(algo=algo, rollout=rollout))
     algorithm_of(Config(algo=replace(algo, filter=FilterConfig(mean_score=(0.0, 1.0))), rollout=rollout))
+
+
+@pytest.mark.parametrize("rollout", [RolloutConfig(record=True), RolloutConfig(source="replay", replay_dir="records")])
+def test_records_do_not_mark_greedy_samples(rollout: RolloutConfig) -> None:
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
+    with pytest.raises(ConfigError, match="a record does not say which sample of a prompt is the greedy one"):
+        algorithm_of(Config(algo=algo, rollout=rollout))
 
 
 def test_demonstrations_that_may_go_leave_enough_to_compare() -> None:

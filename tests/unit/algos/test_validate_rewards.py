@@ -123,6 +123,11 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
         "another estimator",
     ),
     (
+        {"advantage": {"estimator": "remax"}, "reward": {"overlong_buffer_tokens": 10}},
+        "algo.reward.{clip,overlong_buffer_tokens,truncated}: got a value with algo.advantage.estimator=remax, whose "
+        "baseline is the reward of a greedy response as the scorer gave it; leave them at null",
+    ),
+    (
         {"advantage": {"components": {"format": 0.5}}},
         "algo.advantage.components: got {'format': 0.5}, which is not read with algo.advantage.estimator=grpo; leave "
         "it at {}, or use gdpo",

@@ -218,7 +218,7 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
         PeerOptions(
             framework="verl",
             options={
-                "algorithm.adv_estimator": "remax",
+                "algorithm.adv_estimator": "optimal_token_baseline",
                 "actor_rollout_ref.model.lora_rank": 32,
                 "actor_rollout_ref.rollout.multi_turn.enable": False,
                 "actor_rollout_ref.rollout.multi_turn.format": "hermes",
@@ -238,7 +238,7 @@ def test_what_does_not_exist_is_listed_with_the_reason_and_not_set() -> None:
         "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
         "model.path",
     }
-    assert "'remax' has no counterpart" in lost["algorithm.adv_estimator"]
+    assert "'optimal_token_baseline' has no counterpart" in lost["algorithm.adv_estimator"]
     assert "LoRA" in lost["actor_rollout_ref.model.lora_rank"]
     assert "asynchronous" in lost["async_training.staleness_threshold"]
     assert "number of optimizer steps" in lost["actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"]

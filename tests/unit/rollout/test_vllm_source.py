@@ -64,6 +64,12 @@ def test_every_sample_is_a_request_with_its_own_seed() -> None:
         assert (request.temperature, request.top_p, request.top_k, request.max_tokens) == (0.7, 0.9, 5, 3)
 
 
+def test_the_last_sample_of_each_prompt_may_be_greedy() -> None:
+    engines = EchoEngines()
+    VllmSource(engines).submit(PROMPTS, replace(PLAN, num_samples=3, last_is_greedy=True))
+    assert [request.temperature for request in engines.requests] == [0.7, 0.7, 0.0] * 2
+
+
 def test_what_ends_a_response_reaches_the_engine() -> None:
     engines = EchoEngines()
     VllmSource(engines).submit(PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))

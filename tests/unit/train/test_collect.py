@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from megarl.algos.advantages import compute_advantages
 from megarl.cluster.residency import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
+from megarl.config.generation import RolloutConfig
 from megarl.config.schema import Config, TrainerConfig
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.errors import RunError
@@ -130,7 +132,7 @@ class World(RolloutSource):
         self.phases: list[Phase] = []
 
     def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        self.submitted = prompts, plan.step
+        self.submitted, self.plan = (prompts, plan.step), plan
 
     def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
         """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
@@ -351,6 +353,25 @@ def test_groups_are_compared_without_the_rows_that_nobody_could_judge() -> None:
     high, low = (2 / 3) / math.sqrt(1 / 3), (1 / 3) / math.sqrt(1 / 3)
     expected = {"q:0/0": high, "q:0/2": -low, "q:0/3": -low, "q:1/0": -high, "q:1/1": low, "q:1/2": low}
     assert by_row == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
+    """Two samples of each prompt train; the third one, of the same table, is greedy."""
+    world = World([(0.0, 1.0, 1.0), (1.0, LOST, 0.25), (1.0, 1.0, LOST)])
+    plain = world.collector(FilterConfig(), 3, queue=queue_of(3, 3))
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
+    rollout = RolloutConfig(num_samples=2)
+    collected = replace(plain, config=replace(plain.config, algo=algo, rollout=rollout)).collect(1)
+    assert (world.plan.num_samples, world.plan.last_is_greedy) == (3, True)
+    found = {
+        (sample.uid, sample.sample_index): (reward.score, reward.details["greedy_score"])
+        for sample, reward in zip(collected.rollout.samples, collected.rewards, strict=True)
+    }
+    # Of prompt 1 one sample is lost, and one alone is no group; of prompt 2 the greedy one is.
+    assert found == {("q:0", 0): (0.0, 1.0), ("q:0", 1): (1.0, 1.0)}
+    training = training_rows(collected, algo)
+    batch = scored_batch(training.rows, training.rewards)
+    assert compute_advantages(batch, algo.advantage).advantages[:, 0].tolist() == [-1.0, 0.0]
 
 
 def test_lost_groups_are_replaced_by_refills() -> None:
