@@ -1,6 +1,7 @@
 """From demonstrations to a report: supervised run, RL run, export and replay, as a user starts them."""
 
 import contextlib
+import json
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +15,14 @@ import torch
 import yaml
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import main
 from megarl.cluster import Cluster
 from megarl.config import load_config
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
+from megarl.data.demonstrations import SftDataset
 from megarl.data.tasks.generate import TaskFiles
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
@@ -69,6 +71,16 @@ class Runs:
         where = [f"run.dir={self.root}", f"run.name={name}", f"model.path={self.paths('sft').export}"]
         return ["train", str(RUN_FILE), *SMALL, *RL, *data, *where, *overrides]
 
+    @property
+    def chats(self) -> Path:
+        """Held-out chats of two answers each."""
+        path = self.root / "chats.jsonl"
+        texts = [("1+2=?", "3"), ("3+9=?", "12"), ("+5=?", "17")]
+        speakers = ("user", "assistant")
+        turns = [{"role": speakers[i], "content": pair[i]} for pair in texts for i in range(2)]
+        path.write_text("".join(json.dumps({"messages": turns[i : i + 4]}) + "\n" for i in (0, 2)))
+        return path
+
     def sft_arguments(self, model: Path) -> list[str]:
         where = [f"run.dir={self.root}", "run.name=sft", f"model.path={model}", f"sft.train=[{self.sums.sft}]"]
         return [
@@ -77,6 +89,7 @@ class Runs:
             *SMALL,
             "sft.batch_size=8",
             "sft.total_steps=4",
+            f"sft.val=[{self.chats}]",
             "actor.optimizer.lr=0.01",
             *where,
         ]
@@ -132,10 +145,21 @@ def megarl(cluster: Cluster) -> Iterator[Callable[[list[str]], int]]:
 
 
 @tied_head
-def test_supervised_run(runs: Runs) -> None:
+def test_supervised_run(runs: Runs, model: Path) -> None:
     metrics = runs.metrics("sft")
-    assert list(metrics) == [1, 2, 3, 4]
+    assert list(metrics) == [0, 1, 2, 3, 4]
     assert metrics[4]["actor/loss"] < metrics[1]["actor/loss"]
+    assert (runs.paths("sft").root / "report.html").exists()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data = SftDataset([runs.chats], tokenizer, max_prompt_tokens=64, max_response_tokens=64)
+    for step, directory in ((0, model), (4, runs.paths("sft").export)):
+        reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        losses = []
+        for row in (data[0], data[1]):
+            ids = torch.from_numpy(row.token_ids)[None]
+            logprobs = reference(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            losses.append(-logprobs[row.num_prompt_tokens - 1 :][torch.from_numpy(row.loss_mask)])
+        assert metrics[step]["val/sft/nll"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
     assert (runs.paths("sft").export / "model.safetensors").exists()
 
 
