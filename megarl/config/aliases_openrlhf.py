@@ -109,7 +109,7 @@ OPENRLHF: Entries = {
     "save_path": ("run.dir",),
     "save_steps": ("checkpoint.every_steps", "", lambda value, _: max(value, 0)),
     "temperature": ("rollout.temperature",),
-    "top_p": ("rollout.top_p",),
+    "top_p": ("rollout.top_p", "below 1, set rollout.top_k too"),
     "train_batch_size": ("trainer.mini_batch_prompts", _PROMPTS, translate.rows_as_prompts),
     "train_max_tokens_per_gpu": ("actor.micro_batch_tokens", "", translate.OPENRLHF_TOKENS),
     "use_kl_loss": ("algo.kl.where", "true is loss, false is reward", lambda *_: UNSET),

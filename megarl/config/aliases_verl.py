@@ -181,7 +181,7 @@ VERL: Entries = {
     "actor_rollout_ref.rollout.temperature": ("rollout.temperature",),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": ("rollout.engine.tp",),
     "actor_rollout_ref.rollout.top_k": ("rollout.top_k",),
-    "actor_rollout_ref.rollout.top_p": ("rollout.top_p",),
+    "actor_rollout_ref.rollout.top_p": ("rollout.top_p", "below 1, set rollout.top_k too"),
     "actor_rollout_ref.rollout.val_kwargs.n": ("validation.num_samples",),
     "actor_rollout_ref.rollout.val_kwargs.temperature": ("validation.temperature", "", translate.sampled_validation),
     "actor_rollout_ref.rollout.val_kwargs.top_k": ("validation.top_k",),

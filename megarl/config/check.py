@@ -177,13 +177,21 @@ def _require_scores_for_keep_best(config: Config) -> None:
 
 def _require_sound_rollout(config: Config) -> None:
     rollout = config.rollout
-    if rollout.top_p != 1:
+    if rollout.top_p != 1 and rollout.top_k == -1:
         raise ConfigError(
-            f"rollout.top_p: got {rollout.top_p}; truncated sampling breaks importance ratios; set rollout.top_p=1.0"
+            f"rollout.top_p: got {rollout.top_p}, but rollout.top_k=-1 does not limit the number of tokens that it "
+            "leaves to sample from, which training records for every token; set rollout.top_k, as in "
+            "rollout.top_k=100, or rollout.top_p=1.0"
         )
-    if rollout.top_k != -1:
+    if rollout.top_k == 1:
         raise ConfigError(
-            f"rollout.top_k: got {rollout.top_k}; truncated sampling breaks importance ratios; set rollout.top_k=-1"
+            "rollout.top_k: got 1, which leaves nothing to choose, so no token has a gradient; set it to at least 2, "
+            "or to -1"
+        )
+    if rollout.top_k != -1 and config.algo.cpo.method != "none":
+        raise ConfigError(
+            f"rollout.top_k: got {rollout.top_k}, but algo.cpo.method={config.algo.cpo.method} compares log-probs over "
+            "the whole vocabulary; set rollout.top_k=-1 and rollout.top_p=1.0"
         )
     if config.rollout.source == "replay" and not config.rollout.replay_dir:
         raise ConfigError(

@@ -29,9 +29,11 @@ class RolloutConfig:
     source: Literal["vllm", "replay"] = "vllm"
     num_samples: int = setting(8, AT_LEAST_1)  # Samples per prompt: the group size.
     temperature: float = setting(1.0, POSITIVE)  # Sampling temperature; all log-probs in training use it too.
-    top_p: float = setting(1.0, SHARE)  # Nucleus sampling threshold; training requires 1.
-    # Number of most likely tokens to sample from; training requires -1.
-    top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1))
+    # Nucleus sampling threshold; below 1, training needs a limit by top_k too. Log-probs in training are those of the
+    # distribution over the tokens that top_k and top_p left to sample from.
+    top_p: float = setting(1.0, SHARE, affects=("engines",))
+    # Number of most likely tokens to sample from; in training, at least 2.
+    top_k: int = setting(-1, Range(expected=">= 1, or -1 for no limit", at_least=1, also=-1), affects=("engines",))
     max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
     stop: tuple[str, ...] = ()  # Texts that end a response, such as </answer>; the response ends with the text.
     stop_token_ids: tuple[int, ...] = setting((), AT_LEAST_0)  # Tokens besides the eos token that end a response.

@@ -17,13 +17,17 @@ import numpy as np
 from megarl.config.schema import Config, EngineConfig
 from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
+from megarl.rollout.nucleus import nucleus_of
 from megarl.sync.wire.wires import Share
-from megarl.types import FinishReason, FloatArray, IntArray
+from megarl.types import FinishReason, FloatArray, IntArray, NucleusArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for one completion of a prompt."""
+    """A request for one completion of a prompt.
+
+    with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds their number.
+    """
 
     token_ids: tuple[int, ...]
     seed: int
@@ -33,6 +37,7 @@ class GenerationRequest:
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    with_nucleus: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class Completion:
     logprobs: FloatArray
     finish_reason: FinishReason
     weight_versions: IntArray
+    nucleus: NucleusArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,7 @@ class EngineSpec:
     max_model_tokens: int
     config: EngineConfig
     can_sleep: bool = False
+    max_nucleus: int = 0
 
 
 def engine_spec(config: Config) -> EngineSpec:
@@ -87,6 +94,7 @@ def engine_spec(config: Config) -> EngineSpec:
         max_model_tokens=engine.max_model_tokens or needed,
         config=engine,
         can_sleep=config.placement.offload,
+        max_nucleus=max(config.rollout.top_k, 0),
     )
 
 
@@ -173,6 +181,8 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         prompts = [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests]
+        vocab_size = self.llm.model_config.get_vocab_size()
+        num_likeliest = [min(r.top_k, vocab_size) if r.with_nucleus else 0 for r in requests]
         params = [
             SamplingParams(
                 n=1,
@@ -183,23 +193,29 @@ class VllmEngine:
                 seed=r.seed,
                 stop=list(r.stop),
                 stop_token_ids=list(r.stop_token_ids),
-                logprobs=0,
+                logprobs=num,
+                # Otherwise vLLM makes an object for each of these numbers.
+                flat_logprobs=True,
                 # vLLM looks for stop strings in the text.
                 detokenize=bool(r.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            for r in requests
+            for r, num in zip(requests, num_likeliest, strict=True)
         ]
         for part in self._stepper.stream(prompts, params):
             completions: dict[int, Completion] = {}
             for position, output in part.items():
                 sampled, spans = output.outputs[0], output.outputs[0].weight_versions
-                # One entry per position: only the sampled token's log-prob was asked for.
-                logprobs = [at[token].logprob for at, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+                # Of each position the sampled token, then the likeliest.
+                shape = len(sampled.token_ids), 1 + num_likeliest[position]
+                ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int64).reshape(shape)
+                every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)
+                nucleus, logprobs = nucleus_of(ids, every) if shape[1] > 1 else (None, every[:, 0])
                 versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
                 completions[position] = Completion(
                     token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
-                    logprobs=np.asarray(logprobs, dtype=np.float32),
+                    logprobs=logprobs,
+                    nucleus=nucleus,
                     finish_reason=FinishReason(sampled.finish_reason),
                     weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
                 )
@@ -299,6 +315,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_prefix_caching": config.prefix_caching,
         # Raw log-probs ignore the temperature, so they would differ from the trainer's.
         "logprobs_mode": "processed_logprobs",
+        # vLLM's default, unless truncated sampling needs more.
+        "max_logprobs": max(20, spec.max_nucleus),
         "disable_log_stats": True,
         "skip_tokenizer_init": False,
         "worker_extension_cls": "megarl.rollout.worker_extension.WeightReceiver",

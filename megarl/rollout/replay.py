@@ -14,6 +14,8 @@ from megarl.errors import DataError
 from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
 from megarl.types import FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
+# [n, k], end to end.
+_NUCLEUS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int32()))])
 _SEGMENT = pa.struct(
     [
         ("source", pa.string()),
@@ -21,6 +23,7 @@ _SEGMENT = pa.struct(
         ("loss_mask", pa.list_(pa.bool_())),
         ("weight_versions", pa.list_(pa.int64())),
         ("rollout_logprobs", pa.list_(pa.float32())),
+        ("nucleus", _NUCLEUS),
     ]
 )
 # Rows of all dimensions, end to end.
@@ -63,6 +66,9 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                         "loss_mask": s.loss_mask,
                         "weight_versions": s.weight_versions,
                         "rollout_logprobs": s.rollout_logprobs,
+                        "nucleus": None
+                        if s.nucleus is None
+                        else {"shape": s.nucleus.shape, "values": s.nucleus.ravel()},
                     }
                     for s in sample.segments
                 ],
@@ -102,7 +108,7 @@ def read_record(path: Path) -> RolloutBatch:
         prompts[row["uid"]] = Prompt(uid=row["uid"], token_ids=tuple(row["segments"][0]["token_ids"]), **fields)
         experts, segments = row["routed_experts"], []
         for each in row["segments"]:
-            logprobs = each["rollout_logprobs"]
+            logprobs, nucleus = each["rollout_logprobs"], each["nucleus"]
             segments.append(
                 Segment(
                     source=SegmentSource(each["source"]),
@@ -110,6 +116,9 @@ def read_record(path: Path) -> RolloutBatch:
                     loss_mask=np.asarray(each["loss_mask"], dtype=np.bool_),
                     weight_versions=np.asarray(each["weight_versions"], dtype=np.int64),
                     rollout_logprobs=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
+                    nucleus=None
+                    if nucleus is None
+                    else np.asarray(nucleus["values"], dtype=np.int32).reshape(nucleus["shape"]),
                 )
             )
         samples.append(

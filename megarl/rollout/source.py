@@ -24,7 +24,8 @@ class SamplingPlan:
 
     prefixes: the given first tokens of responses, by (uid, sample index). stop, stop_token_ids: texts and tokens that
     end a response besides the eos token; the response includes them. last_is_greedy: whether the last sample of each
-    prompt is greedy, whatever `temperature` is.
+    prompt is greedy, whatever `temperature` is. with_nucleus: record the tokens that top_k and top_p left to sample
+    each token from.
     """
 
     step: int
@@ -38,6 +39,7 @@ class SamplingPlan:
     stop_token_ids: tuple[int, ...] = ()
     prefixes: Mapping[tuple[str, int], Prefix] = field(default_factory=dict)
     last_is_greedy: bool = False
+    with_nucleus: bool = False
 
     def prefix(self, uid: str, sample_index: int) -> Prefix:
         """Return the prefix that a response starts with, cut to the response limit; it may be empty."""

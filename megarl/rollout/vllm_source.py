@@ -56,6 +56,7 @@ class VllmSource:
                 max_tokens=plan.num_tokens_left(prompt.uid, i),
                 stop=plan.stop,
                 stop_token_ids=plan.stop_token_ids,
+                with_nucleus=plan.with_nucleus,
             )
             for prompt, i in asked
         ]
@@ -120,6 +121,7 @@ def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completion: C
                 loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
                 weight_versions=completion.weight_versions,
                 rollout_logprobs=completion.logprobs,
+                nucleus=completion.nucleus,
             )
         )
     return Sample(

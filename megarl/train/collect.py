@@ -168,6 +168,7 @@ class GroupCollector:
                 stop_token_ids=rollout.stop_token_ids,
                 prefixes=prefixes,
                 last_is_greedy=has_greedy,
+                with_nucleus=rollout.top_k != -1,
             )
             self.enter(residency.GENERATE)
             self.source.submit(prompts, plan)

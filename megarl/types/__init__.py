@@ -7,7 +7,9 @@ on which algorithms compute, hold torch tensors padded to [B, T].
 
 Glossary: `rollout_logprobs` come from the sampling engine, `old_logprobs` from the trainer at rollout time, `logprobs`
 from the current policy, `ref_logprobs` from a frozen reference. A *group* is all samples of one prompt, found by uid,
-never by position. `loss_mask` marks the tokens that train: those that the policy sampled, and demonstrations.
+never by position. A *nucleus* is the set of tokens that top-k and top-p left to sample a token from; log-probs of this
+token are then those of the distribution over them. `loss_mask` marks the tokens that train: those that the policy
+sampled, and demonstrations.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from megarl.types.samples import (
     FloatArray,
     IntArray,
     Message,
+    NucleusArray,
     Prompt,
     Reward,
     RolloutBatch,
@@ -58,6 +61,7 @@ __all__ = [
     "LossSums",
     "Message",
     "ModelOutputs",
+    "NucleusArray",
     "Objective",
     "PolicyOutputs",
     "Prompt",

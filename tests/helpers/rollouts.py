@@ -55,7 +55,7 @@ def assert_same_rollout(got: RolloutBatch, expected: RolloutBatch) -> None:
             assert getattr(left, name) == getattr(right, name)
         assert [s.source for s in left.segments] == [s.source for s in right.segments]
         for mine, theirs in zip(left.segments, right.segments, strict=True):
-            for name in ("token_ids", "loss_mask", "weight_versions", "rollout_logprobs"):
+            for name in ("token_ids", "loss_mask", "weight_versions", "rollout_logprobs", "nucleus"):
                 _assert_same_array(getattr(mine, name), getattr(theirs, name))
 
 

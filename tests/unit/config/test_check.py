@@ -222,13 +222,21 @@ def test_keep_best_needs_scores() -> None:
     )
 
 
-def test_truncated_sampling_breaks_importance_ratios() -> None:
+def test_truncated_sampling_needs_a_limit_and_a_choice() -> None:
     assert message(check_train, rollout__top_p=0.95) == (
-        "rollout.top_p: got 0.95; truncated sampling breaks importance ratios; set rollout.top_p=1.0"
+        "rollout.top_p: got 0.95, but rollout.top_k=-1 does not limit the number of tokens that it leaves to sample "
+        "from, which training records for every token; set rollout.top_k, as in rollout.top_k=100, or rollout.top_p=1.0"
     )
-    assert message(check_train, rollout__top_k=50) == (
-        "rollout.top_k: got 50; truncated sampling breaks importance ratios; set rollout.top_k=-1"
+    assert message(check_train, rollout__top_k=1) == (
+        "rollout.top_k: got 1, which leaves nothing to choose, so no token has a gradient; set it to at least 2, or to "
+        "-1"
     )
+    assert message(check_train, rollout__top_k=50, algo__cpo__method="verifier_sign") == (
+        "rollout.top_k: got 50, but algo.cpo.method=verifier_sign compares log-probs over the whole vocabulary; set "
+        "rollout.top_k=-1 and rollout.top_p=1.0"
+    )
+    check_train(config(rollout__top_k=2))
+    check_train(config(rollout__top_p=0.95, rollout__top_k=50))
     assert message(check_train, rollout__temperature=0.0) == "rollout.temperature: got 0.0, expected > 0"
 
 

@@ -91,7 +91,12 @@ def test_nothing_else_affects() -> None:
     expected = {"actor.layout", "placement", "rollout.engine"}
     sync = {f"sync.{each.name}" for each in fields(SyncConfig)} - {"sync.verify"}
     assert set(declared(Config, "workers")) == expected | sync | {key.partition("=")[0] for key in WORKERS}
-    assert set(declared(Config, "engines")) == expected | {"sync", "trainer.mismatch_gate_nats"}
+    assert set(declared(Config, "engines")) == expected | {
+        "sync",
+        "trainer.mismatch_gate_nats",
+        "rollout.top_p",
+        "rollout.top_k",
+    }
 
 
 def declared(cls: Any, by: str) -> Iterator[str]:

@@ -233,7 +233,7 @@ def test_errors_are_those_of_a_run(
         return capsys.readouterr().err
 
     assert "actor.layout.tp: got 3, which does not divide" in error("actor.layout.tp=3", "rollout.engine.num_engines=6")
-    assert "rollout.top_p: got 0.9; truncated sampling" in error("rollout.top_p=0.9")
+    assert "rollout.top_p: got 0.9, but rollout.top_k=-1 does not limit" in error("rollout.top_p=0.9")
     assert "model.path: nowhere/config.json does not exist" in error("model.path=nowhere", "model.config_path=null")
     assert "model architecture ['GPT2LMHeadModel'] is not supported" in error(
         f"model.config_path={write_config(tmp_path, architectures=['GPT2LMHeadModel'])}"

@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.errors import DataError, NonFiniteError
-from megarl.rollout.replay import ReplaySource, record_path, require_records, write_record
+from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
@@ -31,6 +33,7 @@ def policy_segment() -> Segment:
         loss_mask=np.asarray([True, True]),
         weight_versions=np.asarray([3, 4], dtype=np.int64),
         rollout_logprobs=LOGPROBS,
+        nucleus=np.asarray([[8, 1, 5], [2, -1, -1]], dtype=np.int32),
     )
 
 
@@ -88,12 +91,25 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert got.finish_reason is expected.finish_reason
         for segment, original in zip(got.segments, expected.segments, strict=True):
             assert segment.source is original.source
-            for name in ("token_ids", "loss_mask", "weight_versions", "rollout_logprobs"):
+            for name in ("token_ids", "loss_mask", "weight_versions", "rollout_logprobs", "nucleus"):
                 value, wanted = getattr(segment, name), getattr(original, name)
                 assert (value is None) is (wanted is None)
                 if wanted is not None:
-                    assert value.dtype == wanted.dtype
+                    assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape)
                     assert value.tobytes() == wanted.tobytes()
+
+
+def test_a_record_from_before_nuclei_were_recorded(tmp_path: Path) -> None:
+    path = record_path(tmp_path, 1)
+    write_record(path, batch())
+    rows = pq.read_table(path).to_pylist()
+    for row in rows:
+        for segment in row["segments"]:
+            del segment["nucleus"]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    replayed = read_record(path)
+    assert [sample.nucleus for sample in replayed.samples] == [None, None]
+    assert replayed.samples[0].rollout_logprobs.tobytes() == batch().samples[0].rollout_logprobs.tobytes()
 
 
 def test_records_are_named_by_step(tmp_path: Path) -> None:

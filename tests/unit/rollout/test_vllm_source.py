@@ -70,6 +70,34 @@ def test_the_last_sample_of_each_prompt_may_be_greedy() -> None:
     assert [request.temperature for request in engines.requests] == [0.7, 0.7, 0.0] * 2
 
 
+def test_nuclei_reach_the_samples() -> None:
+    class Truncated(EchoEngines):
+        """Every token was sampled from itself and token 7."""
+
+        def collect(self, calls: Sequence[GenerationRequest], on_finished: OnCompletion, *, timeout_s: float) -> None:
+            def finish(position: int, completion: Completion) -> None:
+                ids = completion.token_ids.astype(np.int32)
+                nucleus = np.stack([ids, np.full_like(ids, 7)], axis=1)
+                on_finished(position, replace(completion, nucleus=nucleus))
+
+            super().collect(calls, finish, timeout_s=timeout_s)
+
+    engines = Truncated()
+    source = VllmSource(engines)
+    prefixes = {("b", 1): Prefix(token_ids=(5,))}
+    source.submit(PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
+    assert all(request.with_nucleus for request in engines.requests)
+    nuclei = [sample.nucleus for sample in source.collect(2, timeout_s=1.0).samples]
+    assert [nucleus if nucleus is None else nucleus.tolist() for nucleus in nuclei] == [
+        [[2, 7], [1, 7]],
+        [[2, 7], [1, 7]],
+        [[3, 7]],
+        # A given token was not sampled.
+        [[-1, -1], [5, 7], [3, 7]],
+    ]
+    assert not GenerationRequest(token_ids=(1,), seed=0, temperature=1.0, top_p=0.9, top_k=5, max_tokens=1).with_nucleus
+
+
 def test_what_ends_a_response_reaches_the_engine() -> None:
     engines = EchoEngines()
     VllmSource(engines).submit(PROMPTS, replace(PLAN, stop=("</answer>",), stop_token_ids=(7,)))
