@@ -86,6 +86,16 @@ def test_reinforce_baseline(seed: int, norm_by_std: bool) -> None:
     assert_close(ours[batch.mask], theirs.advantages[batch.mask], FLOAT32)
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforce_plus_plus(seed: int, gamma: float) -> None:
+    batch = random_batch(seed, group_sizes=GROUPS)
+    cfg = AdvantageConfig(estimator="reinforce_plus_plus", gamma=gamma)
+    ours = our_advantages(batch, cfg, kl_penalty=KL_COEF * our_kl(batch))
+    theirs = openrlhf_experience(batch, "reinforce", kl=our_kl(batch), gamma=gamma)
+    assert_close(ours[batch.mask], theirs.advantages[batch.mask], FLOAT32)
+
+
 def packed(batch: Batch) -> Batch:
     """The same loss tokens without the gaps between them."""
     order = (~batch.mask).to(torch.int8).argsort(dim=-1, stable=True)

@@ -1,7 +1,8 @@
 """Advantages, KL and its controllers against verl."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ GROUP_CASES = {
         options=WITHOUT_STD,
     ),
     "rloo": Case(cfg=AdvantageConfig(estimator="rloo"), verl=core_algos.compute_rloo_outcome_advantage),
+    "opo": Case(cfg=AdvantageConfig(estimator="opo"), verl=core_algos.compute_opo_outcome_advantage),
     "dr_grpo, vectorized": Case(
         cfg=AdvantageConfig(estimator="dr_grpo"),
         verl=core_algos.compute_grpo_vectorized_outcome_advantage,
@@ -74,6 +76,78 @@ def test_group_advantages(name: str, layout: str, seed: int) -> None:
     # verl has the mean 0 and the deviation 1 + 1e-6 of a group of one in float32.
     tolerance = FLOAT32 if layout == "singletons" else case.tolerance
     assert_close(our_advantages(batch, case.cfg), theirs, tolerance)
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_best_of_a_group(seed: int, norm_by_std: bool) -> None:
+    batch = LAYOUTS["groups"](seed)
+    options = {"norm_adv_by_std_in_grpo": norm_by_std}
+    theirs = verl_advantages(core_algos.compute_grpo_passk_outcome_advantage, batch, config=options)
+    ours = our_advantages(batch, AdvantageConfig(estimator="passk_best", norm_by_std=norm_by_std))
+    assert_close(ours, theirs, FLOAT64)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gpg_differs_in_what_it_counts(seed: int) -> None:
+    """Known difference: rows of groups of unequal rewards here, as in the paper; rows of rewards other than 0 there."""
+    batch = LAYOUTS["groups"](seed)
+    of_group = [{float(r) for r, u in zip(batch.rewards, batch.uids, strict=True) if u == uid} for uid in batch.uids]
+    num_unequal, num_nonzero = sum(len(rewards) > 1 for rewards in of_group), int(batch.rewards.count_nonzero())
+    ours = our_advantages(batch, AdvantageConfig(estimator="gpg"))
+    theirs = verl_advantages(core_algos.compute_gpg_outcome_advantage, batch)
+    # verl's ratio of two counts is a float32.
+    assert_close(ours * num_unequal, theirs * num_nonzero, FLOAT32)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_remax(seed: int) -> None:
+    batch = random_batch(seed)
+    greedy = batch.rewards.flip(0)
+    penalty = 0.05 * KL_ESTIMATORS.get("k1")(batch.old_logprobs, batch.ref_logprobs)
+    scored = replace(batch.scored(kl_penalty=penalty), details={"greedy_score": greedy})
+    ours = compute_advantages(scored, AdvantageConfig(estimator="remax")).advantages
+    theirs, _ = core_algos.compute_remax_outcome_advantage(batch.token_rewards - penalty, greedy, batch.mask.double())
+    assert_close(ours[batch.mask], theirs[batch.mask], FLOAT64)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reinforce_plus_plus_differs_in_the_variance(seed: int, gamma: float) -> None:
+    """Known difference: max(σ², 1e-8) of a batch here, σ²·n/(n − 1) + 1e-8 there."""
+    batch = random_batch(seed)
+    cfg = AdvantageConfig(estimator="reinforce_plus_plus", gamma=gamma)
+    raw = our_advantages(batch, replace(cfg, norm_by_std=False))
+    variance, n = raw[batch.mask].var(correction=0), batch.num_tokens
+    theirs, _ = core_algos.compute_reinforce_plus_plus_outcome_advantage(
+        batch.token_rewards, batch.mask.double(), config=SimpleNamespace(gamma=gamma)
+    )
+    peers = theirs * (variance * n / (n - 1) + 1e-8).sqrt()
+    assert_close((our_advantages(batch, cfg) * variance.sqrt())[batch.mask], peers[batch.mask], COUNT_EPS)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 0.25]])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gdpo_differs_in_what_it_normalises_over(seed: int, weights: list[float] | None) -> None:
+    """Known difference: the sum of the components has mean 0 and deviation 1 over rows here, over tokens there."""
+    batch = random_batch(seed)
+    style = batch.values[:, 0]
+    scored = replace(batch.scored(), details={"style": style})
+    components = dict(zip(("score", "style"), weights or [1.0, 1.0], strict=True))
+    ours = compute_advantages(scored, AdvantageConfig(estimator="gdpo", components=components)).advantages
+    prompts = torch.ones(len(batch.uids), 1, dtype=torch.long)
+    theirs, _ = core_algos.compute_gdpo_outcome_advantage(
+        batch.token_rewards,
+        batch.mask.double(),
+        np.array(batch.uids),
+        config={"gdpo_reward_keys": ["score", "style"], "gdpo_reward_weights": weights},
+        non_tensor_batch={"score": batch.rewards.numpy(), "style": style.numpy()},
+        batch={"prompts": prompts, "attention_mask": torch.cat([prompts, batch.mask], dim=1)},
+    )
+    of_rows, of_tokens = ours[:, 0], ours[batch.mask]
+    # Here 1e-6 is added to the deviation.
+    assert_close(torch.stack([of_rows.mean(), of_rows.std()]), torch.tensor([0.0, 1.0]), FLOAT32)
+    assert_close((of_tokens - of_tokens.mean()) / of_tokens.std(), theirs[batch.mask], FLOAT32)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
