@@ -101,7 +101,7 @@ def dense_steps(replay: Replay, dtype: Dtype) -> list[DenseStep]:
         entropy_coef=replay.cfg.entropy_coef,
         kl_coef=replay.cfg.kl.coef if replay.cfg.kl.where == "loss" else 0.0,
         temperature=TEMPERATURE,
-        sequence_clip=replay.cfg.policy_loss.clip_low if replay.name == "gspo" else None,
+        policy_loss=replay.cfg.policy_loss.name,
     )
     trainer = DensePolicy(replay.path, objective, ADAM)
     first = trainer.step(replay.rows, LEARNING_RATES[0])

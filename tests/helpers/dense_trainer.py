@@ -16,18 +16,41 @@ from megarl.types import Row
 from tests.helpers.checkpoints import load_hf
 
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, MAX_K3 = 0.2, 0.2, 3.0, 10.0
+ROW_CLIP, TAU_POS, TAU_NEG, KL_COEF = 0.01, 1.5, 2.0, 0.7
+
+
+def dense_loss(name: str, logprobs: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, row: Row) -> torch.Tensor:
+    """[R] policy loss of a row's tokens, with the settings above."""
+    mask, log_ratio = torch.from_numpy(row.loss_mask), logprobs - old
+    ratio = torch.exp(log_ratio)
+    if name == "gspo":
+        ratio = torch.exp(log_ratio[mask].mean()).expand_as(logprobs)
+        return -torch.min(ratio * advantage, ratio.clamp(1 - ROW_CLIP, 1 + ROW_CLIP) * advantage)
+    if name == "gmpo":
+        positive = torch.min(log_ratio, torch.tensor(CLIP_HIGH, dtype=log_ratio.dtype))
+        negative = torch.max(log_ratio, torch.tensor(-CLIP_LOW, dtype=log_ratio.dtype))
+        return -torch.exp(torch.where(advantage > 0, positive, negative)[mask].mean()) * advantage
+    if name == "sapo":
+        gates = [4 / tau / (1 + torch.exp(-tau * (ratio - 1))) for tau in (TAU_POS, TAU_NEG)]
+        return -torch.where(advantage > 0, *gates) * advantage
+    if name == "kl_cov":
+        chosen = torch.from_numpy(row.scores["chosen_by_covariance"])
+        return -ratio * advantage + chosen * KL_COEF * log_ratio.abs()
+    loss = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+    if name == "clip_cov":
+        return loss * (1 - torch.from_numpy(row.scores["chosen_by_covariance"]))
+    return torch.where(advantage < 0, torch.min(loss, -DUAL_CLIP * advantage), loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """loss = agg(PPO) + kl_coef·agg(k3) − entropy_coef·agg(entropy), agg over tokens or over rows' token means."""
+    """loss = agg(policy) + kl_coef·agg(k3) − entropy_coef·agg(entropy), agg over tokens or over rows' token means."""
 
     per_row: bool
     entropy_coef: float
     kl_coef: float
     temperature: float
-    # GSPO's clip range: one ratio per row and no dual clip.
-    sequence_clip: float | None = None
+    policy_loss: str = "ppo_clip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +142,7 @@ class DensePolicy(DenseTrainer):
         advantage, old, ref = (
             torch.from_numpy(row.scores[name]).double() for name in ("advantages", "old_logprobs", "ref_logprobs")
         )
-        clip = self.objective.sequence_clip
-        if clip is None:
-            ratio = torch.exp(logprobs - old)
-            policy = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
-            policy = torch.where(advantage < 0, torch.min(policy, -DUAL_CLIP * advantage), policy)
-        else:
-            mask = torch.from_numpy(row.loss_mask)
-            ratio = torch.exp((logprobs - old)[mask].mean()).expand_as(logprobs)
-            policy = -torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+        policy = dense_loss(self.objective.policy_loss, logprobs, old, advantage, row)
         kl = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=MAX_K3)
         entropy = -(log_p.exp() * log_p).sum(-1)
         losses = policy + self.objective.kl_coef * kl - self.objective.entropy_coef * entropy

@@ -14,6 +14,7 @@ from megarl.config.algo import AlgoConfig, KLConfig, PolicyLossConfig
 from megarl.config.schema import ActorConfig, HeadConfig, LayoutConfig, ModelConfig, MoeConfig, OptimizerConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.rollout.replay import read_record, write_record
+from megarl.train.score import with_advantages
 from megarl.types import Reward, Row, row_from_sample, scored_batch
 from megarl.types.messages import UpdateRequest, UpdateResult
 from megarl.weights.families import read_model_spec
@@ -40,9 +41,15 @@ ALGORITHMS = {
         policy_loss=PolicyLossConfig(name="gspo", clip_low=0.01, clip_high=0.01, dual_clip=None),
         aggregation="seq-mean-token-mean",
     ),
+    "gmpo": AlgoConfig(policy_loss=PolicyLossConfig(name="gmpo", dual_clip=None), aggregation="seq-mean-token-mean"),
+    "sapo": AlgoConfig(
+        policy_loss=PolicyLossConfig(name="sapo", tau_pos=1.5, tau_neg=2.0), aggregation="seq-mean-token-mean"
+    ),
+    "clip_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="clip_cov", cov_share=0.2, cov_low=0.0, dual_clip=None)),
+    "kl_cov": AlgoConfig(policy_loss=PolicyLossConfig(name="kl_cov", cov_share=0.2, cov_kl_coef=0.7)),
 }
 # Ties change which gradients meet in the embedding.
-TIED = {"token-mean": True, "seq-mean-token-mean+entropy": False, "token-mean+kl+entropy": True, "gspo": True}
+TIED = {name: name != "seq-mean-token-mean+entropy" for name in ALGORITHMS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +109,8 @@ def make_replay(name: str, path: Path, record: Path, pool: RankPool) -> Replay:
     rows = [row.with_scores(old_logprobs=noisy(i, 0.3), ref_logprobs=noisy(i, 0.2)) for i, row in enumerate(rows)]
     algorithm = build_algorithm(ALGORITHMS[name], max_response_tokens=64)
     rewards = [Reward(score=score, correct=score == 1.0) for score in REWARDS]
-    advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state()).values.numpy()
-    return Replay(
-        name=name,
-        path=path,
-        rows=[
-            row.with_scores(advantages=values[: row.num_response_tokens])
-            for row, values in zip(rows, advantages, strict=True)
-        ],
-    )
+    advantages = algorithm.advantages(scored_batch(rows, rewards), algorithm.initial_state())
+    return Replay(name=name, path=path, rows=with_advantages(rows, advantages))
 
 
 def run_replay(
