@@ -81,7 +81,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("eval", help="measure pass@k, avg@n and greedy accuracy of a model")
-    command.add_argument("model", type=Path, help="a Hugging Face directory, a run, or RUN/checkpoints/step_N")
+    command.add_argument(
+        "model", type=Path, help="a Hugging Face directory or hub id, a run, or RUN/checkpoints/step_N"
+    )
     command.add_argument("overrides", nargs="*", help="settings such as rollout.engine.tp=2")
     command.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="parquet or JSONL prompts")
     command.add_argument("--out", type=Path, required=True, help="directory to write")

@@ -30,8 +30,9 @@ are converted:
   all devices; Megatron does so by `actor.layout.tp` and `pp`, which are yours to choose if the plan does not fit.
 - What needs two options there and one here, such as the switch and the coefficient of a KL penalty, is put together.
 
-Models and data are files: what a script takes from a hub is downloaded first ([data.md](data.md) says which published
-prompt files open as they are). A custom reward function of verl or OpenRLHF runs as it is (`rewards.custom`).
+Models may be ids on the Hugging Face hub ([models.md](models.md#where-models-come-from)). Data are files: what a script
+takes from a hub is downloaded first ([data.md](data.md) says which published prompt files open as they are). A custom
+reward function of verl or OpenRLHF runs as it is (`rewards.custom`).
 
 An unknown key in a run file or on the command line is answered by the same tables: `megarl train` names the key here,
 or says that the feature does not exist.

@@ -8,9 +8,10 @@ from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, BELOW_1, FRACTION, POS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Name the model to train: a Hugging Face directory with config.json, *.safetensors and a tokenizer."""
+    """Name the model to train, in Hugging Face's form: config.json, *.safetensors and a tokenizer."""
 
-    path: str = ""  # The model's directory; the run starts from the weights in it.
+    # The model's directory, or its id on the Hugging Face hub (Qwen/Qwen3-1.7B); the run starts from these weights.
+    path: str = ""
     # Directory whose config.json `train --dry-run` reads if `path` has none, one that comes with megarl also from
     # elsewhere (configs/model/hf/NAME); a run never reads it.
     config_path: str | None = None
@@ -128,7 +129,8 @@ class ReferenceConfig:
     # Layout of the reference, with the keys and defaults of actor.layout; it then runs in separate processes on
     # the devices of the actor's first ranks. null: the actor's layout and processes.
     layout: LayoutConfig | None = None
-    model_path: str | None = None  # Directory of another model with the same tokenizer; null: model.path.
+    # Directory or hub id of another model with the same tokenizer; null: model.path.
+    model_path: str | None = None
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.
     micro_batch_tokens: int | None = setting(None, AT_LEAST_1)
 
@@ -148,8 +150,8 @@ class CriticConfig:
 
     # Layout of the critic, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None
-    # Directory of a language model or an exported critic with the same tokenizer; null: model.path. The value
-    # head of a language model is initialised to 0.
+    # Directory or hub id of a language model or an exported critic with the same tokenizer; null: model.path. The
+    # value head of a language model is initialised to 0.
     model_path: str | None = None
     optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     # Activations that backward recomputes: none, those of attention (selective), or those of whole layers (full).
@@ -170,7 +172,7 @@ class RewardModelConfig:
 
     # Layout of the reward model, as for reference.layout; null: the actor's layout and processes.
     layout: LayoutConfig | None = None
-    # Directory of a model with a scalar head (score.weight), as exported by train-reward or saved by
+    # Directory or hub id of a model with a scalar head (score.weight), as exported by train-reward or saved by
     # transformers. It may have a different tokenizer and chat template.
     model_path: str | None = None
     # Tokens in one micro-batch on one data-parallel rank; null: actor.micro_batch_tokens.

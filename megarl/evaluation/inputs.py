@@ -20,6 +20,7 @@ from megarl.rewards.build import check_ground_truths
 from megarl.train.checkpoint import STATE_FILE, Checkpoint, read_checkpoint
 from megarl.train.inputs import open_model
 from megarl.weights.families import read_hf_config
+from megarl.weights.hub import local_model
 from megarl.weights.safetensors_map import model_files, read_specs
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
 def _find_model(path: Path, run_file: Path | None) -> tuple[Config, Checkpoint | None]:
     """Find what `path` names: return a configuration with the model, and the checkpoint (if any) with its weights."""
     given = None if run_file is None else load_config(run_file)
+    path = Path(local_model(str(path), "MODEL"))
     if (path / STATE_FILE).is_file():
         checkpoint = read_checkpoint(path)
         own = checkpoint.state.config

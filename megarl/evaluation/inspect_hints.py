@@ -38,6 +38,7 @@ from megarl.train.inputs import open_hints
 from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
 from megarl.types.rows import row_from_sample
 from megarl.weights.families import read_hf_config
+from megarl.weights.hub import local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,10 +70,11 @@ def inspect_hints(request: InspectRequest) -> HintReport:
     if request.num_prompts < 1:
         raise ConfigError(f"--num-prompts: got {request.num_prompts}, expected >= 1")
     config = load_config(request.run_file, request.overrides)
-    if request.model is not None:
-        config = replace(config, model=replace(config.model, path=str(request.model)))
     if not config.data.train:
         raise ConfigError("data.train: got no files, expected the training prompts whose hints are inspected")
+    named, key = (config.model.path, "model.path") if request.model is None else (str(request.model), "--model")
+    path = local_model(named, key, weights=request.model is not None)
+    config = replace(config, model=replace(config.model, path=path))
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     prompts = PromptDataset(
         train_files(config.data.train),
@@ -148,7 +150,7 @@ def _with_signal(
     """Measure the model's log-probs of answers with and without hints, and add their differences to the report."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(request.model), dtype=getattr(torch, config.model.dtype))
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
     model = model.to(platform().device()).eval()
     by_uid = {prompt.uid: prompt for prompt in prompts}
     if request.answers == "sampled":

@@ -31,6 +31,7 @@ from megarl.train.score import SOURCES, Variant
 from megarl.types import Score
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.hub import with_local_models
 from megarl.weights.shards import groups_of
 
 
@@ -41,9 +42,9 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
         device_bytes: memory of one device; without it the KV cache has no size in the plan if vLLM chooses it.
     """
     check_train(config)
+    config = with_local_models(config, weights=False)
     algorithm = algorithm_of(config)
-    needed = algorithm.requires()
-    roles = roles_of(config, algorithm)
+    needed, roles = algorithm.requires(), roles_of(config, algorithm)
     specs: dict[Role, ModelSpec] = {}
     for role in roles:
         path, published = role.model.path, role.model.config_path

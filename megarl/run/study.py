@@ -37,6 +37,7 @@ from megarl.rollout.engine import engine_spec
 from megarl.run.resume import changed_settings
 from megarl.train.inputs import open_train_inputs
 from megarl.types.messages import RoleSpec
+from megarl.weights.hub import with_local_models
 
 if TYPE_CHECKING:
     from megarl.cluster import Cluster
@@ -126,12 +127,12 @@ def load_study(path: Path) -> Study:
 
 
 def run_config(study: Study, run: QueuedRun) -> Config:
-    """Return the configuration of one run of a study."""
+    """Return the configuration of one run of a study, with its models fetched from the hub if need be."""
     for override in (*study.overrides, *run.overrides):
         if (key := override.partition("=")[0].strip()) in OWN_KEYS:
             raise ConfigError(f"{run.full_name}: overrides set {key}, which the study decides; remove it")
     own = [f"run.dir={study.dir}", f"run.name={run.full_name}", f"run.seed={run.seed}", f"use.algo={run.algo}"]
-    return load_config(Path(study.base), [*own, *study.overrides, *run.overrides])
+    return with_local_models(load_config(Path(study.base), [*own, *study.overrides, *run.overrides]))
 
 
 def is_finished(config: Config) -> bool:

@@ -27,6 +27,7 @@ from megarl.train.score import HINT_SCORES, HintWriter
 from megarl.types import Algorithm
 from megarl.types.messages import Head, Role, RoleSpec
 from megarl.weights.families import ModelSpec, read_model_spec
+from megarl.weights.hub import with_local_models
 from megarl.weights.safetensors_map import check_tensors, model_files, read_specs
 from megarl.weights.tables import OUTPUT_HEAD, VALUE_HEAD
 
@@ -140,8 +141,11 @@ def missing_files(config: Config, roles: Sequence[RoleSpec]) -> list[str]:
 
 
 def open_train_inputs(config: Config) -> TrainInputs:
-    """Check the configuration, the model and the data of a reinforcement-learning run."""
+    """Check the configuration, the model and the data of a reinforcement-learning run. Models are fetched from the hub
+    if need be.
+    """
     check_train(config)
+    config = with_local_models(config)
     spec = open_model(config)
     algorithm = algorithm_of(config, vocab_size=spec.dims.vocab)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)

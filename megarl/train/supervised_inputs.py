@@ -14,6 +14,7 @@ from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
 from megarl.train.inputs import check_role_models, open_model
 from megarl.types import Score
+from megarl.weights.hub import with_local_models
 
 Settings = TypeVar("Settings", SftConfig, TrainRewardConfig, TrainPreferenceConfig)
 
@@ -68,6 +69,7 @@ def _in_steps(settings: Settings, num_examples: int) -> Settings:
 def open_sft_inputs(config: Config) -> SftInputs:
     """Check the configuration, the model and the data of a supervised run."""
     check_sft(config)
+    config = with_local_models(config)
     open_model(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     train, val = (
@@ -91,6 +93,7 @@ def open_sft_inputs(config: Config) -> SftInputs:
 def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
     """Check the configuration, the model and the pairs of a reward model's training."""
     check_train_reward(config)
+    config = with_local_models(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     check_role_models(config, [reward_role(config)], tokenizer)
     train, val = (
@@ -106,6 +109,7 @@ def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
 def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
     """Check the configuration, the models and the pairs of a policy's training on preferences."""
     check_train_preference(config)
+    config = with_local_models(config)
     objective = preference_objective(config.train_preference)
     open_model(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)

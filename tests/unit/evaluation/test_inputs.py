@@ -60,6 +60,13 @@ def make_run(root: Path, model: Path, *overrides: str) -> Config:
     return config
 
 
+def test_a_model_may_be_named_by_its_hub_id(
+    opened: Callable[..., EvalInputs], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(model) if name == "org/it" else "")
+    assert opened(Path("org/it")).config.model.path == str(model)
+
+
 def make_state(path: Path, config: Config) -> Path:
     """What the driver writes of a checkpoint."""
     state = RunState(

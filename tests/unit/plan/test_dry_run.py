@@ -270,6 +270,26 @@ def test_settings_may_follow_options(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "is OpenRLHF's name for 'actor.micro_batch_tokens'" in capsys.readouterr().err
 
 
+def test_a_dry_run_fetches_a_config_from_the_hub_and_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        assert name == "org/tiny"
+        patterns.append(allow_patterns)
+        return str(write_config(tmp_path))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = small_config(tmp_path)
+    config = replace(config, model=replace(config.model, path="org/tiny", config_path=None))
+    plan = plan_run(config)
+    assert plan.roles[0].num_parameters == 4 * 500 + 2 * 80 + 8
+    assert [len(names) for names in patterns] == [4]
+    assert "*.safetensors" not in patterns[0]
+    assert plan.missing[0].endswith("(model.path)")
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: .*config\.json does not exist"):
         plan_run(load_config(ROOT / "configs/run/sums-rl.yaml", [f"model.path={tmp_path}"]))

@@ -16,6 +16,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.train.export import export_model
 from megarl.train.inputs import TrainInputs, check_role_models, open_train_inputs
+from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
 from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment
 from megarl.types.messages import Head, Role, RoleSpec, StoreResult
 from megarl.weights.families import read_model_spec
@@ -125,6 +126,39 @@ def opened(models: Path, directory: Path, **sections: Any) -> TrainInputs:
         "trainer": {"prompts_per_step": 1},
     }
     return open_train_inputs(from_dict(Config, {**tree, **sections}))
+
+
+def test_a_hub_id_is_resolved_once_for_all_that_follows(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration of the inputs is what ranks, engines and the run's directory see."""
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(tmp_path / name.removeprefix("org/"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    inputs = opened(models, tmp_path, model={"path": "org/policy", "dtype": "float32"}, algo={"kl": {"where": "loss"}})
+    assert asked == ["org/policy"]
+    assert inputs.config.model.path == str(tmp_path / "policy")
+    assert {role.model.path for role in inputs.roles} == {str(tmp_path / "policy")}
+    turns = {
+        name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+        for name, text in (("prompt", "3+5=?"), ("target", "8"), ("chosen", "8"), ("rejected", "9"))
+    }
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(turns) + "\n")
+    for section, model, open_inputs in (
+        ("sft", "policy", open_sft_inputs),
+        ("train_preference", "policy", open_train_preference_inputs),
+        ("train_reward", "critic", open_train_reward_inputs),
+    ):
+        tree = {
+            "model": {"path": f"org/{model}", "dtype": "float32"},
+            section: {"train": [str(tmp_path / "pairs.jsonl")], "batch_size": 1},
+            **LENGTHS,
+        }
+        assert open_inputs(from_dict(Config, tree)).config.model.path == str(tmp_path / model), section
 
 
 def test_epochs_set_the_number_of_steps(models: Path, tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Models by their hub ids, downloaded from a hub that this process serves, with the hub's own client."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import huggingface_hub.constants
+import pytest
+
+from megarl.config.schema import Config, CriticConfig, ModelConfig, ReferenceConfig, RewardModelConfig
+from megarl.errors import ConfigError
+from megarl.weights.hub import local_model, with_local_models
+
+COMMIT = "c0ffee" * 6 + "c0de"
+FILES = {
+    "config.json": b'{"architectures": ["Qwen3ForCausalLM"]}',
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"weights",
+    "README.md": b"read me",
+    "pytorch_model.bin": b"the same weights",
+    "original/model.safetensors": b"and again",
+}
+SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """A hub with one model, org/tiny. asked: the files of which the content was sent."""
+
+    url: str
+    server: ThreadingHTTPServer
+    asked: set[str] = field(default_factory=set)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine, an empty cache, and a working directory without models."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/api/models/org/tiny/revision/main":
+                self.answer(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
+            elif path.startswith("/api/models/org/tiny/tree/"):
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in FILES.items()
+                ]
+                self.answer(200, json.dumps(tree).encode())
+            elif path.startswith(start := f"/org/tiny/resolve/{COMMIT}/"):
+                name = path.removeprefix(start)
+                if self.command != "HEAD":
+                    found.asked.add(name)
+                etag = hashlib.sha1(FILES[name]).hexdigest()
+                self.answer(200, FILES[name], ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
+            else:
+                self.answer(404, X_Error_Code="RepoNotFound")
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found = Hub(url=f"http://127.0.0.1:{server.server_port}", server=server)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    for name, value in {
+        "ENDPOINT": found.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": found.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.chdir(tmp_path)
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_id_becomes_a_directory_with_what_a_run_reads(hub: Hub) -> None:
+    path = Path(local_model("org/tiny", "model.path"))
+    assert path.name == COMMIT
+    assert {str(file.relative_to(path)) for file in path.rglob("*")} == SMALL | {"model.safetensors"}
+    assert (path / "model.safetensors").read_bytes() == b"weights"
+    assert hub.asked == SMALL | {"model.safetensors"}
+    assert local_model(str(path), "model.path") == str(path)
+
+
+def test_without_weights_none_are_downloaded(hub: Hub) -> None:
+    path = Path(local_model("org/tiny", "model.path", weights=False))
+    assert {file.name for file in path.iterdir()} == hub.asked == SMALL
+    # A run that follows completes the same directory.
+    assert local_model("org/tiny", "model.path") == str(path)
+    assert (path / "model.safetensors").is_file()
+
+
+def test_a_path_that_exists_wins(hub: Hub) -> None:
+    Path("org/tiny").mkdir(parents=True)
+    for path in ("org/tiny", "no-such-directory", "/no/such/directory", "./no/such", "a/b/c", "org/../tiny", ""):
+        assert local_model(path, "model.path") == path
+    assert hub.asked == set()
+
+
+def test_what_was_downloaded_needs_no_connection_later(hub: Hub) -> None:
+    path = local_model("org/tiny", "model.path")
+    hub.server.shutdown()
+    hub.server.server_close()
+    assert local_model("org/tiny", "model.path") == path
+
+
+def test_an_unknown_id_says_where_it_was_sought_and_what_to_do(hub: Hub) -> None:
+    with pytest.raises(ConfigError) as error:
+        local_model("org/other", "critic.model_path")
+    text = str(error.value)
+    assert text.startswith("critic.model_path: got 'org/other', which is no directory here, and as the id of a model: ")
+    assert f"{hub.url} has no model of this id" in text
+    assert "HF_TOKEN" in text
+    assert "huggingface-cli download org/other --local-dir DIR" in text
+    assert "set critic.model_path=DIR" in text
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_hub_out_of_reach_is_named_with_the_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    hub.server.shutdown()
+    hub.server.server_close()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(ConfigError) as error:
+        local_model("org/tiny", "model.path")
+    text = str(error.value)
+    assert f"downloading it from {hub.url} (HF_ENDPOINT) to {huggingface_hub.constants.HF_HUB_CACHE} (HF_HOME)" in text
+    assert "huggingface-cli download org/tiny --local-dir DIR" in text
+    assert "set model.path=DIR" in text
+
+
+def test_every_model_of_a_configuration(hub: Hub) -> None:
+    config = Config(
+        model=ModelConfig(path="org/tiny"),
+        reference=ReferenceConfig(model_path="org/tiny"),
+        critic=CriticConfig(model_path="runs/critic/export"),
+        reward_model=RewardModelConfig(model_path="org/tiny"),
+    )
+    local = with_local_models(config)
+    path = local_model("org/tiny", "model.path")
+    assert (local.model.path, local.reference.model_path, local.reward_model.model_path) == (path, path, path)
+    assert local.critic == config.critic
+    assert with_local_models(Config()) == Config()
+
+
+def test_a_published_config_spares_a_dry_run_the_download(hub: Hub) -> None:
+    config = Config(model=ModelConfig(path="org/tiny", config_path="configs/model/hf/qwen3-8b"))
+    assert with_local_models(config, weights=False) == config
+    assert hub.asked == set()
