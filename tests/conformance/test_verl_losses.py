@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig as VerlPolicyLossConfig
 
 from megarl.algos.aggregation import AGGREGATIONS, RowCounts, global_denominator
+from megarl.algos.covariance import choose_tokens, token_covariance
 from megarl.algos.policy_losses import PolicyLossInputs, policy_loss
 from megarl.algos.value_loss import ValueLoss
 from megarl.config.algo import PolicyLossConfig
@@ -51,6 +53,15 @@ def actor_config(cfg: PolicyLossConfig) -> ActorConfig:
         clip_ratio_low=cfg.clip_low,
         clip_ratio_high=cfg.clip_high,
         clip_ratio_c=3.0 if cfg.dual_clip is None else cfg.dual_clip,
+        tau_pos=cfg.tau_pos,
+        tau_neg=cfg.tau_neg,
+        policy_loss=VerlPolicyLossConfig(
+            clip_cov_ratio=cfg.cov_share,
+            clip_cov_lb=cfg.cov_low,
+            clip_cov_ub=cfg.cov_high,
+            kl_cov_ratio=cfg.cov_share,
+            ppo_kl_coef=cfg.cov_kl_coef,
+        ),
         global_batch_info={"loss_scale_factor": HORIZON_TOKENS},
     )
 
@@ -250,6 +261,94 @@ def test_gspo_differs_in_its_clamp(distance: float, ours_at: float, verl_at: flo
     theirs, _ = verl_policy_loss("gspo", batch, cfg, "token-mean")(batch.logprobs)
     assert_close(ours.log(), torch.tensor(ours_at), FLOAT64)
     assert_close(theirs.log(), torch.tensor(verl_at), FLOAT64)
+
+
+@pytest.mark.parametrize(("low", "high"), CLIPS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gmpo_is_verls_geo_mean(seed: int, low: float, high: float) -> None:
+    """With one advantage per row, as verl wants it; its loss is always a mean over rows."""
+    batch = with_row_advantages(random_batch(seed, holes=True))
+    cfg = PolicyLossConfig(name="gmpo", clip_low=low, clip_high=high)
+    theirs = verl_policy_loss("geo_mean", batch, cfg, "token-mean")
+    assert_same_loss(
+        lambda lp: our_policy_loss(batch, lp, cfg, "seq-mean-token-mean"),
+        lambda lp: theirs(lp)[0],
+        batch.logprobs,
+        COUNT_EPS,
+    )
+
+
+@pytest.mark.parametrize(("pos", "neg"), [(1.0, 1.05), (2.0, 0.5)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sapo(seed: int, pos: float, neg: float) -> None:
+    """verl's loss is always a mean of rows' means."""
+    batch = random_batch(seed, holes=True)
+    cfg = PolicyLossConfig(name="sapo", tau_pos=pos, tau_neg=neg)
+    theirs = verl_policy_loss("sapo", batch, cfg, "token-mean")
+    assert_same_loss(
+        lambda lp: our_policy_loss(batch, lp, cfg, "seq-mean-token-mean"),
+        lambda lp: theirs(lp)[0],
+        batch.logprobs,
+        COUNT_EPS,
+    )
+
+
+def our_loss_of_chosen(batch: Batch, cfg: PolicyLossConfig, chosen_by: Tensor) -> Callable[[Tensor], Tensor]:
+    """Our loss as a function of the log-probs, with tokens chosen by the covariance of these log-probs."""
+    covariance = token_covariance(batch.advantages, chosen_by, batch.mask)
+    chosen = choose_tokens(covariance, batch.mask, cfg, uids=batch.uids, seed=0)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        x = PolicyLossInputs(
+            logprobs=logprobs,
+            old_logprobs=batch.old_logprobs,
+            advantages=batch.advantages,
+            loss_mask=batch.mask,
+            chosen=chosen,
+        )
+        return objective(policy_loss(x, cfg).loss, batch.mask, "token-mean")
+
+    return loss
+
+
+@pytest.mark.parametrize("share", [0.001, 0.2, 1.0])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kl_cov_of_the_current_log_probs(seed: int, share: float) -> None:
+    """verl chooses by current log-probs; on the same choice both losses are equal."""
+    batch = random_batch(seed, holes=True)
+    cfg = PolicyLossConfig(name="kl_cov", cov_share=share, cov_kl_coef=0.7)
+    theirs = verl_policy_loss("kl_cov", batch, cfg, "token-mean")
+    ours = our_loss_of_chosen(batch, cfg, batch.logprobs)
+    assert_same_loss(ours, lambda lp: theirs(lp)[0], batch.logprobs, COUNT_EPS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clip_cov_of_the_current_log_probs_where_no_ratio_is_clipped(seed: int) -> None:
+    """All candidates are taken, so no random choice remains. Known difference: verl spares tokens that its clip of
+    ratios decides; old log-probs have none.
+    """
+    batch = random_batch(seed, holes=True)
+    cfg = PolicyLossConfig(
+        name="clip_cov", clip_low=1.0, clip_high=1e6, cov_share=1.0, cov_low=0.1, cov_high=1.0, dual_clip=None
+    )
+    theirs = verl_policy_loss("clip_cov", batch, cfg, "token-mean")
+    ours = our_loss_of_chosen(batch, cfg, batch.logprobs)
+    assert_same_loss(ours, lambda lp: theirs(lp)[0], batch.logprobs, COUNT_EPS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_losses_by_covariance_choose_alike_at_the_first_update(seed: int) -> None:
+    """Old and current log-probs are equal then. clip_cov has as many tokens left out, at random there and here."""
+    batch = random_batch(seed, holes=True)
+    batch = replace(batch, old_logprobs=batch.logprobs)
+    cfg = PolicyLossConfig(name="clip_cov", cov_share=0.05, cov_low=0.1, cov_high=1.0, dual_clip=None)
+    theirs = verl_policy_loss("clip_cov", batch, cfg, "token-mean")
+    ours = our_loss_of_chosen(batch, cfg, batch.old_logprobs)
+    left_out = [
+        int((value_and_gradient(loss, batch.logprobs)[1][batch.mask] == 0).sum())
+        for loss in (ours, lambda lp: theirs(lp)[0])
+    ]
+    assert left_out[0] == left_out[1] == max(int(0.05 * batch.num_tokens), 1)
 
 
 @pytest.mark.parametrize("clip", [0.2, 1.0, 1e9])
