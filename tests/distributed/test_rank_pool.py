@@ -104,7 +104,11 @@ def test_a_hanging_rank_is_ended(pool: RankPool) -> None:
 HANGING_SESSION = """
 import signal, threading, time
 from tests.distributed.test_rank_pool import directory, hang_on_rank_1
+from tests.helpers import rank_pool
 from tests.helpers.rank_pool import RankPool
+
+# These ranks compute nothing.
+rank_pool.PRELOAD.clear()
 
 if __name__ == "__main__":
     # A background job of a shell ignores it, and so would what that job starts.

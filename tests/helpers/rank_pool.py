@@ -26,6 +26,10 @@ GRACE_S = 1.0
 START_S = 90.0
 
 
+# What the server of the forks imports.
+PRELOAD = ["tests.helpers.rank_imports"]
+
+
 class RankError(Exception):
     """A function failed, hung or ended its process on some rank; the message has each rank's traceback."""
 
@@ -109,7 +113,7 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
         # CUDA must not be touched before a fork, and some imports look for devices.
         how = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
-        how.set_forkserver_preload(["tests.helpers.rank_imports"])
+        how.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             context = RankContext(
                 rank=rank,
