@@ -324,3 +324,12 @@ def _require_positions(config: Config, hf_config: Mapping[str, object], role: st
             f"{max_row_terms(config)} = {longest}, but {whose} has max_position_embeddings={limit}; "
             "shorten one of the two"
         )
+
+
+# The commands that train, and the check of a configuration for each.
+TRAINING_CHECKS: Mapping[str, Callable[[Config], None]] = {
+    "train": check_train,
+    "sft": check_sft,
+    "train-reward": check_train_reward,
+    "train-preference": check_train_preference,
+}

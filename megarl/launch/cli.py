@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.check import TRAINING_CHECKS
+
 if TYPE_CHECKING:
     from megarl.launch.submit import NodesRequest
 
@@ -19,12 +21,14 @@ def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", p
     actions = slurm.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="inside a job: Ray on every host, then a megarl command (see slurm/*.sbatch)")
     run.add_argument("--max-restarts", type=int, default=3, help="after failures, from the last checkpoint")
-    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="-- train, sft or eval, and its options")
+    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help="-- eval or any training")
     run.set_defaults(run=functools.partial(_run, parse))
     submit = actions.add_parser("submit", help="check a run file against the nodes it is to use, and submit it")
     submit.add_argument("--config", type=Path, required=True, help="a run file")
     submit.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
-    submit.add_argument("--sft", action="store_true", help="the supervised warm start instead of train")
+    submit.add_argument(
+        "--command", choices=tuple(TRAINING_CHECKS), default="train", help="what to run (default: train)"
+    )
     _add_nodes(submit, "", "the trainer's, or all")
     _add_nodes(submit, "engine-", "of a heterogeneous job (placement.mode=split), the engines'")
     submit.add_argument("--time", default="24:00:00", help="limit, as Slurm writes it")
@@ -69,7 +73,7 @@ def _submit(arguments: argparse.Namespace) -> None:
 
     submit(
         SubmitRequest(
-            command="sft" if arguments.sft else "train",
+            command=arguments.command,
             config=arguments.config,
             overrides=tuple(arguments.overrides),
             nodes=_nodes(arguments, ""),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import load_config
+from megarl.config.check import TRAINING_CHECKS
 from megarl.config.load import with_overrides
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import ConfigError
@@ -30,8 +31,8 @@ class JobCommand:
 
 
 def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
-    """Check a command line of train, sft or eval, and return it as a `JobCommand`. Raises ConfigError if it is bad."""
-    if arguments.command in ("train", "sft"):
+    """Check a command line of a training or an evaluation, and return it. Raises ConfigError if it is bad."""
+    if arguments.command in TRAINING_CHECKS:
         config = load_config(arguments.config, arguments.overrides)
         directory = Path(config.run.dir) / config.run.name
     elif arguments.command == "eval":
@@ -39,7 +40,7 @@ def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
         config, directory = with_overrides(base, arguments.overrides), arguments.out
     else:
         raise ConfigError(
-            f"megarl slurm run: got the command {arguments.command!r}, expected train, sft, eval; the others use "
-            f"one host: call them in the script itself"
+            f"megarl slurm run: got the command {arguments.command!r}, expected one of "
+            f"{', '.join(TRAINING_CHECKS)}, eval; the others use one host: call them in the script itself"
         )
     return JobCommand(argv=tuple(argv), directory=directory, cluster=config.cluster)

@@ -123,11 +123,12 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
         seen["phase"] = f"{status.phase}, for {tqdm.format_interval(status.written - status.phase_since)}"
     if status.error is not None:
         seen["error"] = status.error
-    records = [r for r in read_metrics(paths.metrics) if "actor/lr" in r.metrics] if paths.metrics.exists() else []
+    logged = read_metrics(paths.metrics) if paths.metrics.exists() else []
+    records = [r for r in logged if "perf/tokens_per_s" in r.metrics]
     if records:
         config = yaml.safe_load(paths.config.read_text())
-        section = {"sft": "sft", "train-preference": "train_preference"}.get(status.command, "trainer")
-        total = int(config[section]["total_steps"])
+        section = config["trainer"] if status.command == "train" else config[status.command.replace("-", "_")]
+        total = int(section["total_steps"])
         last, recent = records[-1], records[-ETA_STEPS - 1 :]
         seen["step"] = f"{last.step} of {total}"
         if status.state == "running" and len(recent) > 1 and last.step < total:

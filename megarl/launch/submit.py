@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config import load_config
-from megarl.config.check import check_sft, check_train
+from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 
@@ -88,7 +88,7 @@ def job_script(request: SubmitRequest) -> str:
         )
     config = load_config(request.config, request.overrides)
     placed = [*request.overrides, *node_overrides(config, request)]
-    _CHECKS[request.command](load_config(request.config, placed))
+    TRAINING_CHECKS[request.command](load_config(request.config, placed))
     text = TEMPLATE.read_text()
     whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
     for name, value in (whole | _node_options(request.nodes)).items():
@@ -106,10 +106,6 @@ def job_script(request: SubmitRequest) -> str:
     text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
     arguments = shlex.join([str(request.config), *placed])
     return text.replace('"$@"', arguments)
-
-
-# The check of the configuration for each command that the script can run.
-_CHECKS = {"train": check_train, "sft": check_sft}
 
 
 def _node_options(nodes: NodesRequest) -> dict[str, str | None]:

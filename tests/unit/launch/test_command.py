@@ -35,8 +35,13 @@ def test_settings_of_an_evaluation_count() -> None:
 
 
 def test_commands_of_one_host_are_refused() -> None:
-    with pytest.raises(ConfigError, match="got the command 'report', expected train, sft, eval"):
+    with pytest.raises(ConfigError, match=r"got the command 'report', expected one of train, sft, .*, eval; "):
         read(["report", "/runs/a"])
+
+
+@pytest.mark.parametrize("command", ["sft", "train-reward", "train-preference"])
+def test_every_command_that_trains_runs_in_a_job(command: str) -> None:
+    assert read([command, RUN_FILE, "run.dir=/data/runs", "run.name=a"]).logs == Path("/data/runs/a/logs")
 
 
 def test_a_wrong_setting_is_found_before_anything_starts() -> None:

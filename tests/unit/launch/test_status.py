@@ -15,11 +15,15 @@ from megarl.record.metrics import RunPaths
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A run of 40 steps that has done three, two seconds each."""
-    sections = {"trainer": 40, "sft": 7, "train_preference": 9}
+    sections = {"trainer": 40, "sft": 7, "train_preference": 9, "train_reward": 11}
     texts = [f"{name}: {{total_steps: {steps}}}\n" for name, steps in sections.items()]
     (tmp_path / "config.yaml").write_text("".join(texts))
     lines = [
-        {"step": step, "time_s": 100.0 + 2 * step, "metrics": {"actor/lr": 0.1, "actor/loss": 1 / 3, "x": 1.0}}
+        {
+            "step": step,
+            "time_s": 100.0 + 2 * step,
+            "metrics": {"perf/tokens_per_s": 9.0, "actor/lr": 0.1, "actor/loss": 1 / 3, "x": 1.0},
+        }
         for step in (1, 2, 3)
     ]
     RunPaths(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -80,7 +84,9 @@ def test_no_run(tmp_path: Path) -> None:
         read_status(tmp_path)
 
 
-@pytest.mark.parametrize(("command", "steps"), [("train", 40), ("sft", 7), ("train-preference", 9)])
+@pytest.mark.parametrize(
+    ("command", "steps"), [("train", 40), ("sft", 7), ("train-preference", 9), ("train-reward", 11)]
+)
 def test_every_command_has_its_number_of_steps(root: Path, command: str, steps: int) -> None:
     with Heartbeat(RunPaths(root).status, command, lambda: None):
         pass
