@@ -379,6 +379,10 @@ COMPOSED = {
         advantage=AdvantageConfig(estimator="gae", gamma=0.9, lam=0.8, lam_critic=1.0),
         kl=KLConfig(where="reward", coef=0.2),
     ),
+    "greedy baseline with KL in reward and loss": AlgoConfig(
+        advantage=AdvantageConfig(estimator="remax"),
+        kl=KLConfig(where="both", estimator="k1", coef=0.2, loss_estimator="k2", loss_coef=0.1),
+    ),
     "masked rewards": AlgoConfig(
         reward=RewardConfig(mask=RewardMaskConfig(ratio=0.4, kind="fixed", flip_stage="before_whiten")),
         advantage=AdvantageConfig(estimator="gae"),
