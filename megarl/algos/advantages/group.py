@@ -20,6 +20,7 @@ from megarl.errors import DataError
 from megarl.types import ScoredBatch
 
 # Makes groups of equal rewards give 0 instead of 0/0; small compared with the spread of rewards that carry a signal.
+_ZERO = 1e-12
 _STD_EPS = 1e-6
 _GROUP_NORM_EPS = 1e-9
 
@@ -198,7 +199,9 @@ def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
         component = replace(batch, rewards=required_detail(batch, name, remedy), scores={})
         total += weight * grpo(component, cfg)
     of_batch = group_stats(total, [""] * len(total))
-    return (total - of_batch.mean) / (of_batch.std + _STD_EPS)
+    shifted = total - of_batch.mean
+    # Rounding leaves about 1e-17 where the mean is met; its sign would depend on the order of rows.
+    return torch.where(shifted.abs() < _ZERO, 0.0, shifted) / (of_batch.std + _STD_EPS)
 
 
 def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor], Tensor]) -> Tensor:
