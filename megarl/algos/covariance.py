@@ -50,7 +50,8 @@ def choose_tokens(covariance: Tensor, mask: Tensor, cfg: PolicyLossConfig, *, ui
         places[uid] += 1
     is_random = cfg.name == "clip_cov"
     allowed = mask & (covariance > cfg.cov_low) & (covariance < cfg.cov_high) if is_random else mask
-    rank = torch.zeros_like(covariance) if is_random else -covariance
+    # Rounding errors must not decide between equal covariances, such as those of a batch without advantages.
+    rank = torch.zeros_like(covariance) if is_random else -covariance.round(decimals=9)
     candidates = allowed.flatten().nonzero().flatten().numpy()
     # lexsort orders by its last key first; draws decide between equal ranks.
     order = np.lexsort((draws.ravel()[candidates], rank.flatten().numpy()[candidates]))
