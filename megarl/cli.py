@@ -24,12 +24,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("train", "train a policy by reinforcement learning"),
-        ("sft", "train a policy on demonstrations"),
-        ("train-reward", "train a reward model on preference pairs"),
-        ("train-preference", "train a policy on preference pairs (DPO, IPO, KTO, ORPO)"),
-    ):
+    trainings = {
+        "train": "train a policy by reinforcement learning",
+        "sft": "train a policy on chats and demonstrations",
+        "train-reward": "train a reward model on preference pairs",
+        "train-preference": "train a policy on preference pairs (DPO, IPO, KTO, ORPO)",
+    }
+    for name, text in trainings.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
         command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
@@ -50,7 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
     peer.set_defaults(run=_convert_config)
-    add_slurm(commands, parse)
+    add_slurm(commands, parse, tuple(trainings))
     _add_serve_reward(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")

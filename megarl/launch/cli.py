@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.check import TRAINING_CHECKS
-
 if TYPE_CHECKING:
     from megarl.launch.submit import NodesRequest
 
@@ -15,8 +13,13 @@ if TYPE_CHECKING:
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 
-def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse) -> None:
-    """Add `megarl slurm` to the commands. Its action `run` takes another megarl command line, which `parse` reads."""
+def add_slurm(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", parse: Parse, trainings: Sequence[str]
+) -> None:
+    """Add `megarl slurm` to the commands. Its action `run` takes another megarl command line, which `parse` reads.
+
+    trainings: the names of the commands that train.
+    """
     slurm = commands.add_parser("slurm", help="run on the hosts of a Slurm job")
     actions = slurm.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="inside a job: Ray on every host, then a megarl command (see slurm/*.sbatch)")
@@ -26,9 +29,7 @@ def add_slurm(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", p
     submit = actions.add_parser("submit", help="check a run file against the nodes it is to use, and submit it")
     submit.add_argument("--config", type=Path, required=True, help="a run file")
     submit.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
-    submit.add_argument(
-        "--command", choices=tuple(TRAINING_CHECKS), default="train", help="what to run (default: train)"
-    )
+    submit.add_argument("--command", choices=trainings, default="train", help="what to run (default: train)")
     _add_nodes(submit, "", "the trainer's, or all")
     _add_nodes(submit, "engine-", "of a heterogeneous job (placement.mode=split), the engines'")
     submit.add_argument("--time", default="24:00:00", help="limit, as Slurm writes it")

@@ -108,6 +108,9 @@ def test_close_returns_when_everything_is_gone() -> None:
     child = subprocess.Popen(SLEEP)
     janitor.scope.shm_file("weights").write_bytes(b"w")
     assert os.environ[RUN_ID_VARIABLE] == janitor.scope.run_id
+    # The kernel ends the wait of Popen a moment before /proc shows the new process's environment.
+    while not janitor.scope.processes():
+        time.sleep(0.01)
     assert janitor.scope.processes() == [child.pid]
     janitor.close()
     assert child.wait(5) == -signal.SIGTERM
