@@ -13,12 +13,12 @@ from megarl.config.check_batches import (
     check_row_fits_engine,
     check_row_fits_micro_batch,
     check_sft_outlasts_warmup,
+    check_sft_row_fits_micro_batch,
     check_train_outlasts_warmup,
     check_train_preference_outlasts_warmup,
     check_train_reward_outlasts_warmup,
     check_whole_mini_batches,
-    max_row_terms,
-    max_row_tokens,
+    longest_row,
 )
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
@@ -39,7 +39,7 @@ Rule: TypeAlias = Callable[[Config], None]
 
 def check_config(config: Config) -> None:
     """Check the rules common to all kinds of training. Raises ConfigError, whose message says what to change."""
-    _apply(COMMON_RULES, config)
+    _apply((*COMMON_RULES, *ROW_RULES), config)
 
 
 def check_train(config: Config) -> None:
@@ -72,7 +72,7 @@ def check_serve_reward(config: Config) -> None:
     _apply(SERVE_RULES, config)
 
 
-def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor") -> None:
+def check_model(config: Config, hf_config: Mapping[str, object], role: str = "actor", *, for_sft: bool = False) -> None:
     """Check a configuration against the config.json of a role's model, given as a mapping. Raises ConfigError."""
     layout = role_settings(config)[role].layout
     check_tp(layout, hf_config, role)
@@ -82,7 +82,7 @@ def check_model(config: Config, hf_config: Mapping[str, object], role: str = "ac
         check_moe_settings(config, hf_config)
         check_engine_tp(config, hf_config)
         check_expert_width(config, hf_config, platform().expert_width_multiple)
-    _require_positions(config, hf_config, role)
+    _require_positions(hf_config, role, *longest_row(config, sft=for_sft))
 
 
 def _apply(rules: tuple[Rule, ...], config: Config) -> None:
@@ -260,12 +260,12 @@ COMMON_RULES: tuple[Rule, ...] = (
     require_ranges,
     _require_model_path,
     _require_sound_layout,
-    check_row_fits_micro_batch,
-    check_row_fits_engine,
     check_trainer_nodes,
     _require_joined_cluster,
 )
+ROW_RULES: tuple[Rule, ...] = (check_row_fits_micro_batch, check_row_fits_engine)
 TRAIN_RULES: tuple[Rule, ...] = (
+    *ROW_RULES,
     _require_train_data,
     _require_profile_within_run,
     _require_sound_validation,
@@ -285,14 +285,17 @@ TRAIN_RULES: tuple[Rule, ...] = (
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,
+    check_sft_row_fits_micro_batch,
     check_sft_outlasts_warmup,
 )
 TRAIN_REWARD_RULES: tuple[Rule, ...] = (
+    *ROW_RULES,
     _require_pairs_alone,
     check_pair_fits_micro_batch,
     check_train_reward_outlasts_warmup,
 )
 TRAIN_PREFERENCE_RULES: tuple[Rule, ...] = (
+    *ROW_RULES,
     _require_preference_data,
     check_responses_fit_micro_batch,
     check_role_layouts,
@@ -316,14 +319,12 @@ SERVE_RULES: tuple[Rule, ...] = (require_ranges, check_rewards)
 # --- the model's dimensions
 
 
-def _require_positions(config: Config, hf_config: Mapping[str, object], role: str) -> None:
-    limit, longest = model_dimension(hf_config, "max_position_embeddings", role), max_row_tokens(config)
+def _require_positions(hf_config: Mapping[str, object], role: str, longest: int, terms: str) -> None:
+    limit = model_dimension(hf_config, "max_position_embeddings", role)
     if limit < longest:
         whose = "the model" if role == "actor" else f"the {role}"
-        raise ConfigError(
-            f"{max_row_terms(config)} = {longest}, but {whose} has max_position_embeddings={limit}; "
-            "shorten one of the two"
-        )
+        total, remedy = (f"{terms} = {longest}", "shorten one of the two") if " + " in terms else (terms, "lower it")
+        raise ConfigError(f"{total}, but {whose} has max_position_embeddings={limit}; {remedy}")
 
 
 # The commands that train, and the check of a configuration for each.

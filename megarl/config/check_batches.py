@@ -45,6 +45,25 @@ def check_row_fits_micro_batch(config: Config) -> None:
             )
 
 
+def longest_row(config: Config, *, sft: bool) -> tuple[int, str]:
+    """Return the length in tokens of the longest row, of `megarl sft` or of the other commands, and the settings that
+    give it, as text for messages.
+    """
+    if sft and config.sft.max_tokens is not None:
+        return config.sft.max_tokens, f"sft.max_tokens={config.sft.max_tokens}"
+    return max_row_tokens(config), max_row_terms(config)
+
+
+def check_sft_row_fits_micro_batch(config: Config) -> None:
+    """Raise ConfigError unless the longest row of supervised fine-tuning fits into one micro-batch of the actor."""
+    longest, terms = longest_row(config, sft=True)
+    if config.actor.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"actor.micro_batch_tokens: got {config.actor.micro_batch_tokens}, expected >= {longest} ({terms}), or the "
+            "longest row fits no micro-batch; raise it or shorten rows"
+        )
+
+
 def check_row_fits_engine(config: Config) -> None:
     """Raise ConfigError unless the longest row fits into the engine's context."""
     limit, longest = config.rollout.engine.max_model_tokens, max_row_tokens(config)

@@ -26,7 +26,7 @@ from megarl.config.models import (
     RewardModelConfig,
 )
 from megarl.config.rewards import RewardsConfig
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, Range, section, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, AT_LEAST_2, POSITIVE, Range, section, setting
 
 __all__ = [
     "ActorConfig",
@@ -127,12 +127,22 @@ class SftConfig:
 
     train: tuple[str, ...] = ()  # Parquet or JSONL files of chats, or of prompts with a demonstration; see docs/sft.md.
     val: tuple[str, ...] = ()  # Files of held-out rows; []: no validation.
-    # all: chats train on every answer of the assistant whose turn does not say otherwise. last: on the last answer.
-    train_on: Literal["all", "last"] = "all"
-    on_long: Literal["error", "drop"] = "error"  # What happens to rows over a length limit; drop counts them.
+    # Trained tokens. all: every answer of the assistant whose turn does not say otherwise. last: the last of these.
+    # each: as all, with a row of its own for each answer. every_token: the whole chat, whoever speaks.
+    train_on: Literal["all", "last", "each", "every_token"] = "all"
+    # Limit on the whole row; null: data.max_prompt_tokens before the first trained token and
+    # rollout.max_response_tokens from there on.
+    max_tokens: int | None = setting(None, AT_LEAST_2)
+    # What happens to rows over the limit. error: the run does not start. drop: they are left out. cut: their ends are,
+    # and the rows that would keep no trained token. The latter two are counted and reported.
+    on_long: Literal["error", "drop", "cut"] = "error"
+    # Column with the chat, a list of {role, content} or {from, value}; null: messages or conversations.
+    chat_key: str | None = None
+    # Column with the answer to data.prompt_key; null: target, response or completion.
+    answer_key: str | None = None
     batch_size: int = setting(32, AT_LEAST_1)  # Rows per optimizer step.
     total_steps: int = setting(1000, AT_LEAST_1)  # Number of optimizer steps.
-    # Passes over the rows, which set total_steps to total_epochs · ⌊rows / batch_size⌋, or null.
+    # Passes over the rows, which set total_steps to ⌊total_epochs · rows / batch_size⌋, or null.
     total_epochs: int | None = setting(None, AT_LEAST_1)
     # Steps between validations, in addition to those before the first step and after the last.
     val_every_steps: int = setting(100, AT_LEAST_1)
@@ -146,7 +156,7 @@ class TrainRewardConfig:
     val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
     batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
     total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
-    # Passes over the pairs, which set total_steps to total_epochs · ⌊pairs / batch_size⌋, or null.
+    # Passes over the pairs, which set total_steps to ⌊total_epochs · pairs / batch_size⌋, or null.
     total_epochs: int | None = setting(None, AT_LEAST_1)
     # Steps between validations, in addition to those before the first step and after the last.
     val_every_steps: int = setting(100, AT_LEAST_1)
@@ -168,7 +178,7 @@ class TrainPreferenceConfig:
     undesirable_weight: float = setting(1.0, POSITIVE)  # kto: weight of rejected responses, the paper's λ_U.
     batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
     total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
-    # Passes over the pairs, which set total_steps to total_epochs · ⌊pairs / batch_size⌋, or null.
+    # Passes over the pairs, which set total_steps to ⌊total_epochs · pairs / batch_size⌋, or null.
     total_epochs: int | None = setting(None, AT_LEAST_1)
     # Steps between validations, in addition to those before the first step and after the last.
     val_every_steps: int = setting(100, AT_LEAST_1)

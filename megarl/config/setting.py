@@ -40,6 +40,7 @@ class Range:
 ANY_NUMBER = Range(expected="any number")
 AT_LEAST_0 = Range(expected=">= 0", at_least=0)
 AT_LEAST_1 = Range(expected=">= 1", at_least=1)
+AT_LEAST_2 = Range(expected=">= 2", at_least=2)
 POSITIVE = Range(expected="> 0", above=0)
 SHARE = Range(expected="in (0, 1]", above=0, at_most=1)
 FRACTION = Range(expected="in [0, 1]", at_least=0, at_most=1)

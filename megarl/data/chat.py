@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.errors import ConfigError, DataError
@@ -100,11 +100,13 @@ def encode_chats(
     return ids
 
 
-def long_prompt_error(where: str, num_tokens: int, max_prompt_tokens: int) -> DataError:
-    """Return the error for a prompt that has more tokens than the limit."""
+def long_prompt_error(
+    where: str, num_tokens: int, max_prompt_tokens: int, key: str = "data.on_long_prompt"
+) -> DataError:
+    """Return the error for a prompt that has more tokens than the limit; setting `key` can have it left out."""
     return DataError(
         f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_tokens is {max_prompt_tokens}; "
-        f"raise it or set data.on_long_prompt=drop"
+        f"raise it or set {key}=drop"
     )
 
 
@@ -142,10 +144,10 @@ def encode_turns(
     token included. The text between two answers is tokenised by itself, as in a chat in which the policy spoke.
 
     Raises:
-        DataError: before a later answer, the chat template renders an earlier one in another way than the policy wrote
-            it (for example without its thoughts), so that one sequence cannot train both.
+        DataError: the chat template refuses the chat; or before a later answer it renders an earlier one in another way
+            than the policy wrote it (for example without its thoughts), so that one sequence cannot train both.
     """
-    openings = render_chats(tokenizer, [messages[:i] for i in trained])
+    openings = _render_row(tokenizer, [messages[:i] for i in trained], where)
     ids: list[int] = []
     mask: list[bool] = []
     encoded = ""
@@ -158,7 +160,7 @@ def encode_turns(
             raise DataError(
                 f"{where}: before the next answer, the chat template renders turn {i} as "
                 f"{(following or '')[len(opening) :][:80]!r}, expected {answers[0][:40]!r} and the end token; "
-                "set sft.train_on=last, or give one row per answer"
+                "set sft.train_on to each, for a row per answer, or to last"
             )
         between = tokenizer(opening[len(encoded) :], add_special_tokens=False)["input_ids"]
         response = encode_demonstration(tokenizer, messages[:i], answer, where=f"{where}: turn {i}")
@@ -166,6 +168,35 @@ def encode_turns(
         mask += [False] * len(between) + [True] * len(response)
         encoded = opening + answer + end
     return ids, mask
+
+
+def encode_whole(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, where: str
+) -> tuple[list[int], list[bool]]:
+    """Encode a chat as the chat template renders it; return token ids, and a mask of all but the first of them.
+
+    Raises DataError, which names the row (`where`), if the chat template refuses the chat.
+    """
+    (text,) = _render_row(tokenizer, [messages], where, add_generation_prompt=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids, [False] + [True] * (len(ids) - 1)
+
+
+def _render_row(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Sequence[Message]],
+    where: str,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[str]:
+    """Render chats of one row, whose name is `where`; DataError if the template refuses them."""
+    try:
+        return render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt)
+    except TemplateError as error:
+        raise DataError(
+            f"{where}: the chat template refuses the roles {[message.role for message in chats[-1]]}: {error}; correct "
+            "or remove the row"
+        ) from error
 
 
 def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:

@@ -1,26 +1,26 @@
 """Provide the data set of supervised fine-tuning: chats and demonstrations, tokenised and checked when it is opened."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.schema import SftConfig
-from megarl.data.chat import encode_turns, long_prompt_error
+from megarl.config.schema import DataConfig, SftConfig
+from megarl.data.chat import encode_turns, encode_whole, long_prompt_error
 from megarl.data.files import RowFiles
-from megarl.data.records import DEMONSTRATION_COLUMNS, parse_demonstration
+from megarl.data.records import DemonstrationRecord, demonstration_columns, parse_demonstration
 from megarl.errors import DataError
 from megarl.types import Row
 
 
 class SftDataset:
-    """A data set of chats as rows whose loss mask marks the answers to imitate.
+    """A data set of chats as rows whose loss mask marks the tokens to imitate, mostly answers of the assistant.
 
-    The prompt of a row is all before its first imitated answer; its response goes on to the end of the last one. A row
-    whose prompt or response exceeds its limit raises DataError; with `sft.on_long=drop` it is left out and counted in
-    `num_dropped`.
+    The prompt of a row is all before its first imitated token; its response goes on to the last one. A row over the
+    length limit raises DataError; with `sft.on_long` it is left out (counted in `num_dropped`) or loses its end
+    (counted in `num_cut`). `limits` names the limit in messages.
     """
 
     def __init__(
@@ -31,36 +31,29 @@ class SftDataset:
         max_prompt_tokens: int,
         max_response_tokens: int,
         settings: SftConfig | None = None,
+        form: DataConfig | None = None,
     ) -> None:
-        settings = settings or SftConfig()
+        settings, form = settings or SftConfig(), form or DataConfig()
+        limits = _Limits(max_prompt_tokens, max_response_tokens, settings)
+        self.limits = str(limits)
         self._tokens: list[array[int]] = []
         self._masks: list[bytes] = []
-        self.num_dropped = 0
-        files = RowFiles(paths, columns=DEMONSTRATION_COLUMNS)
+        self.num_dropped = self.num_cut = 0
+        files = RowFiles(paths, columns=demonstration_columns(form, settings))
         for i, row in enumerate(files):
             where = files.where(i)
-            record = parse_demonstration(row, where)
-            trained = record.trained[-1:] if settings.train_on == "last" else record.trained
-            ids, mask = encode_turns(tokenizer, record.messages, trained, where=where)
-            num_prompt_tokens = mask.index(True)
-            num_response_tokens = len(ids) - num_prompt_tokens
-            if num_prompt_tokens <= max_prompt_tokens and num_response_tokens <= max_response_tokens:
-                self._tokens.append(array("i", ids))
-                self._masks.append(bytes(mask))
-            elif settings.on_long == "drop":
-                self.num_dropped += 1
-            elif num_prompt_tokens > max_prompt_tokens:
-                raise long_prompt_error(where, num_prompt_tokens, max_prompt_tokens)
-            else:
-                raise DataError(
-                    f"{where}: the demonstration has {num_response_tokens} tokens, rollout.max_response_tokens is "
-                    f"{max_response_tokens}; raise it, remove the row, or set sft.on_long=drop"
-                )
+            record = parse_demonstration(row, where, form, settings)
+            for ids, mask in _encoded(tokenizer, record, settings.train_on, where):
+                num_kept = limits.num_kept(len(ids), mask.index(True), where)
+                # A cut may end within a turn that is not trained.
+                num_kept = max((j + 1 for j in range(num_kept) if mask[j]), default=0)
+                self.num_dropped += num_kept == 0
+                self.num_cut += 0 < num_kept < len(ids)
+                if num_kept:
+                    self._tokens.append(array("i", ids[:num_kept]))
+                    self._masks.append(bytes(mask[:num_kept]))
         if not self._tokens:
-            raise DataError(
-                f"all {self.num_dropped} rows have more tokens than data.max_prompt_tokens={max_prompt_tokens} or "
-                f"rollout.max_response_tokens={max_response_tokens}; raise them"
-            )
+            raise DataError(f"all {self.num_dropped} rows are over {self.limits}; raise it")
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -74,4 +67,51 @@ class SftDataset:
             token_ids=np.asarray(self._tokens[index], dtype=np.int64),
             num_prompt_tokens=num_prompt_tokens,
             loss_mask=mask[num_prompt_tokens:].copy(),
+        )
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, record: DemonstrationRecord, train_on: str, where: str
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yield token ids and loss mask of each row that a chat becomes."""
+    if train_on == "every_token":
+        yield encode_whole(tokenizer, record.messages, where=where)
+        return
+    answers = record.trained[-1:] if train_on == "last" else record.trained
+    for trained in [(i,) for i in answers] if train_on == "each" else [answers]:
+        yield encode_turns(tokenizer, record.messages, trained, where=where)
+
+
+class _Limits:
+    """The limits of a row's length: of its prompt and its response, or of both together."""
+
+    def __init__(self, max_prompt_tokens: int, max_response_tokens: int, settings: SftConfig) -> None:
+        self._prompt, self._response, self._on_long = max_prompt_tokens, max_response_tokens, settings.on_long
+        self._total, self._name = settings.max_tokens, "sft.max_tokens"
+        if self._total is None and settings.train_on == "every_token":
+            self._total = max_prompt_tokens + max_response_tokens
+            self._name = "data.max_prompt_tokens + rollout.max_response_tokens"
+
+    def __str__(self) -> str:
+        if self._total is not None:
+            return f"{self._name}={self._total}"
+        return f"data.max_prompt_tokens={self._prompt} or rollout.max_response_tokens={self._response}"
+
+    def num_kept(self, num_tokens: int, num_prompt_tokens: int, where: str) -> int:
+        """Return how many of a row's first tokens are kept; DataError if it is too long and nothing may be left out."""
+        long_prompt = self._total is None and num_prompt_tokens > self._prompt
+        limit = num_prompt_tokens + self._response if self._total is None else self._total
+        if num_tokens <= limit and not long_prompt:
+            return num_tokens
+        if self._on_long == "cut" and not long_prompt:
+            return limit
+        if self._on_long != "error":
+            return 0
+        if long_prompt:
+            raise long_prompt_error(where, num_prompt_tokens, self._prompt, key="sft.on_long")
+        got, name = (num_tokens, self._name) if self._total else (num_tokens - num_prompt_tokens, "")
+        raise DataError(
+            f"{where}: the {'row' if self._total else 'demonstration'} has {got} tokens, "
+            f"{name or 'rollout.max_response_tokens'} is {self._total or self._response}; raise it, remove the row, or "
+            "set sft.on_long=cut or drop"
         )

@@ -20,16 +20,26 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.config.schema import DataConfig
+from megarl.config.schema import DataConfig, SftConfig
 from megarl.errors import DataError
 from megarl.types import Message
 
 TARGET_COLUMNS = ("target", "target_probs")
 # An answer to `prompt`, by the names that LUFFY, verl and TRL give it.
 ANSWER_COLUMNS = ("target", "response", "completion")
-DEMONSTRATION_COLUMNS = ("messages", "conversations", "prompt", *ANSWER_COLUMNS)
+# A chat, by the names that OpenAI and ShareGPT give it.
+CHAT_COLUMNS = ("messages", "conversations")
 # ShareGPT's names of speakers.
-SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "tool": "tool"}
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+# What a turn may hold besides its text. It would be lost: chats are rendered from roles and texts.
+UNREAD_TURN_KEYS = ("tool_calls", "function_call", "reasoning_content")
 PREFERENCE_SIDES = ("chosen", "rejected")
 PREFERENCE_COLUMNS = (*PREFERENCE_SIDES, "prompt", "messages", "margin")
 
@@ -140,48 +150,81 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def parse_demonstration(row: Mapping[str, Any], where: str) -> DemonstrationRecord:
+def demonstration_columns(form: DataConfig, settings: SftConfig) -> tuple[str, ...]:
+    """Return the columns that `parse_demonstration` reads, whose names `form` and `settings` can set."""
+    chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
+    answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
+    return (*chats, form.prompt_key, *answers, "system", "tools")
+
+
+def parse_demonstration(
+    row: Mapping[str, Any], where: str, form: DataConfig | None = None, settings: SftConfig | None = None
+) -> DemonstrationRecord:
     """Parse a row of supervised training; DataError names the row (`where`) and what is wrong.
 
     A row is a chat, in OpenAI's form (`messages` of {role, content}) or ShareGPT's (`conversations` of {from, value}),
-    or a `prompt` with one answer, in one of `ANSWER_COLUMNS`. In a chat, all turns of the assistant are imitated except
-    those with `train: false` or `weight: 0`.
+    or a prompt with one answer, in one of `ANSWER_COLUMNS`. In a chat, all turns of the assistant are imitated except
+    those with `train: false` or `weight: 0`. A system turn is put before a chat that has none if the row has a text in
+    the column `system`, or else if `form.system_prompt` is set. `form` and `settings` may name other columns.
     """
-    answer = next((name for name in ANSWER_COLUMNS if row.get(name)), None)
-    if row.get("prompt") and answer is not None:
+    form, settings = form or DataConfig(), settings or SftConfig()
+    if row.get("tools") not in (None, "", "[]", []):
+        raise DataError(f"{where}: tools is not read here; write the tools into a system turn instead")
+    answers = ANSWER_COLUMNS if settings.answer_key is None else (settings.answer_key,)
+    answer = next((name for name in answers if row.get(name)), None)
+    if row.get(form.prompt_key) and answer is not None:
         target = _messages(row, answer, where, text_role="assistant")
         if len(target) != 1 or target[0].role != "assistant" or not target[0].content:
             raise DataError(f"{where}: {answer} has roles {[m.role for m in target]}, expected one assistant turn")
-        messages = (*_messages(row, "prompt", where, text_role="user"), *target)
-        return DemonstrationRecord(messages=messages, trained=(len(messages) - 1,))
-    name = next((name for name in ("messages", "conversations") if row.get(name)), None)
-    if name is None:
-        raise DataError(
-            f"{where}: got columns {sorted(key for key, value in row.items() if value)}, expected messages, "
-            f"conversations, or prompt with one of {', '.join(ANSWER_COLUMNS)}"
-        )
-    turns = row[name]
-    if name == "conversations":
-        turns = [_from_sharegpt(turn, f"{where}: {name}[{i}]") for i, turn in enumerate(turns)]
-    messages = _messages({name: turns}, name, where)
-    trained = tuple(
-        i
-        for i, (message, turn) in enumerate(zip(messages, turns, strict=True))
-        if message.role == "assistant" and turn.get("train") is not False and turn.get("weight") != 0
-    )
+        messages = (*_messages(row, form.prompt_key, where, text_role="user"), *target)
+        trained: tuple[int, ...] = (len(messages) - 1,)
+    else:
+        chats = CHAT_COLUMNS if settings.chat_key is None else (settings.chat_key,)
+        name = next((name for name in chats if row.get(name)), None)
+        if name is None:
+            raise DataError(
+                f"{where}: got columns {sorted(key for key, value in row.items() if value)}, expected "
+                f"{', '.join(chats)}, or {form.prompt_key} with one of {', '.join(answers)}; sft.chat_key, "
+                "data.prompt_key and sft.answer_key name other columns"
+            )
+        messages, trained = _parse_chat(row, name, where)
+    system = row.get("system") or form.system_prompt
+    if system is not None and messages[0].role != "system":
+        system = _string({"system": system}, "system", where)
+        messages, trained = (Message(role="system", content=system), *messages), tuple(i + 1 for i in trained)
     if not trained or 0 in trained:
         raise DataError(
-            f"{where}: {name} has roles {[m.role for m in messages]}, expected an answer of the assistant to train on, "
-            "after another turn"
+            f"{where}: the row has roles {[m.role for m in messages]}, expected an answer of the assistant to train "
+            "on, after another turn"
         )
     return DemonstrationRecord(messages=messages, trained=trained)
 
 
-def _from_sharegpt(turn: Any, place: str) -> Mapping[str, Any]:
-    """Rename the keys and the speaker of a ShareGPT turn to those of OpenAI's form."""
-    if not isinstance(turn, Mapping) or turn.get("from") not in SHAREGPT_ROLES:
-        raise DataError(f"{place}: got {turn!r}, expected {{from, value}} with from in {sorted(SHAREGPT_ROLES)}")
-    return {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+def _parse_chat(row: Mapping[str, Any], name: str, where: str) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+    """Read a chat in OpenAI's or ShareGPT's form, and the indices of the turns to imitate."""
+    turns: list[Any] = []
+    for i, turn in enumerate(row[name] if isinstance(row[name], list) else ()):
+        place = f"{where}: {name}[{i}]"
+        if isinstance(turn, Mapping) and turn.get("from") is not None:
+            if turn["from"] not in SHAREGPT_ROLES:
+                raise DataError(f"{place}: from is {turn['from']!r}, expected one of {sorted(SHAREGPT_ROLES)}")
+            turn = {**turn, "role": SHAREGPT_ROLES[turn["from"]], "content": turn.get("value")}
+        if isinstance(turn, Mapping):
+            if unread := [key for key in UNREAD_TURN_KEYS if turn.get(key)]:
+                raise DataError(
+                    f"{place}: {unread[0]} is not read here; write it into the turn's text, in the form in which the "
+                    "model is to write it"
+                )
+            for key, allowed in (("train", (True, False)), ("weight", (0, 1))):
+                if turn.get(key) is not None and turn[key] not in allowed:
+                    raise DataError(f"{place}: {key} is {turn[key]!r}, expected {allowed[0]} or {allowed[1]}")
+        turns.append(turn)
+    messages = _messages({name: turns or row[name]}, name, where)
+    return messages, tuple(
+        i
+        for i, (message, turn) in enumerate(zip(messages, turns, strict=True))
+        if message.role == "assistant" and turn.get("train") is not False and turn.get("weight") != 0
+    )
 
 
 def parse_preference(row: Mapping[str, Any], where: str) -> PreferenceRecord:

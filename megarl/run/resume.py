@@ -42,6 +42,7 @@ CONTINUABLE = (
     "trainer.mismatch_gate_nats",
     "validation",
     "sft.total_steps",
+    "sft.val_every_steps",
     "train_reward.total_steps",
     "train_reward.val_every_steps",
     "train_preference.total_steps",

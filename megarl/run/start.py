@@ -41,8 +41,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
 def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Run supervised fine-tuning from the first check to the report. Raises RunStopped if a signal ends it early."""
     inputs = open_sft_inputs(config)
-    for warning in inputs.warnings:
-        print(f"warning: {warning}")
+    for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
+        print(line)
     recorder = _train_supervised(sft_task(inputs), inputs.config, overwrite=overwrite, resume=resume)
     write_report(recorder.paths.root)
     return recorder
@@ -51,6 +51,8 @@ def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> Run
 def train_reward(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Train a reward model, from checks to report. Raises RunStopped if a signal ends it early."""
     inputs = open_train_reward_inputs(config)
+    for note in inputs.notes:
+        print(note)
     recorder = _train_supervised(train_reward_task(inputs), inputs.config, overwrite=overwrite, resume=resume)
     write_report(recorder.paths.root)
     return recorder
@@ -59,6 +61,8 @@ def train_reward(config: Config, *, overwrite: bool = False, resume: bool = Fals
 def train_preference(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Train a policy on preference pairs, from checks to report. Raises RunStopped if a signal ends it early."""
     inputs = open_train_preference_inputs(config)
+    for note in inputs.notes:
+        print(note)
     task = train_preference_task(inputs)
     recorder = _train_supervised(task, inputs.config, overwrite=overwrite, resume=resume)
     write_report(recorder.paths.root)

@@ -76,12 +76,12 @@ def open_sampler(config: Config, train: PromptDataset) -> Sampler:
     )
 
 
-def open_model(config: Config) -> ModelSpec:
+def open_model(config: Config, *, for_sft: bool = False) -> ModelSpec:
     """Read config.json and the checkpoint's headers; raise ConfigError for a model that the family or layout cannot
     take.
     """
     spec = read_model_spec(config.model.path)
-    check_model(config, spec.hf_config)
+    check_model(config, spec.hf_config, for_sft=for_sft)
     check_tensors(spec.path, spec.expected_tensors(), ignored=spec.ignored_tensors())
     return spec
 

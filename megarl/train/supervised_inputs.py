@@ -26,17 +26,18 @@ class SftInputs:
     config: Config
     train: SftDataset
     val: SftDataset | None
+    # How the length of the run came out of a number of epochs.
+    notes: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> list[str]:
-        """Return a warning for each data set from which rows over a length limit were dropped."""
-        sets = {"sft.train": self.train, "sft.val": self.val}
-        return [
-            f"{key}: dropped {data.num_dropped} of {data.num_dropped + len(data)} rows over data.max_prompt_tokens or "
-            "rollout.max_response_tokens"
-            for key, data in sets.items()
-            if data is not None and data.num_dropped
-        ]
+        """Return a warning for each data set that lost rows, or ends of rows, to the length limit."""
+        found = []
+        for key, data in (("sft.train", self.train), ("sft.val", self.val)):
+            if data is not None and (data.num_dropped or data.num_cut):
+                lost = f"dropped {data.num_dropped} and cut {data.num_cut}"
+                found.append(f"{key}: {lost} of {data.num_dropped + len(data)} rows over {data.limits}")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class TrainRewardInputs:
     config: Config
     train: PreferenceDataset
     val: PreferenceDataset | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +57,29 @@ class TrainPreferenceInputs:
     config: Config
     train: ResponsePairDataset
     val: ResponsePairDataset | None
+    notes: tuple[str, ...] = ()
 
 
-def _in_steps(settings: Settings, num_examples: int) -> Settings:
-    """Check that the examples fill a batch, and express a length in epochs as a number of optimizer steps."""
+def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:
+    """Check that the examples fill a batch, and express a length in epochs as a number of optimizer steps.
+
+    Batches have `batch_size` examples each and may contain the end of one epoch and the start of the next, so that only
+    at the end of the last epoch fewer examples than a batch are left out. Returned notes say how many.
+    """
     require_batch(num_examples, settings.batch_size)
-    if settings.total_epochs is None:
-        return settings
-    steps = settings.total_epochs * (num_examples // settings.batch_size)
-    return replace(settings, total_steps=steps, total_epochs=None)
+    if (epochs := settings.total_epochs) is None:
+        return settings, ()
+    steps, left = divmod(epochs * num_examples, settings.batch_size)
+    left_out = f"; the last {left} of the last epoch are left out" if left else ""
+    note = f"{epochs} epochs of {num_examples} examples are {steps} steps of {settings.batch_size}{left_out}"
+    return replace(settings, total_steps=steps, total_epochs=None), (note,)
 
 
 def open_sft_inputs(config: Config) -> SftInputs:
     """Check the configuration, the model and the data of a supervised run."""
     check_sft(config)
     config = with_local_models(config)
-    open_model(config)
+    open_model(config, for_sft=True)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     train, val = (
         SftDataset(
@@ -79,15 +88,17 @@ def open_sft_inputs(config: Config) -> SftInputs:
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
             settings=config.sft,
+            form=config.data,
         )
         if files
         else None
         for files in (config.sft.train, config.sft.val)
     )
     assert train is not None, "the configuration was checked"
-    config = replace(config, sft=_in_steps(config.sft, len(train)))
+    settings, notes = in_steps(config.sft, len(train))
+    config = replace(config, sft=settings)
     check_sft(config)
-    return SftInputs(config=config, train=train, val=val)
+    return SftInputs(config=config, train=train, val=val, notes=notes)
 
 
 def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
@@ -101,9 +112,10 @@ def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
         for files in (config.train_reward.train, config.train_reward.val)
     )
     assert train is not None, "the configuration was checked"
-    config = replace(config, train_reward=_in_steps(config.train_reward, len(train)))
+    settings, notes = in_steps(config.train_reward, len(train))
+    config = replace(config, train_reward=settings)
     check_train_reward(config)
-    return TrainRewardInputs(config=config, train=train, val=val)
+    return TrainRewardInputs(config=config, train=train, val=val, notes=notes)
 
 
 def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
@@ -127,6 +139,7 @@ def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
         for files in (config.train_preference.train, config.train_preference.val)
     )
     assert train is not None, "the configuration was checked"
-    config = replace(config, train_preference=_in_steps(config.train_preference, len(train)))
+    settings, notes = in_steps(config.train_preference, len(train))
+    config = replace(config, train_preference=settings)
     check_train_preference(config)
-    return TrainPreferenceInputs(config=config, train=train, val=val)
+    return TrainPreferenceInputs(config=config, train=train, val=val, notes=notes)

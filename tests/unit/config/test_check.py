@@ -185,6 +185,20 @@ def test_longest_row_fits_a_micro_batch() -> None:
     check_config(config(actor__micro_batch_tokens=128, **lengths))
 
 
+def test_longest_row_of_supervised_training() -> None:
+    sft = {"sft__train": ("a.jsonl",)}
+    lengths = {"data__max_prompt_tokens": 100, "rollout__max_response_tokens": 28}
+    assert message(check_sft, actor__micro_batch_tokens=127, **lengths, **sft).startswith(
+        "actor.micro_batch_tokens: got 127, expected >= 128 (data.max_prompt_tokens=100 + rollout.max_response_tokens"
+    )
+    # One limit for the whole row takes the place of the two.
+    check_sft(config(actor__micro_batch_tokens=64, sft__max_tokens=64, **lengths, **sft))
+    assert message(check_sft, actor__micro_batch_tokens=63, sft__max_tokens=64, **lengths, **sft) == (
+        "actor.micro_batch_tokens: got 63, expected >= 64 (sft.max_tokens=64), or the longest row fits no micro-batch; "
+        "raise it or shorten rows"
+    )
+
+
 def test_longest_row_fits_the_engine() -> None:
     lengths = {"data__max_prompt_tokens": 100, "rollout__max_response_tokens": 28}
     assert message(check_config, rollout__engine__max_model_tokens=127, **lengths) == (
@@ -362,6 +376,11 @@ def test_rows_fit_the_positions_of_the_model() -> None:
         "max_position_embeddings=2047; shorten one of the two"
     )
     check_model(config(**lengths), {**QWEN3_0_6B, "max_position_embeddings": 2048})
+    check_model(config(sft__max_tokens=2047, **lengths), hf_config, for_sft=True)
+    with pytest.raises(
+        ConfigError, match=r"^sft\.max_tokens=2048, but the model has max_position_embeddings=2047; low"
+    ):
+        check_model(config(sft__max_tokens=2048, **lengths), hf_config, for_sft=True)
 
 
 @pytest.mark.parametrize("value", [None, "16", 0, 16.0])

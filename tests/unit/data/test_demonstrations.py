@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.schema import SftConfig
+from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import DataError
@@ -47,8 +47,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def open_rows(path: Path, tokenizer: PreTrainedTokenizerBase, settings: SftConfig | None = None) -> SftDataset:
-    return SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=100, settings=settings)
+def open_rows(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SftConfig | None = None,
+    form: DataConfig | None = None,
+) -> SftDataset:
+    return SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=100, settings=settings, form=form)
 
 
 def trained_texts(data: SftDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[str]:
@@ -142,18 +147,92 @@ def test_a_template_that_rewrites_answers_is_an_error_with_its_remedy(tmp_path: 
     tokenizer.chat_template = FORGETFUL
     chat = [turn | {"content": "<think>a</think>2"} if turn["content"] == "2" else turn for turn in CHAT]
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": chat}])
-    with pytest.raises(DataError, match=r"a\.jsonl row 1: before the next answer, .*turn 2 .* set sft.train_on=last"):
+    with pytest.raises(DataError, match=r"a\.jsonl row 1: before the next answer, .*turn 2 .* set sft.train_on to"):
         open_rows(path, tokenizer)
     data = open_rows(path, tokenizer, SftConfig(train_on="last"))
     assert trained_texts(data, tokenizer, 1) == ["55<|im_end|>"]
 
 
+def test_each_answer_can_have_a_row_as_the_policy_sees_it(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = FORGETFUL
+    chat = [turn | {"content": "<think>a</think>2"} if turn["content"] == "2" else turn for turn in CHAT]
+    data = open_rows(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer, SftConfig(train_on="each"))
+    assert len(data) == 2
+    assert trained_texts(data, tokenizer, 0) == ["<think>a</think>2<|im_end|>"]
+    assert trained_texts(data, tokenizer, 1) == ["55<|im_end|>"]
+    assert tokenizer.decode(data[1].token_ids) == TEXT
+
+
+def test_every_token_of_the_rendered_chat(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    chat = [turn | {"train": False} for turn in CHAT[:-1]] + CHAT[-1:]
+    data = open_rows(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer, SftConfig(train_on="every_token"))
+    assert tokenizer.decode(data[0].token_ids) == TEXT + "\n"
+    # The first token has nothing to be predicted from.
+    assert data[0].num_prompt_tokens == 1
+    assert data[0].loss_mask.all()
+
+
+def test_columns_can_have_other_names(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "1+1", "solution": "2", "target": "3"}])
+    settings, form = SftConfig(answer_key="solution"), DataConfig(prompt_key="question")
+    assert trained_texts(open_rows(path, tokenizer, settings, form), tokenizer) == ["2<|im_end|>"]
+    path = write(tmp_path / "b.jsonl", [{"chat": CHAT, "messages": CHAT[:3]}])
+    data = open_rows(path, tokenizer, SftConfig(chat_key="chat"))
+    assert trained_texts(data, tokenizer) == ["2<|im_end|>", "55<|im_end|>"]
+    settings = SftConfig(chat_key="chat", answer_key="solution")
+    with pytest.raises(DataError, match=r"expected chat, or question with one of solution; sft.chat_key, data.prompt"):
+        open_rows(write(path, [{"messages": CHAT}]), tokenizer, settings, form)
+
+
+@pytest.mark.parametrize(
+    ("row", "system_prompt", "expected"),
+    [
+        ({"messages": CHAT[1:], "system": "s"}, None, "s"),
+        ({"messages": CHAT[1:]}, "s", "s"),
+        ({"prompt": "1+1", "target": "2"}, "t", "t"),
+        ({"messages": CHAT[1:], "system": "s"}, "t", "s"),
+        ({"messages": CHAT}, "t", "s"),
+    ],
+    ids=["column", "setting", "prompt and answer", "column before setting", "own turn before setting"],
+)
+def test_system_prompts(
+    row: dict[str, Any],
+    system_prompt: str | None,
+    expected: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "a.jsonl", [row])
+    data = open_rows(path, tokenizer, form=DataConfig(system_prompt=system_prompt))
+    assert tokenizer.decode(data[0].token_ids).startswith(f"<|im_start|>system\n{expected}<|im_end|>\n<|im_start|>user")
+    assert trained_texts(data, tokenizer)[0] == "2<|im_end|>"
+
+
+def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}" + FORGETFUL
+    )
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT[1:]}, {"messages": CHAT}])
+    for train_on in ("all", "every_token"):
+        with pytest.raises(DataError, match=r"a\.jsonl row 1: the chat template refuses .*: no system turns; correct"):
+            open_rows(path, tokenizer, SftConfig(train_on=train_on))
+
+
+def test_a_tool_turn_is_read_but_not_trained(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    chat = [*CHAT[1:3], {"role": "tool", "content": "2"}, CHAT[4]]
+    data = open_rows(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer)
+    assert "tool\n2<|im_end|>" in tokenizer.decode(data[0].token_ids)
+    assert trained_texts(data, tokenizer) == ["2<|im_end|>", "55<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": CHAT[:2]}, r"row 0: messages has roles \['system', 'user'\], expected an answer"),
+        ({"messages": CHAT[:2]}, r"row 0: the row has roles \['system', 'user'\], expected an answer"),
         ({"messages": CHAT[2:3]}, "expected an answer of the assistant to train on, after another turn"),
-        ({"conversations": [{"from": "bird", "value": "x"}]}, r"conversations\[0\]: got .*'bird'"),
+        ({"conversations": [{"from": "bird", "value": "x"}]}, r"conversations\[0\]: from is 'bird', expected one of"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\]: content is missing"),
         (
             {"prompt": "1+1"},
@@ -161,6 +240,18 @@ def test_a_template_that_rewrites_answers_is_an_error_with_its_remedy(tmp_path: 
         ),
         ({"prompt": "1+1", "target": [{"role": "user", "content": "2"}]}, r"target has roles \['user'\]"),
         ({"messages": [*CHAT[:2], {"role": "assistant", "content": "2<|im_end|>3"}]}, "turn 2: the target is"),
+        ({"messages": "hello"}, r"messages is str, expected a list"),
+        ({"messages": [*CHAT[:2], CHAT[2] | {"weight": 0.5}]}, r"messages\[2\]: weight is 0.5, expected 0 or 1"),
+        ({"messages": [*CHAT[:2], CHAT[2] | {"train": "no"}]}, r"messages\[2\]: train is 'no', expected True or False"),
+        (
+            {"messages": [*CHAT[:2], CHAT[2] | {"tool_calls": [{"name": "add"}]}]},
+            r"row 0: messages\[2\]: tool_calls is not read here; write it into the turn's text",
+        ),
+        ({"messages": [*CHAT[:2], CHAT[2] | {"reasoning_content": "1 and 1"}]}, "reasoning_content is not read here"),
+        (
+            {"messages": CHAT, "tools": [{"name": "add"}]},
+            "row 0: tools is not read here; write the tools",
+        ),
     ],
 )
 def test_bad_rows(row: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -177,5 +268,38 @@ def test_demonstrations_over_a_limit(tokenizer: PreTrainedTokenizerBase, tmp_pat
     drop = SftConfig(on_long="drop")
     data = SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=5, settings=drop)
     assert (len(data), data.num_dropped) == (1, 1)
-    with pytest.raises(DataError, match="all 2 rows have more tokens"):
+    with pytest.raises(DataError, match=r"all 2 rows are over data.max_prompt_tokens=1 or rollout.max_resp"):
         SftDataset([path], tokenizer, max_prompt_tokens=1, max_response_tokens=5, settings=drop)
+
+
+def test_cut_rows_keep_their_beginning(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [demonstration("1", "22"), demonstration("333", "4444")])
+    cut = SftConfig(on_long="cut")
+    # The second row's prompt has 11 tokens, its answer 5 with the end token.
+    data = SftDataset([path], tokenizer, max_prompt_tokens=11, max_response_tokens=3, settings=cut)
+    assert (len(data), data.num_cut, data.num_dropped) == (2, 1, 0)
+    assert trained_texts(data, tokenizer, 0) == ["22<|im_end|>"]
+    assert trained_texts(data, tokenizer, 1) == ["444"]
+    # A prompt that is too long leaves nothing to train on.
+    data = SftDataset([path], tokenizer, max_prompt_tokens=10, max_response_tokens=3, settings=cut)
+    assert (len(data), data.num_cut, data.num_dropped) == (1, 0, 1)
+
+
+def test_one_limit_for_the_whole_row(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    # The end of the first answer, then the end of the row.
+    first, whole = (len(tokenizer(text)["input_ids"]) for text in (TEXT[: TEXT.index("2<|im_end|>")] + "2", TEXT))
+
+    def opened(max_tokens: int, on_long: str = "error") -> SftDataset:
+        settings = SftConfig(max_tokens=max_tokens, on_long=on_long)  # type: ignore[arg-type]
+        return SftDataset([path], tokenizer, max_prompt_tokens=1, max_response_tokens=1, settings=settings)
+
+    assert opened(whole)[0].num_tokens == whole
+    with pytest.raises(DataError, match=rf"row 0: the row has {whole} tokens, sft.max_tokens is {whole - 1}; raise it"):
+        opened(whole - 1)
+    assert trained_texts(opened(whole - 1, "cut"), tokenizer) == ["2<|im_end|>", "55"]
+    # A cut within the user's second turn leaves that turn out as well.
+    assert opened(first + 4, "cut")[0].num_tokens == first + 1
+    assert trained_texts(opened(first, "cut"), tokenizer) == ["2"]
+    with pytest.raises(DataError, match=rf"all 1 rows are over sft.max_tokens={first - 1}; raise it"):
+        opened(first - 1, "cut")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.files import RowFiles
 from megarl.data.prompts import PromptDataset
-from megarl.data.records import DEMONSTRATION_COLUMNS, parse_demonstration
+from megarl.data.records import demonstration_columns, parse_demonstration
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, TaskFiles, generate, held_out_problems
 from megarl.errors import ConfigError
@@ -45,7 +46,7 @@ def test_prompts_carry_what_training_needs(made: tuple[str, TaskFiles], tokenize
 
 def test_demonstrations_mix_styles(made: tuple[str, TaskFiles], tokenizer: PreTrainedTokenizerBase) -> None:
     name, files = made
-    rows = RowFiles([files.sft], columns=DEMONSTRATION_COLUMNS)
+    rows = RowFiles([files.sft], columns=demonstration_columns(DataConfig(), SftConfig()))
     records = [parse_demonstration(row, "here") for row in rows]
     hinted = [r for r in records if r.messages[0].content.startswith("Hint: ")]
     plain = [r for r in records if not r.messages[0].content.startswith("Hint: ")]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig
+from megarl.config.schema import DataConfig, SftConfig
 from megarl.data.files import RowFiles
 from megarl.data.records import (
-    DEMONSTRATION_COLUMNS,
     Message,
+    demonstration_columns,
     parse_demonstration,
     parse_prompt,
     prompt_columns,
@@ -127,7 +127,7 @@ def test_parquet_round_trip(tmp_path: Path) -> None:
     files = RowFiles([path], columns=prompt_columns(DataConfig()))
     # Fields that a row left out are gone again, although Parquet stores them as nulls.
     assert [parse_prompt(row, "here") for row in files] == [parse_prompt(ROW, "here")] * 2
-    demonstrations = RowFiles([path], columns=DEMONSTRATION_COLUMNS)
+    demonstrations = RowFiles([path], columns=demonstration_columns(DataConfig(), SftConfig()))
     assert parse_demonstration(demonstrations[0], "here").messages[-1].content == "#### 2"
     with pytest.raises(DataError, match=r"got columns .*, expected messages, conversations, or prompt with"):
         parse_demonstration(demonstrations[1], "here")

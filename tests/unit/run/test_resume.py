@@ -66,6 +66,11 @@ def test_a_finished_run_without_a_checkpoint_is_not_replaced(tmp_path: Path) -> 
     )
 
 
+def test_a_supervised_run_may_be_validated_at_other_steps(tmp_path: Path) -> None:
+    save(config(tmp_path), command="sft")
+    assert find_checkpoint(config(tmp_path, sft={"val_every_steps": 7}), "sft") is not None
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

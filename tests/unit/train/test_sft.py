@@ -8,12 +8,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megarl.config.schema import SftConfig
+from megarl.config.schema import SftConfig, TrainRewardConfig
 from megarl.data.demonstrations import SftDataset
+from megarl.data.sampler import PromptSampler
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
 from megarl.train.supervised import validate_sft
-from megarl.train.supervised_inputs import _in_steps
+from megarl.train.supervised_inputs import in_steps
 from megarl.train.update import RoleScorer
 from megarl.types import FloatArray, Row
 
@@ -47,9 +48,23 @@ def test_every_trained_token_counts_once(tmp_path: Path) -> None:
     assert result.score == pytest.approx(-nll)
 
 
-def test_epochs_become_whole_steps() -> None:
-    settings = _in_steps(SftConfig(batch_size=4, total_epochs=3), 11)
-    assert (settings.total_steps, settings.total_epochs) == (6, None)
-    assert _in_steps(SftConfig(batch_size=4, total_steps=5), 11).total_steps == 5
+def test_epochs_become_steps_and_only_the_last_epoch_loses_rows() -> None:
+    settings, notes = in_steps(SftConfig(batch_size=4, total_epochs=3), 11)
+    assert (settings.total_steps, settings.total_epochs) == (8, None)
+    assert notes == ("3 epochs of 11 examples are 8 steps of 4; the last 1 of the last epoch are left out",)
+    # These are the rows that the trainer's sampler gives: each epoch another order of all rows.
+    sampler = PromptSampler(11, 4, seed=0)
+    drawn = [i for _ in range(settings.total_steps) for i in sampler.next_batch()]
+    epochs = [drawn[start : start + 11] for start in (0, 11, 22)]
+    assert [sorted(epoch) for epoch in epochs[:2]] == [list(range(11))] * 2
+    assert len(set(epochs[2])) == len(epochs[2]) == 10
+    assert epochs[0] != epochs[1]
+    assert in_steps(TrainRewardConfig(batch_size=4, total_epochs=2), 8)[1] == (
+        "2 epochs of 8 examples are 4 steps of 4",
+    )
+
+
+def test_a_length_in_steps_is_left_alone() -> None:
+    assert in_steps(SftConfig(batch_size=4, total_steps=5), 11)[0].total_steps == 5
     with pytest.raises(ConfigError):
-        _in_steps(SftConfig(batch_size=12), 11)
+        in_steps(SftConfig(batch_size=12), 11)
