@@ -38,11 +38,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
         existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
         command.set_defaults(run=_train_supervised)
+        command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
+        command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
         if name == "train":
             command.set_defaults(run=_train)
-            command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
             command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
-            command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
             command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
     _add_eval(commands)
     _add_inspect_hints(commands)
@@ -153,11 +153,18 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
     from megarl.device.platform import apply_environment
 
+    config = load_config(arguments.config, arguments.overrides)
     apply_environment()
-    from megarl.run.start import sft, train_preference, train_reward
+    if arguments.dry_run:
+        from megarl.plan.supervised import print_supervised_plan
 
-    start = {"sft": sft, "train-reward": train_reward, "train-preference": train_preference}[arguments.command]
-    start(load_config(arguments.config, arguments.overrides), overwrite=arguments.overwrite, resume=arguments.resume)
+        print_supervised_plan(arguments.command, config, as_json=arguments.json)
+        return
+    if arguments.json:
+        raise ConfigError("--json: goes with --dry-run; add it, or remove this")
+    from megarl.run.start import train_supervised
+
+    train_supervised(arguments.command, config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _eval(arguments: argparse.Namespace) -> None:

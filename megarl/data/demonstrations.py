@@ -58,6 +58,10 @@ class SftDataset:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Return the rows with these indices."""
+        return [self[i] for i in indices]
+
     def __getitem__(self, index: int) -> Row:
         mask = np.frombuffer(self._masks[index], dtype=np.bool_)
         num_prompt_tokens = int(mask.argmax())

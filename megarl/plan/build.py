@@ -73,7 +73,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
     inputs = None if missing else open_train_inputs(config)
     return RunPlan(
         run=str(Path(config.run.dir) / config.run.name),
-        roles=tuple(_role(role, specs[role.role]) for role in roles),
+        roles=tuple(role_plan(role, specs[role.role]) for role in roles),
         layouts=tuple(
             LayoutPlan(
                 roles=tuple(role.role.value for role in hosted),
@@ -122,7 +122,8 @@ def _nodes(config: Config, devices: Sequence[DevicePlan]) -> tuple[NodePlan, ...
     return tuple(nodes)
 
 
-def _role(role: RoleSpec, spec: ModelSpec) -> RolePlan:
+def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:
+    """Plan one model of a run: its size, and where its files are."""
     tensors = [tensor for placed in spec.rules() if placed.expert is not None for tensor in placed.rule.tensors]
     return RolePlan(
         name=str(role.role),

@@ -9,7 +9,7 @@ from megarl.config.schema import Config
 from megarl.device.platform import platform
 from megarl.errors import ConfigError
 from megarl.plan.build import plan_run
-from megarl.plan.run_plan import RunPlan
+from megarl.plan.run_plan import RolePlan, RunPlan, ShardPlan
 
 GIB = 2**30
 
@@ -39,8 +39,9 @@ def to_json(plan: RunPlan) -> str:
 
 def to_text(plan: RunPlan) -> str:
     """Return the plan as a page of text."""
-    sections = (_model_lines, _layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines, _warning_lines)
-    return "\n".join([f"plan of {plan.run}; nothing was started", *itertools.chain(*(s(plan) for s in sections))])
+    sections = (_layout_lines, _step_lines, _scoring_lines, _engine_lines, _memory_lines, _warning_lines)
+    lines = itertools.chain(role_lines(plan.roles), *(section(plan) for section in sections))
+    return "\n".join([f"plan of {plan.run}; nothing was started", *lines])
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -63,12 +64,13 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB else f"{num_bytes / GIB:.4f}"
 
 
-def _model_lines(plan: RunPlan) -> Iterator[str]:
-    for role in plan.roles:
+def role_lines(roles: Sequence[RolePlan]) -> Iterator[str]:
+    """Write a line per model, and one per file that their sizes were read from."""
+    for role in roles:
         use = "trained" if role.trainable else "frozen"
         experts = f" ({role.num_expert_parameters:,} in experts)" if role.num_expert_parameters else ""
         yield f"{role.name:<10} {role.family}, {role.num_parameters:,} parameters{experts}, {use}, {role.model_path}"
-    for path in dict.fromkeys(role.model_config for role in plan.roles):
+    for path in dict.fromkeys(role.model_config for role in roles):
         yield f"sizes      from {path}"
 
 
@@ -157,9 +159,10 @@ def _engine_lines(plan: RunPlan) -> Iterator[str]:
     )
 
 
-def _memory_lines(plan: RunPlan) -> Iterator[str]:
+def shard_lines(shards: Sequence[ShardPlan]) -> Iterator[str]:
+    """Write what each role holds on a device of each pipeline stage."""
     yield "memory     estimate in GiB per device; libraries' workspaces and fragmentation come on top"
-    for shard in plan.shards:
+    for shard in shards:
         experts = ""
         if shard.num_experts:
             experts = f" ({shard.num_expert_parameters:,} in {shard.num_experts} experts per layer)"
@@ -169,6 +172,10 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
         )
         sizes = {**shard.resident, "activations": shard.activations, "output head": shard.head}
         yield "           " + ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+
+
+def _memory_lines(plan: RunPlan) -> Iterator[str]:
+    yield from shard_lines(plan.shards)
     for devices in plan.devices:
         yield f"devices {ranges(devices.devices)}"
         width = max(map(len, devices.phases))

@@ -9,7 +9,7 @@ from megarl.config.load import PACKAGED
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from megarl.run.start import sft, train
+from megarl.run.start import train, train_supervised
 
 CONFIGS = PACKAGED / "run"
 RUNS = Path("runs")
@@ -39,7 +39,7 @@ def quickstart(*, algo: str, task: str, seed: int) -> None:
         generate(TASKS.get(task), root / "data", sizes)
         make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
         sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
-        sft(load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
+        train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)
     if (root / algo).is_dir():
         print(f"replacing the run in {root / algo}")
     recorder = train(rl, overwrite=True)

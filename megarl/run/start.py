@@ -11,11 +11,9 @@ from megarl.launch.status import Heartbeat
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
-from megarl.train.checkpoint import Checkpoint
+from megarl.train.checkpoint import Checkpoint, Command
 from megarl.train.inputs import open_train_inputs
-from megarl.train.preference import train_preference_task
-from megarl.train.supervised import SupervisedTask, sft_task, train_reward_task
-from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
+from megarl.train.tasks import SUPERVISED
 from megarl.types.messages import RoleSpec
 
 if TYPE_CHECKING:
@@ -38,47 +36,22 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
     return recorder
 
 
-def sft(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Run supervised fine-tuning from the first check to the report. Raises RunStopped if a signal ends it early."""
-    inputs = open_sft_inputs(config)
+def train_supervised(command: Command, config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
+    """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
+    opened = SUPERVISED[command](config)
+    inputs, task, config = opened.inputs, opened.task, opened.inputs.config
+    checkpoint = find_checkpoint(config, command) if resume else None
+    recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     for line in (*inputs.notes, *(f"warning: {warning}" for warning in inputs.warnings)):
         print(line)
-    recorder = _train_supervised(sft_task(inputs), inputs.config, overwrite=overwrite, resume=resume)
-    write_report(recorder.paths.root)
-    return recorder
-
-
-def train_reward(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Train a reward model, from checks to report. Raises RunStopped if a signal ends it early."""
-    inputs = open_train_reward_inputs(config)
-    for note in inputs.notes:
-        print(note)
-    recorder = _train_supervised(train_reward_task(inputs), inputs.config, overwrite=overwrite, resume=resume)
-    write_report(recorder.paths.root)
-    return recorder
-
-
-def train_preference(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
-    """Train a policy on preference pairs, from checks to report. Raises RunStopped if a signal ends it early."""
-    inputs = open_train_preference_inputs(config)
-    for note in inputs.notes:
-        print(note)
-    task = train_preference_task(inputs)
-    recorder = _train_supervised(task, inputs.config, overwrite=overwrite, resume=resume)
-    write_report(recorder.paths.root)
-    return recorder
-
-
-def _train_supervised(task: SupervisedTask, config: Config, *, overwrite: bool, resume: bool) -> RunRecorder:
-    checkpoint = find_checkpoint(config, task.command) if resume else None
-    recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     with (
-        _heartbeat(recorder, task.command),
+        _heartbeat(recorder, command),
         started_cluster(config, recorder.paths.logs, [task.role, *task.frozen], with_engine=False) as cluster,
     ):
         from megarl.train.supervised import SupervisedTrainer
 
         SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
+    write_report(recorder.paths.root)
     return recorder
 
 

@@ -166,7 +166,7 @@ def sft_task(inputs: SftInputs) -> SupervisedTask:
         total_steps=config.sft.total_steps,
         batch_size=config.sft.batch_size,
         num_examples=len(inputs.train),
-        rows=lambda indices: [inputs.train[i] for i in indices],
+        rows=inputs.train.rows,
         validate=None if val is None else lambda scorers, step: validate_sft(val, scorers[Role.ACTOR], step=step),
         validate_every=config.sft.val_every_steps,
     )
@@ -177,7 +177,7 @@ def validate_sft(data: SftDataset, scorer: RoleScorer, *, step: int) -> Validati
 
     Every row counts once, whatever the layout. The score is the negative cross-entropy, so that more is better.
     """
-    rows = [data[i] for i in range(len(data))]
+    rows = data.rows(range(len(data)))
     logprobs = scorer.score(rows, step=step)["logprobs"]
     num_tokens = sum(int(row.loss_mask.sum()) for row in rows)
     total = sum(float(values[row.loss_mask].sum(dtype=np.float64)) for row, values in zip(rows, logprobs, strict=True))

@@ -48,6 +48,7 @@ class TrainRewardInputs:
     train: PreferenceDataset
     val: PreferenceDataset | None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class TrainPreferenceInputs:
     train: ResponsePairDataset
     val: ResponsePairDataset | None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:

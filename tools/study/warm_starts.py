@@ -15,7 +15,7 @@ from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.quickstart import CONFIGS, NUM_SFT, NUM_TRAIN, NUM_VAL
-from megarl.run.start import sft
+from megarl.run.start import train_supervised
 from megarl.types import Message
 from tools.study.hinted import HINTS
 
@@ -52,7 +52,7 @@ def warm_model(root: Path, task: str, start: WarmStart, *, seed: int) -> Path:
         write_parquet(source, _with_hints_everywhere(rows, random.Random(f"{task}/{seed}")))
     own = [f"run.dir={root}", f"run.name={start.name}", f"run.seed={seed}", f"model.path={root}/base"]
     overrides = [*own, f"sft.train=[{source}]", f"sft.total_steps={start.steps}"]
-    sft(load_config(CONFIGS / f"{task}-sft.yaml", overrides), overwrite=True)
+    train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", overrides), overwrite=True)
     return export
 
 

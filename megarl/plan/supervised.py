@@ -1,0 +1,118 @@
+"""Plan a run of supervised training from its configuration, config.json and data, without starting anything."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.config.schema import Config
+from megarl.data.demonstrations import SftDataset
+from megarl.data.packing import plan_micro_batches
+from megarl.plan.build import role_plan
+from megarl.plan.devices import plan_shard
+from megarl.plan.render import role_lines, shard_lines
+from megarl.plan.run_plan import RolePlan, ShardPlan
+from megarl.train.checkpoint import Command
+from megarl.train.tasks import SUPERVISED, Examples
+from megarl.weights.families import read_model_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedPlan:
+    """All that `--dry-run` reports of a supervised run; sizes are in bytes.
+
+    data: by set (train, val), the numbers that `count_examples` returns. epochs: passes over the training examples.
+    micro_batches: the largest number that one replica can have in a step.
+    """
+
+    run: str
+    command: str
+    roles: tuple[RolePlan, ...]
+    layout: dict[str, object]
+    num_ranks: int
+    data: dict[str, dict[str, int]]
+    total_steps: int
+    batch_size: int
+    epochs: float
+    micro_batches: int
+    shards: tuple[ShardPlan, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def print_supervised_plan(command: Command, config: Config, *, as_json: bool) -> None:
+    """Plan a supervised run and print the plan as text or JSON, without starting anything."""
+    plan = plan_supervised(command, config)
+    print(json.dumps(asdict(plan), indent=2) if as_json else "\n".join(_lines(plan)))
+
+
+def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
+    """Check a supervised run's configuration, models and data as the run would, and make its plan."""
+    opened = SUPERVISED[command](config)
+    inputs, task, config = opened.inputs, opened.task, opened.inputs.config
+    roles = (task.role, *task.frozen)
+    specs = [read_model_spec(role.model.path) for role in roles]
+    layout = task.role.layout
+    # No batch has longer rows than the longest examples.
+    lengths = [sum(row.num_tokens for row in inputs.train.rows([i])) for i in range(len(inputs.train))]
+    micro_batches = plan_micro_batches(
+        sorted(lengths)[-task.batch_size :],
+        layout.dp,
+        task.role.settings.micro_batch_tokens,
+        multiple=layout.pp if layout.virtual_pp > 1 else 1,
+    )
+    most = max(len(batches) for batches in micro_batches)
+    return SupervisedPlan(
+        run=str(Path(config.run.dir) / config.run.name),
+        command=command,
+        roles=tuple(role_plan(role, spec) for role, spec in zip(roles, specs, strict=True)),
+        layout=asdict(layout),
+        num_ranks=layout.world_size,
+        data={
+            name: count_examples(examples)
+            for name, examples in (("train", inputs.train), ("val", inputs.val))
+            if examples is not None
+        },
+        total_steps=task.total_steps,
+        batch_size=task.batch_size,
+        epochs=task.total_steps * task.batch_size / len(inputs.train),
+        micro_batches=most,
+        shards=tuple(
+            plan_shard(role, spec, stage, num_micro_batches=most if role.trainable else 0)
+            for role, spec in zip(roles, specs, strict=True)
+            for stage in range(role.layout.pp)
+        ),
+        notes=tuple(inputs.notes),
+        warnings=tuple(inputs.warnings),
+    )
+
+
+def count_examples(examples: Examples) -> dict[str, int]:
+    """Count examples, their tokens, those of the tokens that are trained, and what was lost to a length limit."""
+    counts = {"examples": len(examples), "tokens": 0, "trained_tokens": 0, "longest": 0}
+    for i in range(len(examples)):
+        for row in examples.rows([i]):
+            counts["tokens"] += row.num_tokens
+            counts["trained_tokens"] += row.num_loss_tokens
+            counts["longest"] = max(counts["longest"], row.num_tokens)
+    if isinstance(examples, SftDataset):
+        counts |= {"dropped": examples.num_dropped, "cut": examples.num_cut}
+    return counts
+
+
+def _lines(plan: SupervisedPlan) -> Iterator[str]:
+    yield f"plan of {plan.run} (megarl {plan.command}); nothing was started"
+    yield from role_lines(plan.roles)
+    product = " × ".join(f"{axis} {plan.layout[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+    yield f"layout     {product} = {plan.num_ranks} ranks"
+    for name, counts in plan.data.items():
+        lost = f"; dropped {counts['dropped']:,}, cut {counts['cut']:,}" if "cut" in counts else ""
+        yield (
+            f"{name:<10} {counts['examples']:,} examples, {counts['tokens']:,} tokens, {counts['trained_tokens']:,} of "
+            f"them trained; the longest row has {counts['longest']:,}{lost}"
+        )
+    yield f"steps      {plan.total_steps:,} of {plan.batch_size:,} examples, which are {plan.epochs:.2f} epochs"
+    yield f"           up to {plan.micro_batches:,} micro-batches per replica"
+    yield from (f"           {note}" for note in plan.notes)
+    yield from shard_lines(plan.shards)
+    yield from (f"warning    {warning}" for warning in plan.warnings)
