@@ -33,7 +33,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One phase of a training step, with the parts of memory that it needs on the devices."""
+    """A phase of a step (such as generation), with the parts of memory that must be on the devices during it."""
 
     name: str
     needs: frozenset[Resident]
@@ -68,12 +68,16 @@ SYNC = Phase(name="sync", needs=parts_of(Role.ACTOR, [Part.PARAMS]) | parts_of(E
 
 
 def scoring(role: Role) -> Phase:
-    """Return the phase in which a role's model computes scores; it needs the parameters only."""
+    """Return the phase in which a role's model only computes outputs, for which just its parameters must be on the
+    devices.
+    """
     return Phase(name=f"score {role}", needs=parts_of(role, [Part.PARAMS]))
 
 
 def updating(role: Role) -> Phase:
-    """Return the phase in which a role is trained (backward passes, optimizer step); it needs all parts of the role."""
+    """Return the phase in which a role is trained, for which its parameters, gradients and optimizer must be on the
+    devices.
+    """
     return Phase(name=f"update {role}", needs=parts_of(role, Part))
 
 

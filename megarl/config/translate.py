@@ -256,7 +256,7 @@ def warmup_share(value: Any, options: Options, *, steps: str = "", given: str = 
 
 
 def off_policy_loss(value: Any, _: Options) -> Any:
-    """Return the name of LUFFY's loss on demonstrations if it is on."""
+    """Return the name of the loss on demonstrations if the option that switches LUFFY's loss on is true."""
     return "luffy" if value else UNSET
 
 

@@ -88,7 +88,9 @@ class Journal:
         return {int(each[1]): int(each[2]) for each in found if each}
 
     def add(self, piece: int, checksum: int) -> None:
-        """Record in the journal that a piece is finished, with the CRC-32 of its bytes."""
+        """Record that a piece of output is written, with the CRC-32 of its bytes, so that a continued conversion can
+        skip it.
+        """
         with self.done_file.open("a") as file:
             file.write(f"{piece} {checksum:010d}\n")
 

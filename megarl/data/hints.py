@@ -1,4 +1,4 @@
-"""Write hints into prompts for CPO's additional scoring pass. Sampling, evaluation and logged texts never see them.
+"""Write hints into prompts for the scoring pass of CPO (`megarl.algos.cpo`). Sampling and evaluation never see hints.
 
 A hint, such as the solution, becomes part of the prompt's messages before the chat template renders them, so that the
 text around the hint is tokenised as in an ordinary chat. A hinted row has the prompt with the hint and the response

@@ -86,7 +86,7 @@ class MetricsSink(Protocol):
 
 
 class JsonlSink:
-    """A file with one JSON object per record, synced to disk each time, so that a killed run loses nothing."""
+    """A file with one JSON object per record, flushed to disk after each, so that a killed run loses nothing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Draw the curves of a report: functions that draw one run into given axes, or several where they compare."""
+"""Draw the curves of a report. Each function draws one run, or several for comparison, into axes that the caller
+gives.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -106,7 +106,7 @@ class ModelJudge:
 
 @dataclass(slots=True)
 class ModelJudging:
-    """The judging of one batch by the reward model. Without a rule, a score above 0 counts as correct."""
+    """The judging of one batch by the reward model. If no rule decides correctness, a score above 0 is correct."""
 
     model: ModelRewards
     _items: list[FinishedSample] = field(default_factory=list)

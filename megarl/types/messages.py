@@ -74,7 +74,7 @@ class MicroBatchPlan:
     ranks: Sequence[Sequence[Sequence[int]]]
 
     def paired(self, offset: int) -> "MicroBatchPlan":
-        """Return the plan for a batch of twice as many rows: each micro-batch also gets the rows at its indices +
+        """Return the plan for twice as many rows: each micro-batch also gets the rows whose indices are larger by
         `offset`.
         """
         return MicroBatchPlan(

@@ -205,7 +205,9 @@ def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
 
 
 def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return [B]: what `estimate` makes of the rewards of each group, [n] to [n]."""
+    """Apply `estimate`, which maps the rewards [n] of one group to advantages [n], to every group; return them for all
+    rows.
+    """
     index, num_groups = group_index(uids, rewards.device)
     result = torch.zeros_like(rewards)
     for group in range(num_groups):
@@ -216,11 +218,12 @@ def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor],
 
 @_register("passk", "k")
 def passk(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
-    """Compute the advantage for pass@k, the probability that one of k samples is correct at least (arXiv:2508.10751).
+    """Compute the advantage for pass@k, the probability that at least one of k samples is correct (arXiv:2508.10751).
 
-    The reward of a set of k rows is the highest of theirs. With mean and (population) deviation over all sets of k rows
-    of a group, A is the mean of (reward − mean) / (deviation + 1e-6) over the sets that contain the row. For rewards of
-    0 and 1 this is the paper's formula. If k is the group's size or more, there is one set, and A is 0.
+    The reward of a set of k rows is the highest reward among them. Over all sets of k rows of a group, these rewards
+    have a mean and a (population) deviation. A is the mean of (reward − mean) / (deviation + 1e-6) over the sets that
+    contain the row. For rewards of 0 and 1 this is the paper's formula. If k is the group's size or more, there is one
+    set, and A is 0.
 
     >>> passk(step("aaa", [1.0, 0.0, 0.0]), AdvantageConfig(k=2)).round(decimals=2).tolist()
     [0.71, -0.35, -0.35]
