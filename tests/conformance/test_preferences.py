@@ -1,130 +1,130 @@
-"""Losses on preference pairs against OpenRLHF (DPO, IPO) and TRL (KTO, ORPO)."""
+"""Losses on preference pairs against TRL and OpenRLHF."""
 
-from collections import defaultdict
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-from trl.trainer.kto_trainer import KTOTrainer
 
-from megarl.algos.preference import BATCH_KL, preference_objective
+from megarl.algos.preference import preference_objective
 from megarl.config.schema import TrainPreferenceConfig
-from megarl.types import AlgoState, PolicyOutputs, RowBatch
-from tests.conformance.batches import SEEDS
-from tests.conformance.compare import FLOAT32, FLOAT64, assert_same_loss
+from megarl.types import AlgoState, LossSums, PolicyOutputs, RowBatch
+from tests.conformance.batches import SEEDS, Batch, random_batch
+from tests.conformance.compare import FLOAT32, FLOAT64, assert_close, assert_same_loss
 from tests.conformance.peer_openrlhf import loss as openrlhf
+from tests.conformance.peer_trl_pairs import Dpo, Kto, Orpo
 
-PAIRS, WIDTH, BETA, KL = 5, 7, 0.3, 0.4
-
-
-class Pairs:
-    """Log-probs of the responses of both models, the chosen rows first; lengths from 1 to `WIDTH`."""
-
-    def __init__(self, seed: int) -> None:
-        g = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(1, WIDTH + 1, (2 * PAIRS, 1), generator=g)
-        self.mask = torch.arange(WIDTH) < lengths
-        self.logprobs = -3 * torch.rand(2 * PAIRS, WIDTH, generator=g, dtype=torch.float64)
-        self.ref = self.logprobs + 0.3 * torch.randn(2 * PAIRS, WIDTH, generator=g, dtype=torch.float64)
-
-    def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[P] of chosen and of rejected responses."""
-        chosen, rejected = torch.where(self.mask, values, 0.0).sum(1).chunk(2)
-        return chosen, rejected
-
-    def means(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        chosen, rejected = self.sums(values)
-        num_chosen, num_rejected = self.mask.sum(1).chunk(2)
-        return chosen / num_chosen, rejected / num_rejected
-
-    def ours(self, logprobs: Tensor, objective: str, **settings: Any) -> Tensor:
-        algo = preference_objective(TrainPreferenceConfig(objective=objective, beta=BETA, **settings))
-        scores = {"ref_logprobs": self.ref, BATCH_KL: torch.full_like(self.ref, KL)}
-        labels = tuple(str(i) for i in range(2 * PAIRS))
-        rows = RowBatch(labels=labels, loss_mask=self.mask, scores={name: scores[name] for name in algo.reads})
-        sums = algo.loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState(kl_coef=0.0))
-        return sums.total({"pairs": float(PAIRS)})
+BETA = 0.3
+NUM_PAIRS = 6
+# As many chosen rows as rejected ones.
+GROUPS = (NUM_PAIRS, NUM_PAIRS)
 
 
-class Kto(KTOTrainer):  # type: ignore[misc]  # no annotations
-    """TRL's trainer, with given log-probs in place of its model's."""
+def sums(batch: Batch, name: str, logprobs: Tensor, *, kl: float = 0.0, **settings: float) -> LossSums:
+    """Our loss and metrics, summed over the pairs."""
+    cfg = TrainPreferenceConfig(objective=name, beta=BETA, **settings)  # type: ignore[arg-type]
+    scores = {"ref_logprobs": batch.ref_logprobs, "batch_kl": torch.full_like(logprobs, kl)}
+    rows = RowBatch(labels=batch.uids, loss_mask=batch.mask, scores=scores)
+    return preference_objective(cfg).loss(rows, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
 
-    def __init__(self, pairs: Pairs, logprobs: Tensor, desirable: float, undesirable: float) -> None:
-        self.pairs, self.logprobs = pairs, logprobs
-        self.desirable_weight, self.undesirable_weight, self.beta = desirable, undesirable, BETA
-        self.model = SimpleNamespace(training=True)
-        self.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda values: values)
-        self.aux_loss_enabled, self.precompute_ref_logps, self.calculate_KL = False, True, True
-        self.loss_type, self._total_train_tokens, self._tp_size = "kto", 0, 1
-        self._metrics: Any = defaultdict(lambda: defaultdict(list))
 
-    def answer(self, *, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        """The rows of the batch, or, wider by one, those that the KL is estimated on."""
-        pairs, of_kl = self.pairs, input_ids.shape[1] == WIDTH + 2
-        logprobs = torch.where(pairs.mask, self.logprobs, 0.0)
-        if of_kl:
-            logprobs = torch.full((2 * PAIRS, WIDTH + 1), KL / (WIDTH + 1), dtype=torch.float64)
-        return SimpleNamespace(
-            log_probs=logprobs, entropy=torch.zeros_like(logprobs), mean_logits=torch.zeros_like(logprobs)
-        )
+def our_loss(batch: Batch, name: str, **settings: float) -> Callable[[Tensor], Tensor]:
+    return lambda logprobs: sums(batch, name, logprobs, **settings).total({"pairs": float(NUM_PAIRS)})
 
-    def loss(self) -> Tensor:
-        pairs, ids, wider = self.pairs, torch.zeros(2 * PAIRS, WIDTH + 1), torch.zeros(2 * PAIRS, WIDTH + 2)
-        completion = torch.nn.functional.pad(pairs.mask.long(), (1, 0))
-        inputs = {
-            "input_ids": ids.long(),
-            "attention_mask": torch.ones_like(ids),
-            "completion_mask": completion,
-            "label": torch.arange(2 * PAIRS) < PAIRS,
-            "ref_logps": torch.where(pairs.mask, pairs.ref, 0.0).sum(1),
-            "KL_input_ids": wider.long(),
-            "KL_attention_mask": torch.ones_like(wider),
-            "KL_completion_mask": torch.ones_like(wider),
-            "ref_KL_logps": torch.zeros(2 * PAIRS).double(),
-        }
-        return self._compute_loss(self.answer, inputs, return_outputs=False)
+
+def whole(batch: Batch, logprobs: Tensor) -> tuple[Tensor, ...]:
+    """Log-probs of whole responses: chosen and rejected under the policy, then under the reference."""
+    return tuple(
+        half for values in (logprobs, batch.ref_logprobs) for half in (values * batch.mask).sum(dim=1).chunk(2)
+    )
+
+
+@pytest.mark.parametrize(("name", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dpo_and_ipo_of_trl(seed: int, name: str, loss_type: str) -> None:
+    batch = random_batch(seed, group_sizes=GROUPS)
+    trainer = Dpo(batch, beta=BETA, loss_types=[loss_type])
+    assert_same_loss(our_loss(batch, name), trainer.loss, batch.logprobs, FLOAT64)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_dpo(seed: int) -> None:
-    pairs, peer = Pairs(seed), openrlhf.DPOLoss(beta=BETA)
-    ref = pairs.sums(pairs.ref)
-    assert_same_loss(lambda x: pairs.ours(x, "dpo"), lambda x: peer(*pairs.sums(x), *ref)[0], pairs.logprobs, FLOAT64)
+def test_metrics_of_dpo(seed: int) -> None:
+    batch = random_batch(seed, group_sizes=GROUPS)
+    trainer = Dpo(batch, beta=BETA, loss_types=["sigmoid"])
+    trainer.loss(batch.logprobs)
+    ours, theirs = sums(batch, "dpo", batch.logprobs).metrics["pairs"], trainer.metrics()
+    names = {
+        "reward_chosen": "rewards/chosen",
+        "reward_rejected": "rewards/rejected",
+        "accuracy": "rewards/accuracies",
+        "margin": "rewards/margins",
+        "logprobs_chosen": "logps/chosen",
+        "logprobs_rejected": "logps/rejected",
+    }
+    for our_name, their_name in names.items():
+        mean = ours[f"preference/{our_name}"] / NUM_PAIRS
+        assert_close(mean, torch.tensor(theirs[their_name]), FLOAT32)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ipo_differs_in_the_length_of_responses(seed: int) -> None:
-    """Known difference: means over a response's tokens here, as in TRL, and sums in OpenRLHF, as in the paper."""
-    pairs, peer = Pairs(seed), openrlhf.DPOLoss(beta=BETA, ipo=True)
-    ref = pairs.means(pairs.ref)
-    assert_same_loss(lambda x: pairs.ours(x, "ipo"), lambda x: peer(*pairs.means(x), *ref)[0], pairs.logprobs, FLOAT64)
+def test_dpo_of_openrlhf(seed: int) -> None:
+    batch = random_batch(seed, group_sizes=GROUPS)
+    theirs = openrlhf.DPOLoss(BETA)
+    assert_same_loss(our_loss(batch, "dpo"), lambda lp: theirs(*whole(batch, lp))[0], batch.logprobs, FLOAT64)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("desirable", "undesirable"), [(1.0, 1.0), (1.5, 0.5)])
-def test_kto(seed: int, desirable: float, undesirable: float) -> None:
-    pairs = Pairs(seed)
-    weights = {"desirable_weight": desirable, "undesirable_weight": undesirable}
+def test_ipo_of_openrlhf_differs_in_the_length(seed: int) -> None:
+    """Known difference: a mean of ln(π/π_ref) per token here and in TRL; in OpenRLHF the sum, equal for one token."""
+    theirs = openrlhf.DPOLoss(BETA, ipo=True)
+    batch = random_batch(seed, group_sizes=GROUPS)
+    counts = batch.mask.sum(dim=1, keepdim=True)
     assert_same_loss(
-        lambda x: pairs.ours(x, "kto", **weights),
-        lambda x: Kto(pairs, x, desirable, undesirable).loss(),
-        pairs.logprobs,
+        our_loss(batch, "ipo"),
+        lambda lp: theirs(*whole(batch, batch.ref_logprobs + (lp - batch.ref_logprobs) / counts))[0],
+        batch.logprobs,
         FLOAT64,
     )
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_orpo(seed: int) -> None:
-    """TRL's odds-ratio term, and the negative log-likelihood of chosen responses: a mean over rows, where TRL has one
-    over all tokens of the batch."""
-    pairs = Pairs(seed)
-    trainer = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
+def test_kto_of_trl(seed: int, sign: float) -> None:
+    """With a KL estimate above 0, and one below, which counts as 0."""
+    batch, weights = random_batch(seed, group_sizes=GROUPS), {"desirable_weight": 1.5, "undesirable_weight": 0.7}
+    ratios = sign * torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    trainer = Kto(batch, torch.stack([batch.ref_logprobs + ratios, batch.ref_logprobs]), beta=BETA, **weights)
+    kl = max(float((ratios * batch.mask).sum(dim=1).mean()), 0.0)
+    assert (kl > 0) == (sign > 0)
+    assert_same_loss(our_loss(batch, "kto", kl=kl, **weights), trainer.loss, batch.logprobs, FLOAT64)
+    assert_close(
+        sums(batch, "kto", batch.logprobs, kl=kl).metrics["pairs"]["preference/kl"] / NUM_PAIRS,
+        torch.tensor(trainer.metrics()["kl"]),
+        FLOAT32,
+    )
 
-    def peer(logprobs: Tensor) -> Tensor:
-        means = pairs.means(logprobs)
-        return (-means[0] - ORPOTrainer.odds_ratio_loss(trainer, *means)[0]).mean()
 
-    assert_same_loss(lambda x: pairs.ours(x, "orpo"), peer, pairs.logprobs, FLOAT32)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_orpo_of_trl_differs_in_its_first_term(seed: int) -> None:
+    """Known difference: the mean of each chosen response here; in TRL of all tokens of chosen rows, prompts too."""
+    batch, vocab = random_batch(seed, group_sizes=GROUPS), 7
+    generator = torch.Generator().manual_seed(seed)
+    responses = torch.cat([torch.zeros_like(batch.mask[:, :2]), batch.mask], dim=1)
+    attended = responses.clone()
+    attended[:, :2] = True
+    token_ids = torch.randint(0, vocab, responses.shape, generator=generator)
+    logits = torch.randn(*responses.shape, vocab, generator=generator, dtype=torch.float64)
+
+    def logprobs(at: Tensor) -> Tensor:
+        """[B, 1 + T], of each token but the first, which nothing precedes."""
+        return at[:, :-1].log_softmax(dim=-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+
+    def ours(at: Tensor) -> Tensor:
+        found = logprobs(at)
+        chosen, shown, trained = (values[:NUM_PAIRS] for values in (found, attended[:, 1:], responses[:, 1:]))
+        their_term = -chosen[shown].mean()
+        our_term = -((chosen * trained).sum(dim=1) / trained.sum(dim=1)).mean()
+        return our_loss(batch, "orpo")(found[:, 1:]) - our_term + their_term
+
+    trainer = Orpo(beta=BETA)
+    assert_same_loss(ours, lambda at: trainer.loss(at, token_ids, attended, responses), logits, FLOAT32)
