@@ -186,7 +186,7 @@ def test_every_regime_is_the_same_update(
 
 @pytest.mark.parametrize(
     "case",
-    ["tp2-sp", *(pytest.param(case, marks=pytest.mark.long) for case in ("tp1", "pp2", "cp2", "tp2-sp cp2"))],
+    [pytest.param(case, marks=pytest.mark.long) for case in ("tp1", "tp2-sp", "pp2", "cp2", "tp2-sp cp2")],
 )
 def test_every_regime_is_the_same_update_on_nuclei(
     rank_pool: GetPool, checkpoint: GetCheckpoint, tmp_path: Path, case: str

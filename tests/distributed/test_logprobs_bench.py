@@ -74,6 +74,7 @@ def test_liger(tmp_path: Path) -> None:
     assert by_name(report)["liger_fallback"]["forward"] == {"num_collectives": 4, "num_bytes": 16 * ROWS}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(importlib.util.find_spec("liger_kernel")), reason="liger-kernel is not missing")
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     """Before anything is measured or written."""

@@ -149,6 +149,7 @@ def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
     assert all(re.fullmatch(ending.message, line) for line in errors), errors
 
 
+@pytest.mark.long
 def test_a_layout_that_the_cluster_cannot_place_ends_with_a_table_of_what_there_is(
     start: Callable[..., CliRun],
 ) -> None:
