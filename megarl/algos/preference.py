@@ -177,7 +177,7 @@ class PreferenceObjective:
         return {"pairs": max(len(rows) / 2, 1.0)}
 
     def loss(self, rows: RowBatch, out: PolicyOutputs, state: AlgoState) -> LossSums:
-        """Sum the losses of a micro-batch's pairs; metrics: share of pairs in order, mean rewards and log-probs."""
+        """Sum the losses of a micro-batch's pairs; metrics: loss, share of pairs in order, rewards and log-probs."""
         shape, mask = (2, len(out.logprobs) // 2), rows.loss_mask
         logprobs = masked_sum(out.logprobs, mask, dim=1).reshape(shape)
         log_ratios, kl = (torch.zeros_like(logprobs) for _ in range(2))
@@ -191,6 +191,7 @@ class PreferenceObjective:
         result = PREFERENCE_LOSSES.get(self.cfg.objective).of_pairs(pairs, self.cfg)
         (chosen, rejected), (chosen_logprobs, rejected_logprobs) = result.rewards.detach(), logprobs.detach()
         parts = {
+            "loss": result.losses.detach(),
             "accuracy": (chosen > rejected).float(),
             "margin": chosen - rejected,
             "reward_chosen": chosen,

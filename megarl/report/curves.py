@@ -130,12 +130,14 @@ def draw_line(metric: str) -> Callable[[Axes, Sequence[Run]], None]:
     return draw
 
 
-def draw_right_and_wrong(prefix: str) -> Callable[[Axes, Sequence[Run]], None]:
-    """Return a function that draws a metric of the first run over right rows and over wrong rows."""
+def draw_good_and_bad(prefix: str, good: str, bad: str) -> Callable[[Axes, Sequence[Run]], None]:
+    """Return a function that draws two metrics of the first run: a prefix followed by the name of the good rows, such
+    as `right`, and by that of the bad rows, such as `wrong`.
+    """
 
     def draw(ax: Axes, runs: Sequence[Run]) -> None:
         labels = []
-        for rows, color in (("right", color_of(2)), ("wrong", color_of(1))):
+        for rows, color in ((good, color_of(2)), (bad, color_of(1))):
             if series := runs[0].get(f"{prefix}_{rows}"):
                 _plot_smoothed(ax, series, color)
                 labels.append(EndLabel(series.values[-1], rows, color))

@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 
 from megarl.report.curves import (
     draw_advantage_changes,
+    draw_good_and_bad,
     draw_length,
     draw_line,
     draw_mismatch,
     draw_reward,
-    draw_right_and_wrong,
     draw_time,
     draw_validation,
     draw_with_held_out,
@@ -85,6 +85,23 @@ PANELS = (
         draw=draw_with_held_out("preference/margin"),
     ),
     Panel(
+        name="preference_loss",
+        title="Loss on preferences",
+        unit="mean over pairs",
+        caption="Of the objective that the run trains with: of the batch, and of held-out pairs (dots).",
+        needs="preference/loss",
+        draw=draw_with_held_out("preference/loss"),
+    ),
+    Panel(
+        name="preference_rewards",
+        title="Implicit rewards",
+        unit="mean over responses",
+        caption="Of chosen and of rejected responses. Below 0, responses are less likely than under the reference "
+        "model; rewards of ORPO, which has none, are never above 0.",
+        needs="preference/reward_chosen",
+        draw=draw_good_and_bad("preference/reward", "chosen", "rejected"),
+    ),
+    Panel(
         name="sft_nll",
         title="Cross-entropy",
         unit="nats per token",
@@ -98,7 +115,7 @@ PANELS = (
         unit="nats per token",
         caption="Mean change of log-probs by the hint, d, over the tokens of right and of wrong responses.",
         needs="cpo/delta_mean",
-        draw=draw_right_and_wrong("cpo/delta"),
+        draw=draw_good_and_bad("cpo/delta", "right", "wrong"),
     ),
     Panel(
         name="cpo_change",
@@ -107,7 +124,7 @@ PANELS = (
         caption="After less before shaping, over the tokens of right and of wrong responses. Methods that only move "
         "credit within a row, such as verifier_sign, keep this mean at 0.",
         needs="cpo/adv_delta_mean",
-        draw=draw_right_and_wrong("cpo/adv_delta"),
+        draw=draw_good_and_bad("cpo/adv_delta", "right", "wrong"),
     ),
     Panel(
         name="cpo_histogram",

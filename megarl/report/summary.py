@@ -13,6 +13,8 @@ SUPERVISED = {
     "val/reward_model/accuracy": "Share of held-out pairs that the reward model puts in order",
     "val/preference/accuracy": "Share of held-out pairs whose chosen response the policy prefers",
     "val/sft/nll": "Cross-entropy of held-out rows in nats per token",
+    "reward_model/accuracy": "Share of pairs of training batches that the reward model puts in order",
+    "preference/accuracy": "Share of pairs of training batches whose chosen response the policy prefers",
     "sft/nll": "Cross-entropy of training batches in nats per token",
 }
 

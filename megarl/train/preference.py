@@ -70,8 +70,7 @@ def validate_preferences(
         logprobs = pad_rows(scorers[Role.ACTOR].score(rows, step=step)["logprobs"], dtype=torch.float32)
         batch = row_batch(rows, device=logprobs.device)
         parts = objective.loss(batch, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
-        counts = {"pairs": float(len(data))}
-        for name, value in {"preference/loss": float(parts.total(counts)), **parts.shares(counts)}.items():
+        for name, value in parts.shares({"pairs": float(len(data))}).items():
             sums[name] = sums.get(name, 0.0) + value
     accuracy, loss = sums["preference/accuracy"], sums["preference/loss"]
     return Validation(

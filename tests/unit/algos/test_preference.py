@@ -121,6 +121,7 @@ def test_losses_and_rewards_by_hand(name: str) -> None:
     assert sums.objective["pairs"].item() == pytest.approx(loss, rel=1e-12)
     got = {metric.removeprefix("preference/"): part.item() for metric, part in sums.metrics["pairs"].items()}
     expected = {
+        "loss": loss,
         "accuracy": 1.0,
         "margin": chosen - rejected,
         "reward_chosen": chosen,

@@ -354,6 +354,26 @@ def test_report_of_a_reward_models_training(tmp_path: Path) -> None:
     assert page.tags.count("svg") == 2
 
 
+def test_report_of_a_policys_training_on_preferences_without_held_out_pairs(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "dpo")
+    paths.root.mkdir()
+    paths.config.write_text(yaml.safe_dump(CONFIG))
+    with MetricsLogger([JsonlSink(paths.metrics)]) as log:
+        for step in (1, 2):
+            means = {"loss": 0.7, "accuracy": 0.5 * step, "margin": 0.1, "reward_chosen": 0.2, "reward_rejected": 0.1}
+            log.log(step, {f"preference/{name}": mean for name, mean in means.items()})
+    html = write_report(paths.root).html.read_text(encoding="utf-8")
+    page = parse(html)
+    assert page.heading == (
+        "Share of pairs of training batches whose chosen response the policy prefers: 1.000 after step 2 (0.500 after "
+        "step 1)."
+    )
+    # Accuracy, margin, loss and rewards; the last has a line for each side.
+    assert page.tags.count("svg") == 4
+    for side in ("chosen", "rejected"):
+        assert re.search(rf">{side}</text>", html)
+
+
 @pytest.mark.parametrize(
     ("after", "words"),
     [
