@@ -62,14 +62,20 @@ def with_pair_scores(rows: list[Row], reads: Collection[str], scorers: Scorers, 
 def validate_preferences(
     data: ResponsePairDataset, objective: PreferenceObjective, scorers: Scorers, *, step: int
 ) -> Validation:
-    """Measure the loss and its metrics over held-out pairs, in batches as in training; the score is the accuracy."""
+    """Measure the loss and its metrics over held-out pairs; the score is the accuracy.
+
+    KTO's KL is estimated once over all pairs, so that no number depends on how they divide into batches.
+    """
+    rows = with_pair_scores(data.rows(range(len(data))), objective.reads, scorers, step=step)
+    logprobs = scorers[Role.ACTOR].score(rows, step=step)["logprobs"]
     sums: dict[str, float] = {}
+    # In parts, because rows are padded to the longest of a part.
     for start in range(0, len(data), objective.cfg.batch_size):
-        indices = range(start, min(start + objective.cfg.batch_size, len(data)))
-        rows = with_pair_scores(data.rows(indices), objective.reads, scorers, step=step)
-        logprobs = pad_rows(scorers[Role.ACTOR].score(rows, step=step)["logprobs"], dtype=torch.float32)
-        batch = row_batch(rows, device=logprobs.device)
-        parts = objective.loss(batch, PolicyOutputs(logprobs=logprobs, entropy=None), AlgoState())
+        pairs = range(start, min(start + objective.cfg.batch_size, len(data)))
+        both = [*pairs, *(len(data) + i for i in pairs)]
+        padded = pad_rows([logprobs[i] for i in both], dtype=torch.float32)
+        batch = row_batch([rows[i] for i in both], device=padded.device)
+        parts = objective.loss(batch, PolicyOutputs(logprobs=padded, entropy=None), AlgoState())
         for name, value in parts.shares({"pairs": float(len(data))}).items():
             sums[name] = sums.get(name, 0.0) + value
     accuracy, loss = sums["preference/accuracy"], sums["preference/loss"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from megarl.algos.preference import preference_objective
+from megarl.algos.preference import BATCH_KL, preference_objective
 from megarl.cluster.roles import reference_role, reward_role
 from megarl.config.check import check_sft, check_train_preference, check_train_reward
 from megarl.config.check_batches import max_row_tokens
@@ -12,6 +12,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
+from megarl.errors import DataError
 from megarl.train.inputs import check_role_models, open_model
 from megarl.types import Score
 from megarl.weights.hub import with_local_models
@@ -141,6 +142,11 @@ def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
         for files in (config.train_preference.train, config.train_preference.val)
     )
     assert train is not None, "the configuration was checked"
+    if val is not None and len(val) == 1 and BATCH_KL in objective.reads:
+        raise DataError(
+            f"train_preference.val: has one pair, but train_preference.objective={config.train_preference.objective} "
+            "estimates a KL with the responses of other pairs; hold out more, or set train_preference.val=[]"
+        )
     settings, notes = in_steps(config.train_preference, len(train))
     config = replace(config, train_preference=settings)
     check_train_preference(config)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from megarl.cluster.roles import actor_role
 from megarl.config import Config, from_dict
 from megarl.data.chat import load_tokenizer
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.train.export import export_model
 from megarl.train.inputs import TrainInputs, check_role_models, open_train_inputs
 from megarl.train.supervised_inputs import open_sft_inputs, open_train_preference_inputs, open_train_reward_inputs
@@ -165,6 +165,25 @@ def test_epochs_set_the_number_of_steps(models: Path, tmp_path: Path) -> None:
     """Three passes over one prompt, one prompt per step."""
     inputs = opened(models, tmp_path, trainer={"prompts_per_step": 1, "total_epochs": 3})
     assert (inputs.config.trainer.total_steps, inputs.config.trainer.total_epochs) == (3, None)
+
+
+def test_kto_takes_two_held_out_pairs(models: Path, tmp_path: Path) -> None:
+    """Its KL is estimated with the responses of other pairs."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "bb", "rejected": "c"}) + "\n")
+
+    def held_out(objective: str, num_files: int = 1) -> int:
+        files = [str(path)] * num_files
+        section = {"train": [str(path)] * 2, "val": files, "objective": objective, "batch_size": 2}
+        model = {"path": str(models / "policy"), "dtype": "float32"}
+        config = from_dict(Config, {"model": model, "train_preference": section, **LENGTHS})
+        inputs = open_train_preference_inputs(config)
+        assert inputs.val is not None
+        return len(inputs.val)
+
+    assert (held_out("dpo"), held_out("kto", 2)) == (1, 2)
+    with pytest.raises(DataError, match=r"^train_preference\.val: has one pair, but .*=kto estimates a KL with"):
+        held_out("kto")
 
 
 def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path, tmp_path: Path) -> None:
