@@ -117,6 +117,31 @@ def test_a_supervised_run_continues_under_another_layout(inputs: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_supervised_run_stopped_within_an_epoch_equals_an_uninterrupted_one(inputs: Path) -> None:
+    """Two epochs of 64 rows in steps of 24, so that the third step ends one and begins the other: bit for bit."""
+    settings = (
+        *("sft.total_epochs=2", "sft.batch_size=24", "sft.val_every_steps=2"),
+        f"sft.val=[{inputs / 'data' / 'sft.parquet'}]",
+    )
+    reference = SmallRun(inputs=inputs, name="epochs", command="sft", settings=settings)
+    assert finish(reference) == 0
+    assert [record.step for record in reference.records() if "actor/lr" in record.metrics] == [1, 2, 3, 4, 5]
+    assert [record.step for record in reference.records() if "val/sft/nll" in record.metrics] == [0, 2, 4, 5]
+
+    run = SmallRun(inputs=inputs, name="epochs-stopped", command="sft", settings=settings)
+    for signum, num_steps in ((signal.SIGTERM, 1), (signal.SIGKILL, 3)):
+        with started(run) as process:
+            wait_until(lambda least=num_steps: run.last_step() >= least, process)
+            if signum == signal.SIGKILL:
+                kill(process)
+            else:
+                process.send_signal(signum)
+                assert process.wait() == EXIT_STOPPED
+    assert finish(run) == 0
+    assert differences(run, reference) == []
+
+
+@pytest.mark.long
 def test_a_second_signal_ends_the_run_at_once(inputs: Path) -> None:
     # The horizon of the KL controller grows with the rows of a step.
     rows = ("trainer.prompts_per_step=32", "rollout.num_samples=16", "algo.kl.horizon=1000")

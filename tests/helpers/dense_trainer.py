@@ -235,3 +235,20 @@ class DensePreference(DenseTrainer):
             loss += part.item()
             before |= {i: chosen, count + i: rejected}
         return loss, [before[i].detach().numpy() for i in range(len(rows))]
+
+
+class DenseSft(DenseTrainer):
+    """A policy that imitates: the mean of −log-prob over the tokens of all rows that count."""
+
+    def __init__(self, path: Path, adam: AdamSettings) -> None:
+        super().__init__(load_hf(path, torch.float64), adam)
+
+    def logprobs(self, row: Row) -> torch.Tensor:
+        """[R], masked tokens too."""
+        tokens = torch.from_numpy(row.token_ids)
+        log_p = F.log_softmax(self.model(tokens[None]).logits[0, row.num_prompt_tokens - 1 : -1], dim=-1)
+        return log_p[torch.arange(len(log_p)), tokens[row.num_prompt_tokens :]]
+
+    def _row(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = self.logprobs(row)
+        return -logprobs, logprobs

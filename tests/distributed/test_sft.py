@@ -1,0 +1,145 @@
+"""Chats train, and are measured, as in plain torch: in every layout, packed in any way, with uneven numbers of rows."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megarl.algos.sft import SftAlgorithm
+from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.data.demonstrations import SftDataset
+from megarl.data.packing import plan_micro_batches
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.train.supervised import validate_sft
+from megarl.train.update import RoleScorer
+from megarl.types import AlgoState, FloatArray, Row
+from megarl.types.messages import Role, RoleSpec, UpdateRequest
+from megarl.weights.families import read_model_spec
+from megarl.weights.safetensors_map import create_model_files, weight_specs
+from tests.helpers.compare import assert_within
+from tests.helpers.critic_ranks import CriticCase, run_critic
+from tests.helpers.dense_trainer import DenseSft
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.replays import ADAM, LEARNING_RATES, merge
+
+LOSS = 1e-5
+LOGPROB = 1e-5
+GRAD_NORM_RELATIVE = 1e-4
+WEIGHT = 1e-6
+# The longest chat has 90 tokens, all seven have 278.
+SPLIT, ALONE = 100, 1000
+
+Pools: TypeAlias = Callable[[int], RankPool]
+
+LAYOUTS = {
+    "tp1": LayoutConfig(),
+    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
+    "pp2": LayoutConfig(pp=2),
+    "cp2": LayoutConfig(cp=2),
+    "dp2": LayoutConfig(dp=2),
+    "dp4": LayoutConfig(dp=4),
+    "tp2-sp cp2": LayoutConfig(tp=2, sequence_parallel=True, cp=2),
+    "pp2 dp2": LayoutConfig(pp=2, dp=2),
+}
+# Two ranks with different numbers of rows, in several micro-batches.
+DEFAULT = ("dp2", SPLIT)
+CASES = [
+    pytest.param(*case, marks=() if case == DEFAULT else pytest.mark.long, id=" ".join(map(str, case)))
+    for case in ((name, tokens) for name in LAYOUTS for tokens in (SPLIT, ALONE))
+]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> SftDataset:
+    """Seven chats of one to four answers, of which every third is left out."""
+    rng = np.random.default_rng(5)
+    lines = []
+    for num_answers in (1, 2, 3, 4, 1, 2, 1):
+        texts = ["".join(rng.choice(list("0123456789+= "), rng.integers(1, 12))).strip() + "!" for _ in range(8)]
+        turns = [{"role": ("user", "assistant")[i % 2], "content": texts[i]} for i in range(2 * num_answers)]
+        turns = [turn | {"weight": int(i % 6 != 3)} for i, turn in enumerate(turns)]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    path = tmp_path_factory.mktemp("chats") / "a.jsonl"
+    path.write_text("".join(lines))
+    return SftDataset([path], make_byte_tokenizer(), max_prompt_tokens=100, max_response_tokens=200)
+
+
+def training_case(path: Path, layout: LayoutConfig, tokens: int, rows: list[Row], directory: Path) -> CriticCase:
+    optimizer = OptimizerConfig(
+        betas=ADAM.betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay, clip_grad_norm=ADAM.clip_grad_norm
+    )
+    spec = RoleSpec(
+        role=Role.ACTOR,
+        model=ModelConfig(path=str(path), dtype="float32"),
+        settings=ActorConfig(layout=layout, optimizer=optimizer, micro_batch_tokens=tokens),
+    )
+    loss, specs = SftAlgorithm(), weight_specs(read_model_spec(spec.model.path), "float32")
+    return CriticCase(
+        critic=spec,
+        rows=rows,
+        micro_batches=plan_micro_batches([row.num_tokens for row in rows], layout.dp, tokens),
+        requests=[
+            UpdateRequest(
+                step=step,
+                objective=loss,
+                state=AlgoState(),
+                denominators=loss.denominators(rows),
+                temperature=1.0,
+                lr=lr,
+            )
+            for step, lr in enumerate(LEARNING_RATES)
+        ],
+        files=[[str(file) for file in create_model_files(directory / str(i), specs)] for i in range(2)],
+    )
+
+
+class Scored:
+    """A scorer that repeats what the ranks said."""
+
+    def __init__(self, logprobs: Sequence[FloatArray]) -> None:
+        self.logprobs = logprobs
+
+    def score(self, rows: Sequence[Row], *, step: int) -> Mapping[str, Sequence[FloatArray]]:
+        return {"logprobs": self.logprobs}
+
+
+@pytest.mark.parametrize(("name", "tokens"), CASES)
+def test_every_layout_trains_as_plain_torch(
+    rank_pool: Pools, checkpoint: Callable[..., Path], chats: SftDataset, tmp_path: Path, name: str, tokens: int
+) -> None:
+    path, layout, rows = checkpoint(tied=False), LAYOUTS[name], chats.rows(range(len(chats)))
+    # Answers that are left out lie between others.
+    assert any((np.diff(np.flatnonzero(row.loss_mask)) > 1).any() for row in rows)
+    case = training_case(path, layout, tokens, rows, tmp_path)
+    per_rank = [sum(map(len, batches)) for batches in case.micro_batches]
+    assert layout.dp == 1 or len(set(per_rank)) > 1
+    assert tokens == ALONE or layout.dp > 2 or all(len(batches) > 1 for batches in case.micro_batches)
+    outcomes = [o for o in rank_pool(layout.world_size).run(run_critic, case) if o.scored is not None]
+    assert len(outcomes) == layout.dp
+    dense = DenseSft(path, ADAM)
+
+    nll = np.concatenate([-dense.logprobs(row).detach().numpy()[row.loss_mask] for row in rows])
+    measured = merge([outcome.scored.scores["logprobs"] for outcome in outcomes if outcome.scored], len(rows))
+    result = validate_sft(chats, cast(RoleScorer, Scored(measured)), step=0)
+    assert_within("held-out cross-entropy", result.metrics["val/sft/nll"], nll.mean(), atol=LOSS)
+    assert_within("perplexity", result.metrics["val/sft/perplexity"] / np.exp(nll.mean()), 1.0, atol=LOSS)
+    assert result.metrics["val/sft/num_tokens"] == len(nll)
+
+    for number, (lr, (file,)) in enumerate(zip(LEARNING_RATES, case.files, strict=True)):
+        step = dense.step(rows, lr)
+        metrics = outcomes[0].updates[number].metrics
+        assert_within("loss", metrics["actor/loss"], step.loss, atol=LOSS)
+        assert_within("nll", metrics["sft/nll"], step.loss, atol=LOSS)
+        assert_within("grad norm", metrics["actor/grad_norm"], step.grad_norm, atol=GRAD_NORM_RELATIVE * step.grad_norm)
+        if number == 0:
+            before = merge([outcome.updates[0].before for outcome in outcomes], len(rows))
+            for row, got, expected in zip(rows, before, step.before, strict=True):
+                assert_within("log-probs", got[row.loss_mask], expected[row.loss_mask], atol=LOGPROB)
+        weights = load_file(file)
+        assert weights.keys() == step.weights.keys()
+        worst = max((w.double() - step.weights[n]).abs().max().item() for n, w in weights.items())
+        assert_within("weights", worst, 0.0, atol=WEIGHT)
