@@ -1,7 +1,8 @@
-"""Make Parquet data: of a built-in task, preference pairs of one, or from published files.
+"""Make data files: of a built-in task, preference pairs or chats of one, or from published files.
 
 python tools/prepare_data.py --task sums --out DIR --levels 2,3
 python tools/prepare_data.py --preferences sums --out DIR
+python tools/prepare_data.py --chats sums --out DIR
 python tools/prepare_data.py --gsm8k train.jsonl test.jsonl --out DIR
 python tools/prepare_data.py --countdown train.parquet --out DIR
 python tools/prepare_data.py --distinct dapo-math-17k.parquet --out DIR
@@ -18,7 +19,14 @@ from megarl.data.gsm8k import convert_gsm8k
 from megarl.data.hendrycks_math import TEST_SOURCE, TRAIN_SOURCE, convert_math
 from megarl.data.public_files import convert_countdown, write_distinct
 from megarl.data.tasks import TASKS, LevelMix
-from megarl.data.tasks.generate import GenerateConfig, PreferenceConfig, generate, generate_preferences
+from megarl.data.tasks.generate import (
+    ChatConfig,
+    GenerateConfig,
+    PreferenceConfig,
+    generate,
+    generate_chats,
+    generate_preferences,
+)
 from megarl.rewards import score
 from megarl.rewards.answers.extract import last_boxed
 from megarl.rewards.answers.options import AnswerOptions
@@ -45,6 +53,7 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--task", choices=tuple(TASKS), help="writes sft, train and val .parquet")
     source.add_argument("--preferences", choices=tuple(TASKS), help="writes preferences and preferences-val .parquet")
+    source.add_argument("--chats", choices=tuple(TASKS), help="writes chats and chats-val .parquet")
     source.add_argument("--gsm8k", nargs="+", metavar="FILE", help="writes <name>.parquet for each <name>.jsonl")
     source.add_argument(
         "--countdown", nargs="+", type=Path, metavar="FILE", help="of TinyZero: writes <name>.parquet for each file"
@@ -74,7 +83,7 @@ def _parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--seed", type=int, default=0)
     for split in ("sft", "train", "val"):
         parser.add_argument(f"--num-{split}", type=int, metavar="N", help="rows; default: enough for the tiny model")
-    parser.add_argument("--levels", type=parse_mix, metavar="LEVEL[:WEIGHT],…", help="of train, val and preferences")
+    parser.add_argument("--levels", type=parse_mix, metavar="LEVEL[:WEIGHT],…", help="of all but sft")
     parser.add_argument("--sft-levels", type=parse_mix, metavar="LEVEL[:WEIGHT],…", help="of sft")
     options = parser.parse_args()
     if options.math_test and not options.math:
@@ -104,12 +113,16 @@ def _write(options: argparse.Namespace) -> list[Path]:
         return [target]
     if options.gsm8k:
         return [convert_gsm8k(path, options.out) for path in options.gsm8k]
-    splits = ("train", "val") if options.preferences else ("sft", "train", "val")
+    splits = ("train", "val") if options.preferences or options.chats else ("sft", "train", "val")
     numbers = {f"num_{split}": getattr(options, f"num_{split}") for split in splits}
     given = {name: value for name, value in numbers.items() if value is not None}
     if options.preferences:
         pairs = PreferenceConfig(seed=options.seed, mix=options.levels, **given)
         written = generate_preferences(TASKS.get(options.preferences), options.out, pairs, score)
+        return [written.train, written.val]
+    if options.chats:
+        chats = ChatConfig(seed=options.seed, mix=options.levels, **given)
+        written = generate_chats(TASKS.get(options.chats), options.out, chats)
         return [written.train, written.val]
     config = GenerateConfig(seed=options.seed, rl_mix=options.levels, sft_mix=options.sft_levels, **given)
     made = generate(TASKS.get(options.task), options.out, config)

@@ -23,7 +23,8 @@ from megarl.config import load_config
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
 from megarl.data.demonstrations import SftDataset
-from megarl.data.tasks.generate import TaskFiles
+from megarl.data.tasks import TASKS
+from megarl.data.tasks.generate import ChatConfig, TaskFiles, generate_chats
 from megarl.record.metrics import RunPaths, read_metrics
 from tests.e2e import cli_run
 from tests.e2e.support import (
@@ -161,6 +162,35 @@ def test_supervised_run(runs: Runs, model: Path) -> None:
             losses.append(-logprobs[row.num_prompt_tokens - 1 :][torch.from_numpy(row.loss_mask)])
         assert metrics[step]["val/sft/nll"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
     assert (runs.paths("sft").export / "model.safetensors").exists()
+
+
+@tied_head
+def test_chats_for_two_epochs(
+    runs: Runs, model: Path, megarl: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """configs/run/sums-chats.yaml, small: 20 chats of which one is too long, on the two ranks that are there."""
+    files = generate_chats(TASKS.get("sums"), tmp_path, ChatConfig(num_train=19, num_val=5))
+    turns = [{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2" * 600}]
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"conversations": turns}))
+    settings = (
+        *(
+            f"model.path={model}",
+            f"run.dir={runs.root}",
+            f"sft.train=[{files.train}, {long}]",
+            f"sft.val=[{files.val}]",
+        ),
+        *("sft.total_epochs=2", "sft.batch_size=8", "sft.val_every_steps=3", "actor.optimizer.warmup_steps=0"),
+        *("actor.layout.tp=2", "actor.layout.sequence_parallel=true", "logging.tensorboard=false"),
+    )
+    assert megarl(["sft", str(SFT_FILE.with_name("sums-chats.yaml")), *settings]) == 0
+    said = capsys.readouterr().out
+    assert "2 epochs of 19 examples are 4 steps of 8; the last 6 of the last epoch are left out" in said
+    assert "warning: sft.train: dropped 1 and cut 0 of 20 rows over sft.max_tokens=512" in said
+    metrics = runs.metrics("chats")
+    assert [step for step in metrics if "val/sft/perplexity" in metrics[step]] == [0, 3, 4]
+    assert metrics[4]["val/sft/nll"] < metrics[0]["val/sft/nll"]
+    assert metrics[0]["val/sft/num_rows"] == 5
 
 
 @tied_head

@@ -1,4 +1,4 @@
-"""Write Parquet files of a built-in task from one seed: demonstrations, prompts to train and validate, preferences."""
+"""Write files of a built-in task from one seed: demonstrations, prompts to train and validate, preferences, chats."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -81,8 +81,29 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceFiles:
-    """The paths of the files that `generate_preferences` wrote."""
+class ChatConfig:
+    """Sizes and difficulty levels of the chat files (None: the levels of the task's demonstrations).
+
+    A chat has one to `max_answers` problems and answers. Of the answers before the last, `wrong_frac` are wrong and
+    marked as not to be trained.
+    """
+
+    seed: int = 0
+    num_train: int = 16384
+    num_val: int = 400
+    mix: LevelMix | None = None
+    max_answers: int = 3
+    wrong_frac: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_val", "max_answers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected >= 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFiles:
+    """The paths of a training file and of a held-out one."""
 
     train: Path
     val: Path
@@ -166,9 +187,7 @@ def _demonstrations(
         }
 
 
-def generate_preferences(
-    task: BuiltinTask, out_dir: str | Path, config: PreferenceConfig, judge: Judge
-) -> PreferenceFiles:
+def generate_preferences(task: BuiltinTask, out_dir: str | Path, config: PreferenceConfig, judge: Judge) -> SplitFiles:
     """Write preferences.parquet, and preferences-val.parquet with distinct held-out problems.
 
     Each row has a right answer and a wrong one that looks similar. `judge` scores answers; it shows whether an answer
@@ -181,7 +200,7 @@ def generate_preferences(
     check_levels(task, mix)
     root = Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
-    files = PreferenceFiles(train=root / "preferences.parquet", val=root / "preferences-val.parquet")
+    files = SplitFiles(train=root / "preferences.parquet", val=root / "preferences-val.parquet")
     for file in (files.train, files.val):
         rng = random.Random(f"{task.data_source}/{file.stem}/{config.seed}")
         # Problems of the training part are drawn one by one, between the random choices of their wrong answers.
@@ -199,4 +218,34 @@ def generate_preferences(
             texts = {"prompt": problem.question, "chosen": problem.worked, "rejected": rejected}
             pairs.append({**texts, "data_source": task.data_source})
         pq.write_table(pa.Table.from_pylist(pairs, schema=_PAIR), file)
+    return files
+
+
+def generate_chats(task: BuiltinTask, out_dir: str | Path, config: ChatConfig) -> SplitFiles:
+    """Write chats.parquet, and chats-val.parquet with held-out problems, in OpenAI's form (`messages`).
+
+    Raises:
+        ConfigError: the task lacks a level.
+    """
+    mix = task.sft_mix if config.mix is None else config.mix
+    check_levels(task, mix)
+    root = Path(out_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    files = SplitFiles(train=root / "chats.parquet", val=root / "chats-val.parquet")
+    for file, num_chats in ((files.train, config.num_train), (files.val, config.num_val)):
+        rng = random.Random(f"{task.data_source}/{file.stem}/{config.seed}")
+        rows = []
+        for _ in range(num_chats):
+            messages: list[dict[str, Any]] = []
+            num_answers = rng.randint(1, config.max_answers)
+            for place in range(num_answers):
+                problem = draw_problem(task, rng, mix, held_out=file == files.val)
+                messages.append({"role": "user", "content": problem.question})
+                if place + 1 < num_answers and rng.random() < config.wrong_frac:
+                    wrong = task.corrupted_worked(problem, rng)
+                    messages.append({"role": "assistant", "content": wrong, "train": False})
+                else:
+                    messages.append({"role": "assistant", "content": problem.worked})
+            rows.append({"messages": messages})
+        pq.write_table(pa.Table.from_pylist(rows), file)
     return files

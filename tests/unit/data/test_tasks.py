@@ -9,11 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.data.demonstrations import SftDataset
 from megarl.data.tasks import COUNTDOWN, SUMS, TASKS
 from megarl.data.tasks.base import check_levels, draw_problem
 from megarl.data.tasks.countdown import candidates, pose_countdown
-from megarl.data.tasks.generate import PreferenceConfig, generate_preferences
+from megarl.data.tasks.generate import ChatConfig, PreferenceConfig, generate_chats, generate_preferences
 from megarl.data.tasks.sums import pose_sum
+from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.errors import ConfigError
 from megarl.rewards import score
 
@@ -173,3 +175,22 @@ def test_preference_files(tmp_path: Path) -> None:
     # Most wrong answers look like the right ones.
     alike = sum(len(row["chosen"].split()) == len(row["rejected"].split()) for row in rows)
     assert 0.6 * len(rows) < alike < 0.8 * len(rows)
+
+
+def test_chats_mark_their_wrong_answers(tmp_path: Path) -> None:
+    files = generate_chats(SUMS, tmp_path, ChatConfig(num_train=300, num_val=50))
+    again = generate_chats(SUMS, tmp_path / "again", ChatConfig(num_train=300, num_val=50))
+    assert files.train.read_bytes() == again.train.read_bytes()
+    chats = [row["messages"] for file in (files.train, files.val) for row in pq.read_table(file).to_pylist()]
+    assert {len(chat) for chat in chats} == {2, 4, 6}
+    marks = {True: 0, False: 0}
+    for chat in chats:
+        for question, answer in zip(chat[::2], chat[1::2], strict=True):
+            truth = str(sum(map(int, question["content"].removesuffix("=?").split("+"))))
+            assert score("megarl/sums", answer["content"], truth, {}).correct == (answer["train"] is None)
+            marks[answer["train"] is None] += 1
+        assert chat[-1]["train"] is None
+    # One answer on average comes before the last; Binomial(350, 0.2) has mean 70 and standard deviation 7.5.
+    assert 30 < marks[False] < 110
+    data = SftDataset([files.train], make_byte_tokenizer(), max_prompt_tokens=512, max_response_tokens=512)
+    assert len(data) == 300
