@@ -154,6 +154,8 @@ class TrainRewardConfig:
 
     train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
     val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
+    # What happens to pairs over the length limits. error: the run does not start. drop: they are left out and counted.
+    on_long: Literal["error", "drop"] = "error"
     batch_size: int = setting(32, AT_LEAST_1)  # Pairs per optimizer step.
     total_steps: int = setting(500, AT_LEAST_1)  # Number of optimizer steps.
     # Passes over the pairs, which set total_steps to ⌊total_epochs · pairs / batch_size⌋, or null.
@@ -170,6 +172,8 @@ class TrainPreferenceConfig:
 
     train: tuple[str, ...] = ()  # Parquet or JSONL files of preference pairs.
     val: tuple[str, ...] = ()  # Files of held-out pairs; []: no validation.
+    # What happens to pairs over the length limits. error: the run does not start. drop: they are left out and counted.
+    on_long: Literal["error", "drop"] = "error"
     objective: str = "dpo"  # Name of the loss: dpo, ipo, kto or orpo; see docs/algorithms/preferences.md.
     # dpo, ipo, kto: strength of the tie to the reference model, which smaller values loosen. orpo: weight of the term
     # of odds.

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,29 +15,47 @@ from megarl.data.records import PREFERENCE_COLUMNS, PREFERENCE_SIDES, Preference
 from megarl.errors import DataError
 from megarl.types import Row, row_read_at_end
 
+# What happens to a pair with a text over its length limit: the run does not start, or the pair is left out.
+OnLong: TypeAlias = Literal["error", "drop"]
+
 
 class PreferenceDataset:
     """A data set of preference pairs. Each side of a pair is a whole chat, rendered with the chat template.
 
-    Raises DataError for a malformed row, or a chat of more than `max_tokens` tokens.
+    A chat of more than `max_tokens` tokens raises DataError or, with `on_long="drop"`, has its pair left out, which
+    `num_dropped` counts. A malformed row raises DataError.
     """
 
-    def __init__(self, paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, on_long: OnLong
+    ) -> None:
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
         self._margins = array("d")
+        self.num_dropped = 0
         for chunk in _chunks(paths):
-            self._margins.extend(record.margin for _, record in chunk)
-            for side, stored in self._sides.items():
-                encoded = encode_chats(
-                    tokenizer, [getattr(record, side) for _, record in chunk], add_generation_prompt=False
-                )
-                for (where, _), ids in zip(chunk, encoded, strict=True):
-                    if len(ids) > max_tokens:
+            encoded = [
+                encode_chats(tokenizer, [getattr(record, side) for _, record in chunk], add_generation_prompt=False)
+                for side in PREFERENCE_SIDES
+            ]
+            for (where, record), *chats in zip(chunk, *encoded, strict=True):
+                longest, side = max((len(ids), side) for ids, side in zip(chats, PREFERENCE_SIDES, strict=True))
+                if longest > max_tokens:
+                    if on_long == "error":
                         raise DataError(
-                            f"{where}: {side}: the conversation has {len(ids)} tokens, data.max_prompt_tokens + "
-                            f"rollout.max_response_tokens is {max_tokens}; raise one of them or remove the row"
+                            f"{where}: {side}: the conversation has {longest} tokens, data.max_prompt_tokens + "
+                            f"rollout.max_response_tokens is {max_tokens}; raise one of them, remove the row, or set "
+                            "train_reward.on_long=drop"
                         )
+                    self.num_dropped += 1
+                    continue
+                self._margins.append(record.margin)
+                for stored, ids in zip(self._sides.values(), chats, strict=True):
                     stored.append(array("i", ids))
+        if not self._margins:
+            raise DataError(
+                f"all {self.num_dropped} pairs have a conversation of more than {max_tokens} tokens, "
+                "data.max_prompt_tokens + rollout.max_response_tokens; raise one of them"
+            )
 
     def __len__(self) -> int:
         return len(self._margins)
@@ -58,7 +77,8 @@ class PreferenceDataset:
 class ResponsePairDataset:
     """A data set of preference pairs. Each pair is a prompt and two responses as the policy would have written them.
 
-    Raises DataError for a malformed row, or one whose prompt or response exceeds its limit.
+    A prompt or a response over its limit raises DataError or, with `on_long="drop"`, has its pair left out, which
+    `num_dropped` counts. A malformed row raises DataError.
     """
 
     def __init__(
@@ -68,24 +88,39 @@ class ResponsePairDataset:
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
+        on_long: OnLong,
     ) -> None:
         self._prompts: list[array[int]] = []
         self._sides: dict[str, list[array[int]]] = {side: [] for side in PREFERENCE_SIDES}
+        self.num_dropped = 0
         for chunk in _chunks(paths):
             prompts = encode_chats(tokenizer, [record.chosen[:-1] for _, record in chunk])
             for (where, record), prompt in zip(chunk, prompts, strict=True):
-                if len(prompt) > max_prompt_tokens:
-                    raise long_prompt_error(where, len(prompt), max_prompt_tokens)
-                self._prompts.append(array("i", prompt))
-                for side, stored in self._sides.items():
+                responses = {}
+                for side in PREFERENCE_SIDES:
                     *question, answer = getattr(record, side)
-                    ids = encode_demonstration(tokenizer, question, answer.content, where=f"{where}: {side}")
-                    if len(ids) > max_response_tokens:
-                        raise DataError(
-                            f"{where}: {side}: the response has {len(ids)} tokens, rollout.max_response_tokens is "
-                            f"{max_response_tokens}; raise it or remove the row"
-                        )
-                    stored.append(array("i", ids))
+                    responses[side] = encode_demonstration(
+                        tokenizer, question, answer.content, where=f"{where}: {side}"
+                    )
+                longest, side = max((len(ids), side) for side, ids in responses.items())
+                if len(prompt) > max_prompt_tokens or longest > max_response_tokens:
+                    if on_long == "drop":
+                        self.num_dropped += 1
+                        continue
+                    if len(prompt) > max_prompt_tokens:
+                        raise long_prompt_error(where, len(prompt), max_prompt_tokens, key="train_preference.on_long")
+                    raise DataError(
+                        f"{where}: {side}: the response has {longest} tokens, rollout.max_response_tokens is "
+                        f"{max_response_tokens}; raise it, remove the row, or set train_preference.on_long=drop"
+                    )
+                self._prompts.append(array("i", prompt))
+                for side, ids in responses.items():
+                    self._sides[side].append(array("i", ids))
+        if not self._prompts:
+            raise DataError(
+                f"all {self.num_dropped} pairs are over data.max_prompt_tokens={max_prompt_tokens} or "
+                f"rollout.max_response_tokens={max_response_tokens}; raise one of them"
+            )
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -104,6 +104,16 @@ def open_sft_inputs(config: Config) -> SftInputs:
     return SftInputs(config=config, train=train, val=val, notes=notes)
 
 
+def dropped_pairs(section: str, **sets: PreferenceDataset | ResponsePairDataset | None) -> tuple[str, ...]:
+    """Return a warning for each data set that left out pairs over the length limits."""
+    return tuple(
+        f"{section}.{name}: dropped {data.num_dropped} of {data.num_dropped + len(data)} pairs over "
+        "data.max_prompt_tokens or rollout.max_response_tokens"
+        for name, data in sets.items()
+        if data is not None and data.num_dropped
+    )
+
+
 def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
     """Check the configuration, the model and the pairs of a reward model's training."""
     check_train_reward(config)
@@ -111,14 +121,17 @@ def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     check_role_models(config, [reward_role(config)], tokenizer)
     train, val = (
-        PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config)) if files else None
+        PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config), on_long=config.train_reward.on_long)
+        if files
+        else None
         for files in (config.train_reward.train, config.train_reward.val)
     )
     assert train is not None, "the configuration was checked"
     settings, notes = in_steps(config.train_reward, len(train))
     config = replace(config, train_reward=settings)
     check_train_reward(config)
-    return TrainRewardInputs(config=config, train=train, val=val, notes=notes)
+    warnings = dropped_pairs("train_reward", train=train, val=val)
+    return TrainRewardInputs(config=config, train=train, val=val, notes=notes, warnings=warnings)
 
 
 def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
@@ -136,6 +149,7 @@ def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
             tokenizer,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
+            on_long=config.train_preference.on_long,
         )
         if files
         else None
@@ -150,4 +164,5 @@ def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
     settings, notes = in_steps(config.train_preference, len(train))
     config = replace(config, train_preference=settings)
     check_train_preference(config)
-    return TrainPreferenceInputs(config=config, train=train, val=val, notes=notes)
+    warnings = dropped_pairs("train_preference", train=train, val=val)
+    return TrainPreferenceInputs(config=config, train=train, val=val, notes=notes, warnings=warnings)

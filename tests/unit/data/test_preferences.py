@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.preferences import PreferenceDataset, ResponsePairDataset, mismatched_rows
+from megarl.data.preferences import OnLong, PreferenceDataset, ResponsePairDataset, mismatched_rows
 from megarl.errors import DataError
 
 QUESTION, OTHER = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "3+3?"}
@@ -24,8 +24,10 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def dataset(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 100) -> PreferenceDataset:
-    return PreferenceDataset([path], tokenizer, max_tokens=max_tokens)
+def dataset(
+    path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 100, on_long: OnLong = "error"
+) -> PreferenceDataset:
+    return PreferenceDataset([path], tokenizer, max_tokens=max_tokens, on_long=on_long)
 
 
 def text(tokenizer: PreTrainedTokenizerBase, answered: str) -> str:
@@ -99,8 +101,11 @@ def test_files_without_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase)
 # --- pairs for policies
 
 
-def responses(path: Path, tokenizer: PreTrainedTokenizerBase, **limits: int) -> ResponsePairDataset:
-    return ResponsePairDataset([path], tokenizer, **{"max_prompt_tokens": 50, "max_response_tokens": 50, **limits})
+def responses(
+    path: Path, tokenizer: PreTrainedTokenizerBase, on_long: OnLong = "error", **limits: int
+) -> ResponsePairDataset:
+    limits = {"max_prompt_tokens": 50, "max_response_tokens": 50, **limits}
+    return ResponsePairDataset([path], tokenizer, on_long=on_long, **limits)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
@@ -132,12 +137,13 @@ def test_chosen_responses_come_first(tmp_path: Path, tokenizer: PreTrainedTokeni
     [
         (
             {"max_prompt_tokens": 3},
-            r"pairs\.jsonl.*: the prompt has \d+ tokens, data\.max_prompt_tokens is 3; raise it",
+            r"pairs\.jsonl.*: the prompt has \d+ tokens, data\.max_prompt_tokens is 3; raise it or set "
+            r"train_preference\.on_long=drop",
         ),
         (
             {"max_response_tokens": 2},
-            r"pairs\.jsonl.*: rejected: the response has \d+ tokens, rollout\.max_response_tokens is 2; raise it or "
-            r"remove the row",
+            r"pairs\.jsonl.*: rejected: the response has \d+ tokens, rollout\.max_response_tokens is 2; raise it, "
+            r"remove the row, or set train_preference\.on_long=drop",
         ),
     ],
 )
@@ -147,6 +153,31 @@ def test_long_pairs_for_policies_are_refused_by_name(
     path = write(tmp_path / "pairs.jsonl", {"prompt": "2+2?", "chosen": "4", "rejected": "five and then some"})
     with pytest.raises(DataError, match=message):
         responses(path, tokenizer, **limits)
+
+
+# Of these, the first and the last are short.
+SHORT_AND_LONG = [
+    {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": 1.0},
+    {"prompt": "2+2?" * 30, "chosen": "4", "rejected": "5", "margin": 2.0},
+    {"prompt": "2+2?", "chosen": "4", "rejected": "5" * 120, "margin": 3.0},
+    {"prompt": "3+3?", "chosen": "6", "rejected": "7", "margin": 4.0},
+]
+
+
+def test_long_pairs_are_dropped_whole(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write(tmp_path / "pairs.jsonl", *SHORT_AND_LONG)
+    policies, judges = responses(path, tokenizer, "drop"), dataset(path, tokenizer, on_long="drop")
+    for data in (policies, judges):
+        assert (len(data), data.num_dropped) == (2, 2)
+    rows = policies.rows([0, 1])
+    answers = [tokenizer.decode(row.token_ids[row.num_prompt_tokens :]) for row in rows]
+    assert answers == [f"{answered}<|im_end|>" for answered in "4657"]
+    assert [tokenizer.decode(row.token_ids).split("\n")[1] for row in rows] == ["2+2?<|im_end|>", "3+3?<|im_end|>"] * 2
+    assert [row.scores["margin"].item() for row in judges.rows([0, 1])] == [1, 4, 0, 0]
+    only_long = write(tmp_path / "long.jsonl", *SHORT_AND_LONG[1:3])
+    for opened in (responses, dataset):
+        with pytest.raises(DataError, match=r"^all 2 pairs .* raise one of them$"):
+            opened(only_long, tokenizer, on_long="drop")
 
 
 def test_mismatched_rows_answer_another_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

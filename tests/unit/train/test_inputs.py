@@ -186,6 +186,24 @@ def test_kto_takes_two_held_out_pairs(models: Path, tmp_path: Path) -> None:
         held_out("kto")
 
 
+def test_dropped_pairs_are_a_warning(models: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": "a", "chosen": text, "rejected": "c"} for text in ("bb", "b" * 200, "bbb")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for section, open_inputs in (
+        ("train_preference", open_train_preference_inputs),
+        ("train_reward", open_train_reward_inputs),
+    ):
+        settings = {"train": [str(path)], "val": [str(path)], "on_long": "drop", "batch_size": 2}
+        model = {"path": str(models / "policy"), "dtype": "float32"}
+        inputs = open_inputs(from_dict(Config, {"model": model, section: settings, **LENGTHS}))
+        assert len(inputs.train) == 2
+        assert inputs.warnings == tuple(
+            f"{section}.{name}: dropped 1 of 3 pairs over data.max_prompt_tokens or rollout.max_response_tokens"
+            for name in ("train", "val")
+        )
+
+
 def test_a_reward_model_with_the_policys_template_has_its_arguments(models: Path, tmp_path: Path) -> None:
     """Otherwise it would read other tokens than those that were sampled."""
     reward_model = {"model_path": str(tmp_path / "critic")}
