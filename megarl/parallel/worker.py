@@ -129,8 +129,7 @@ class PolicyWorker:
 
     def open_bridge(self, share: "Share") -> None:
         """Join the weight sync from trainer to engines as a sending rank."""
-        from megarl.sync.wire.ends import BridgeSender
-        from megarl.sync.wire.routes import RoutedSender
+        from megarl.sync.wire.ends import BridgeSender, RoutedSender
 
         self.bridge_wire = RoutedSender(share)
         self.bridge = BridgeSender(share, self.bridge_wire)

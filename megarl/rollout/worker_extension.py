@@ -20,8 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megarl.errors import WeightSyncError
-from megarl.sync.wire.ends import BridgeReceiver
-from megarl.sync.wire.routes import RoutedReceiver
+from megarl.sync.wire.ends import BridgeReceiver, RoutedReceiver
 from megarl.sync.wire.wires import Share
 
 

@@ -14,9 +14,8 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.errors import NonFiniteError, WeightSyncError
 from megarl.rollout.engine import Received
 from megarl.sync.plan.build import Parcel
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, RoutedReceiver, RoutedSender, holding_of
 from megarl.sync.wire.meetings import give_up, open_store
-from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
 from megarl.sync.wire.wires import Arrival, Share
 from megarl.weights.boxes import Box
 from megarl.weights.safetensors_map import TensorSpec

@@ -16,10 +16,9 @@ from megarl.sync.plan.build import Parcel, Plan, build_plan
 from megarl.sync.plan.engine_shards import EnginePosition, engine_shards
 from megarl.sync.wire import shared_memory
 from megarl.sync.wire.casts import scale_of, wire_specs
-from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, holding_of
+from megarl.sync.wire.ends import BridgeReceiver, BridgeSender, RoutedReceiver, RoutedSender, holding_of
 from megarl.sync.wire.meetings import Meeting, open_store
 from megarl.sync.wire.point_to_point import PointToPointReceiver, PointToPointSender
-from megarl.sync.wire.routes import RoutedReceiver, RoutedSender
 from megarl.sync.wire.shared_memory import SharedMemoryReceiver, SharedMemorySender, create_segment
 from megarl.sync.wire.wires import Share
 from megarl.weights.boxes import box_of, num_elements, slices_of
