@@ -1,4 +1,4 @@
-"""Train on fixed data: the loop of `megarl sft` and `megarl train-reward`, and the task of each of the two."""
+"""Train on fixed data: the loop of `megarl sft`, `train-reward` and `train-preference`, and tasks of the first two."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
