@@ -5,6 +5,7 @@ Each rule is a function that raises ConfigError. Tuples at the end of the module
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeAlias
 
 from megarl.config.check_batches import (
@@ -21,6 +22,7 @@ from megarl.config.check_batches import (
     longest_row,
 )
 from megarl.config.check_experts import check_expert_width, check_experts, check_moe_settings, check_replayed_routing
+from megarl.config.check_keep_best import check_scores_for_keep_best, check_supervised_scores_for_keep_best
 from megarl.config.check_layout import check_layout, check_role_layouts, check_stages, check_tp, model_dimension
 from megarl.config.check_placement import (
     check_engine_tp,
@@ -153,28 +155,6 @@ def _require_profile_within_run(config: Config) -> None:
         )
 
 
-def _require_scores_for_keep_best(config: Config) -> None:
-    checkpoint, validation = config.checkpoint, config.validation
-    if checkpoint.keep_best == 0:
-        return
-    if not config.data.val:
-        raise ConfigError(
-            f"checkpoint.keep_best: got {checkpoint.keep_best}, but data.val is empty, so no checkpoint has a score; "
-            "set data.val, or checkpoint.keep_best=0"
-        )
-    if checkpoint.every_steps % validation.every_steps:
-        raise ConfigError(
-            f"checkpoint.every_steps: got {checkpoint.every_steps}, expected a multiple of validation.every_steps="
-            f"{validation.every_steps}, or checkpoints have no score to keep the best by; change either, or set "
-            "checkpoint.keep_best=0"
-        )
-    if checkpoint.best_metric == "val/test_score_greedy" and not validation.greedy:
-        raise ConfigError(
-            "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false; set it to true, or "
-            "checkpoint.best_metric=val/test_score"
-        )
-
-
 def _require_sound_rollout(config: Config) -> None:
     rollout = config.rollout
     if rollout.top_p != 1 and rollout.top_k == -1:
@@ -269,7 +249,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     _require_train_data,
     _require_profile_within_run,
     _require_sound_validation,
-    _require_scores_for_keep_best,
+    check_scores_for_keep_best,
     _require_sound_rollout,
     check_rewards,
     check_group_scores,
@@ -285,18 +265,21 @@ TRAIN_RULES: tuple[Rule, ...] = (
 )
 SFT_RULES: tuple[Rule, ...] = (
     _require_sft_data,
+    partial(check_supervised_scores_for_keep_best, name="sft"),
     check_sft_row_fits_micro_batch,
     check_sft_outlasts_warmup,
 )
 TRAIN_REWARD_RULES: tuple[Rule, ...] = (
     *ROW_RULES,
     _require_pairs_alone,
+    partial(check_supervised_scores_for_keep_best, name="train_reward"),
     check_pair_fits_micro_batch,
     check_train_reward_outlasts_warmup,
 )
 TRAIN_PREFERENCE_RULES: tuple[Rule, ...] = (
     *ROW_RULES,
     _require_preference_data,
+    partial(check_supervised_scores_for_keep_best, name="train_preference"),
     check_responses_fit_micro_batch,
     check_role_layouts,
     check_train_preference_outlasts_warmup,

@@ -133,7 +133,8 @@ class SupervisedTrainer:
                 result = self.updater.update(rows, self.state, step=step, paired=self.task.paired)
         times = self.timers.pop()
         tokens_per_s = sum(row.num_tokens for row in rows) / times["timing_s/step"]
-        metrics = {**result.metrics} | times | {"perf/tokens_per_s": tokens_per_s}
+        epoch = step * self.task.batch_size / self.task.num_examples
+        metrics = {**result.metrics} | times | {"perf/tokens_per_s": tokens_per_s, "progress/epoch": epoch}
         log.log(step, metrics | resident_memory(self.cluster.pids))
         progress.update(
             step,

@@ -228,6 +228,7 @@ LOGGED_IN = (
     "train/validate.py",
     "data/packing.py",
     "train/update.py",
+    "train/supervised.py",
 )
 
 

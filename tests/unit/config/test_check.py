@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
-from megarl.config.check import check_config, check_model, check_sft, check_train
+from megarl.config.check import (
+    check_config,
+    check_model,
+    check_sft,
+    check_train,
+    check_train_preference,
+    check_train_reward,
+)
 from megarl.errors import ConfigError
 
 # Passes every rule of both kinds of run.
@@ -233,6 +240,30 @@ def test_keep_best_needs_scores() -> None:
     assert message(check_train, **best | greedy) == (
         "checkpoint.best_metric: got 'val/test_score_greedy', but validation.greedy=false; set it to true, or "
         "checkpoint.best_metric=val/test_score"
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "section"),
+    [(check_sft, "sft"), (check_train_reward, "train_reward"), (check_train_preference, "train_preference")],
+)
+def test_keep_best_needs_held_out_rows_in_supervised_runs(check: Callable[[Config], None], section: str) -> None:
+    best = {
+        "checkpoint__keep_best": 1,
+        "checkpoint__every_steps": 20,
+        f"{section}__train": ("a.jsonl",),
+        f"{section}__val": ("v.jsonl",),
+        f"{section}__val_every_steps": 10,
+    }
+    check(config(**best))
+    # Without held-out rows every checkpoint but the last ones was removed in silence.
+    assert message(check, **best | {f"{section}__val": ()}) == (
+        f"checkpoint.keep_best: got 1, but {section}.val is empty, so no checkpoint has a score; "
+        f"set {section}.val, or checkpoint.keep_best=0"
+    )
+    assert message(check, **best | {"checkpoint__every_steps": 15}) == (
+        f"checkpoint.every_steps: got 15, expected a multiple of {section}.val_every_steps=10, or checkpoints have no "
+        "score to keep the best by; change either, or set checkpoint.keep_best=0"
     )
 
 

@@ -153,6 +153,24 @@ def test_a_template_that_rewrites_answers_is_an_error_with_its_remedy(tmp_path: 
     assert trained_texts(data, tokenizer, 1) == ["55<|im_end|>"]
 
 
+def test_the_mask_is_that_of_a_template_with_generation_tags(tmp_path: Path) -> None:
+    """Tags mark the text and the end token of every answer; transformers is the reference for ids and mask."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    row = open_rows(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)[0]
+    expected = tokenizer.apply_chat_template(
+        CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
+    )
+    # The reference goes on with the line feed after the last end token.
+    assert row.token_ids.tolist() == expected["input_ids"][:-1]
+    mask = [bool(m) for m in expected["assistant_masks"][:-1]]
+    assert [False] * row.num_prompt_tokens + row.loss_mask.tolist() == mask
+
+
 def test_each_answer_can_have_a_row_as_the_policy_sees_it(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = FORGETFUL

@@ -109,6 +109,8 @@ def test_a_run_killed_within_an_epoch_continues_bit_for_bit(config: Config, monk
     whole = FakeRanks()
     expected = train(config, whole, monkeypatch, "run.name=whole")
     assert [step for step, _ in expected] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
+    epochs = [metrics["progress/epoch"] for _, metrics in expected if "progress/epoch" in metrics]
+    assert epochs == pytest.approx([5 / 11, 10 / 11, 15 / 11, 20 / 11, 25 / 11, 30 / 11])
     # ⌊3 · 11 / 5⌋ = 6 steps; each of two epochs has all rows, and the third all but three.
     assert [len(set(whole.seen[start : start + NUM_ROWS])) for start in (0, 11, 22)] == [11, 11, 8]
     # After three steps four rows of the second epoch have been seen.
