@@ -90,13 +90,13 @@ def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
 def count_examples(examples: Examples) -> dict[str, int]:
     """Count examples, their tokens, those of the tokens that are trained, and what was lost to a length limit."""
     counts = {"examples": len(examples), "tokens": 0, "trained_tokens": 0, "longest": 0}
+    counts["dropped"] = examples.num_dropped
+    counts["cut"] = examples.num_cut if isinstance(examples, SftDataset) else 0
     for i in range(len(examples)):
         for row in examples.rows([i]):
             counts["tokens"] += row.num_tokens
             counts["trained_tokens"] += row.num_loss_tokens
             counts["longest"] = max(counts["longest"], row.num_tokens)
-    if isinstance(examples, SftDataset):
-        counts |= {"dropped": examples.num_dropped, "cut": examples.num_cut}
     return counts
 
 
@@ -106,10 +106,10 @@ def _lines(plan: SupervisedPlan) -> Iterator[str]:
     product = " × ".join(f"{axis} {plan.layout[axis]}" for axis in ("tp", "cp", "dp", "pp"))
     yield f"layout     {product} = {plan.num_ranks} ranks"
     for name, counts in plan.data.items():
-        lost = f"; dropped {counts['dropped']:,}, cut {counts['cut']:,}" if "cut" in counts else ""
         yield (
             f"{name:<10} {counts['examples']:,} examples, {counts['tokens']:,} tokens, {counts['trained_tokens']:,} of "
-            f"them trained; the longest row has {counts['longest']:,}{lost}"
+            f"them trained; the longest row has {counts['longest']:,}; dropped "
+            f"{counts['dropped']:,}, cut {counts['cut']:,}"
         )
     yield f"steps      {plan.total_steps:,} of {plan.batch_size:,} examples, which are {plan.epochs:.2f} epochs"
     yield f"           up to {plan.micro_batches:,} micro-batches per replica"

@@ -13,7 +13,12 @@ from megarl.types import Row
 
 
 class Examples(Protocol):
-    """A data set of supervised training, whose examples are one row each or, as preference pairs, two."""
+    """A data set of supervised training, whose examples are one row each or, as preference pairs, two.
+
+    num_dropped: how many examples of the files were left out because they are over a length limit.
+    """
+
+    num_dropped: int
 
     def __len__(self) -> int:
         """Return the number of examples."""

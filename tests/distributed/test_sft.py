@@ -143,3 +143,17 @@ def test_every_layout_trains_as_plain_torch(
         assert weights.keys() == step.weights.keys()
         worst = max((w.double() - step.weights[n]).abs().max().item() for n, w in weights.items())
         assert_within("weights", worst, 0.0, atol=WEIGHT)
+
+
+@pytest.mark.long
+def test_a_replica_without_rows_keeps_in_step(
+    rank_pool: Pools, checkpoint: Callable[..., Path], chats: SftDataset, tmp_path: Path
+) -> None:
+    path, rows = checkpoint(tied=False), chats.rows([0])
+    case = training_case(path, LAYOUTS["dp2"], SPLIT, rows, tmp_path)
+    outcomes = [o for o in rank_pool(2).run(run_critic, case) if o.scored is not None]
+    assert sorted(len(outcome.scored.scores["logprobs"]) for outcome in outcomes if outcome.scored) == [0, 1]
+    dense = DenseSft(path, ADAM)
+    for number, lr in enumerate(LEARNING_RATES):
+        step = dense.step(rows, lr)
+        assert_within("loss", outcomes[0].updates[number].metrics["actor/loss"], step.loss, atol=LOSS)

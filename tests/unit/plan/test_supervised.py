@@ -74,12 +74,16 @@ def test_numbers_of_chats(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_numbers_of_pairs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "chosen": "bb", "rejected": "c"}) + "\n")
+    pairs = [{"prompt": "a", "chosen": "bb", "rejected": rejected} for rejected in ("c", "c" * 300)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     for command, section in (("train-reward", "train_reward"), ("train-preference", "train_preference")):
-        settings = [f"{section}.{key}" for key in (f"train=[{path}]", "val=[]", "batch_size=1", "total_steps=2")]
+        settings = [
+            f"{section}.{key}" for key in (f"train=[{path}]", "val=[]", "batch_size=1", "total_steps=2", "on_long=drop")
+        ]
         where = (f"model.path={model}", "actor.layout={}", "actor.optimizer.warmup_steps=0")
         text = plan(command, *where, *settings, capsys=capsys)
         assert "train      1 examples" in text
+        assert "dropped 1, cut 0" in text
         assert "steps      2 of 1 examples, which are 2.00 epochs" in text
 
 
