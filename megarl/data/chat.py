@@ -170,6 +170,57 @@ def encode_turns(
     return ids, mask
 
 
+def has_own_answer_form(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template puts an answer between other marks than the policy's prompt and the eos token.
+
+    Gemma's template ends turns with a token that is not the eos token, and Mistral's begins answers with a space.
+    Returns False if the template also changes the answer itself, for example by adding thoughts.
+    """
+    question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
+    chats = [[question, answer], [question, answer, question]]
+    try:
+        (prompt,) = render_chats(tokenizer, [[question]])
+        closed, followed = render_chats(tokenizer, chats, add_generation_prompt=False)
+    except TemplateError:
+        return False
+    if closed.startswith(f"{prompt}{answer.content}{tokenizer.eos_token}"):
+        return False
+    keeps_answer = closed.startswith(prompt) and closed[len(prompt) :].lstrip().startswith(answer.content)
+    return keeps_answer and followed.startswith(closed) and tokenizer.is_fast
+
+
+def encode_rendered_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], trained: Sequence[int], *, where: str
+) -> tuple[list[int], list[bool]]:
+    """Encode a chat up to its last answer in `trained` as the chat template renders it; return token ids, and a mask of
+    the tokens of these answers.
+
+    An answer is what the template adds to its prompt for this answer, the mark at the end of the turn included, without
+    spaces after that. For templates for which `has_own_answer_form` is true.
+
+    Raises:
+        DataError: the chat template refuses the chat; or its rendering up to an answer is not how the whole chat
+            begins, so that one sequence cannot train the answer.
+    """
+    prompts = _render_row(tokenizer, [messages[:i] for i in trained], where)
+    closed = _render_row(tokenizer, [messages[: i + 1] for i in trained], where, add_generation_prompt=False)
+    whole = closed[-1].rstrip()
+    spans: list[tuple[int, int]] = []
+    for i, prompt, end in zip(trained, prompts, (text.rstrip() for text in closed), strict=True):
+        if not messages[i].content.strip():
+            raise DataError(f"{where}: turn {i}: the target is {messages[i].content!r}, expected text")
+        if not (whole.startswith(end) and end.startswith(prompt)):
+            raise DataError(
+                f"{where}: up to turn {i} the chat template renders {end[-80:]!r}, but the whole chat goes on from "
+                f"{whole[: len(end)][-80:]!r}; set sft.train_on to each, for a row per answer, or to last"
+            )
+        spans.append((len(prompt), len(end)))
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    # A token that begins before the answer belongs to the prompt.
+    mask = [any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]]
+    return encoded["input_ids"], mask
+
+
 def encode_whole(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, where: str
 ) -> tuple[list[int], list[bool]]:

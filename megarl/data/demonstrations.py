@@ -8,7 +8,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import DataConfig, SftConfig
-from megarl.data.chat import encode_turns, encode_whole, long_prompt_error
+from megarl.data.chat import (
+    encode_rendered_turns,
+    encode_turns,
+    encode_whole,
+    has_own_answer_form,
+    long_prompt_error,
+)
 from megarl.data.files import RowFiles
 from megarl.data.records import DemonstrationRecord, demonstration_columns, parse_demonstration
 from megarl.errors import DataError
@@ -40,10 +46,11 @@ class SftDataset:
         self._masks: list[bytes] = []
         self.num_dropped = self.num_cut = 0
         files = RowFiles(paths, columns=demonstration_columns(form, settings))
+        has_own_form = has_own_answer_form(tokenizer)
         for i, row in enumerate(files):
             where = files.where(i)
             record = parse_demonstration(row, where, form, settings)
-            for ids, mask in _encoded(tokenizer, record, settings.train_on, where):
+            for ids, mask in _encoded(tokenizer, record, settings.train_on, has_own_form, where):
                 num_kept = limits.num_kept(len(ids), mask.index(True), where)
                 # A cut may end within a turn that is not trained.
                 num_kept = max((j + 1 for j in range(num_kept) if mask[j]), default=0)
@@ -75,15 +82,16 @@ class SftDataset:
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, record: DemonstrationRecord, train_on: str, where: str
+    tokenizer: PreTrainedTokenizerBase, record: DemonstrationRecord, train_on: str, has_own_form: bool, where: str
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield token ids and loss mask of each row that a chat becomes."""
     if train_on == "every_token":
         yield encode_whole(tokenizer, record.messages, where=where)
         return
+    encode = encode_rendered_turns if has_own_form else encode_turns
     answers = record.trained[-1:] if train_on == "last" else record.trained
     for trained in [(i,) for i in answers] if train_on == "each" else [answers]:
-        yield encode_turns(tokenizer, record.messages, trained, where=where)
+        yield encode(tokenizer, record.messages, trained, where=where)
 
 
 class _Limits:

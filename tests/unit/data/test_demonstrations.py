@@ -53,7 +53,7 @@ def open_rows(
     settings: SftConfig | None = None,
     form: DataConfig | None = None,
 ) -> SftDataset:
-    return SftDataset([path], tokenizer, max_prompt_tokens=100, max_response_tokens=100, settings=settings, form=form)
+    return SftDataset([path], tokenizer, max_prompt_tokens=200, max_response_tokens=200, settings=settings, form=form)
 
 
 def trained_texts(data: SftDataset, tokenizer: PreTrainedTokenizerBase, index: int = 0) -> list[str]:
@@ -169,6 +169,55 @@ def test_the_mask_is_that_of_a_template_with_generation_tags(tmp_path: Path) -> 
     assert row.token_ids.tolist() == expected["input_ids"][:-1]
     mask = [bool(m) for m in expected["assistant_masks"][:-1]]
     assert [False] * row.num_prompt_tokens + row.loss_mask.tolist() == mask
+
+
+# As Gemma has it: turns do not end with the eos token. As Mistral has it: answers begin with a space.
+GEMMA = (
+    "{% for m in messages %}<start_of_turn>{{ m['role'] }}{{ '\\n' }}{{ m['content'] | trim }}<end_of_turn>{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant{{ '\\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}{{ eos_token }}"
+    "{% elif m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (GEMMA, ["2<end_of_turn>", "55<end_of_turn>"]),
+        (MISTRAL, [" 2<|im_end|>", " 55<|im_end|>"]),
+    ],
+    ids=["Gemma", "Mistral"],
+)
+def test_templates_that_mark_answers_in_their_own_way(template: str, answers: list[str], tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = template
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT[1:]}, {"prompt": "1+1", "response": "2 \n"}])
+    data = open_rows(path, tokenizer)
+    assert trained_texts(data, tokenizer) == answers
+    # The tokens are those of the whole chat, which transformers makes.
+    whole = tokenizer.apply_chat_template(CHAT[1:], tokenize=False)
+    assert data[0].token_ids.tolist() == tokenizer(whole.rstrip(), add_special_tokens=False)["input_ids"]
+    # A single answer ends in the same way.
+    assert [text.replace(" \n", "") for text in trained_texts(data, tokenizer, 1)] == answers[:1]
+    each = open_rows(path, tokenizer, SftConfig(train_on="each"))
+    assert [trained_texts(each, tokenizer, i) for i in range(2)] == [[answer] for answer in answers]
+
+
+def test_a_system_turn_that_moves_to_the_last_question_is_an_error(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    # Of a chat that ends with a question or the answer to it.
+    last = "messages[0]['role'] == 'system' and loop.index0 >= messages | length - 2"
+    system = f"{{% if {last} %}}{{{{ messages[0]['content'] }}}}{{% endif %}}"
+    tokenizer.chat_template = MISTRAL.replace("[INST] ", f"[INST] {system}")
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT[:3]}, {"messages": CHAT}])
+    with pytest.raises(DataError, match=r"row 1: up to turn 2 the chat template renders .* set sft.train_on to each"):
+        open_rows(path, tokenizer)
+    assert len(open_rows(path, tokenizer, SftConfig(train_on="each"))) == 3
+    empty = [*CHAT[1:2], {"role": "assistant", "content": " "}]
+    with pytest.raises(DataError, match=r"row 0: turn 1: the target is ' ', expected text"):
+        open_rows(write(path, [{"messages": empty}]), tokenizer)
 
 
 def test_each_answer_can_have_a_row_as_the_policy_sees_it(tmp_path: Path) -> None:
