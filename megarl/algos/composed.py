@@ -54,7 +54,8 @@ class ComposedAlgorithm:
 
     loss = agg(policy loss × correction) + kl_coef·agg(KL) − entropy_coef·agg(entropy), where the KL term exists only
     with kl.where=loss or both. With off_policy.loss=sft, an imitation loss is added.
-    horizon_tokens: a fixed length by which some aggregations divide. vocab_size: the model's; CPO's certainty reads it.
+    horizon_tokens: a fixed length by which some aggregations divide. vocab_size: needed only for CPO, where
+    formulas may compare a token's entropy with its maximum, ln(vocab_size).
     """
 
     cfg: AlgoConfig

@@ -49,7 +49,7 @@ def luffy_loss(
     Demonstration tokens: −A·f(P) with P = exp(logprobs). No old policy enters: the demonstrator's probability counts
     as 1. If it is known (`target_probs` q ≥ 0), P / (q + 1e-6) replaces f(P). f is clamped to [min_clip, max_clip],
     and has no gradient where the clamp acts.
-    Without demonstration tokens and with clip_upper_bound ≤ 1 + clip_high, the loss equals `ppo_clip`.
+    Without demonstration tokens and remove_clip, with R' = R and clip_upper_bound ≤ 1 + clip_high, this is `ppo_clip`.
 
     >>> x, given = loss_inputs([[1.0, 2.0]], [[1.0, 1.0]]), tensor([[False, False]])
     >>> luffy_loss(x, given, OffPolicyConfig(clip_upper_bound=1.0), PolicyLossConfig()).loss.tolist()

@@ -61,8 +61,8 @@ _LOCAL_HEADER_BYTES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A stored part of a global tensor: its rectangle (offsets, sizes), and the bytes of a file that torch.save
-    wrote.
+    """A stored part of a global tensor: its rectangle (offsets, sizes), and where it lies: `length` bytes of `file`,
+    from byte `offset` on, in the format of torch.save.
     """
 
     offsets: tuple[int, ...]

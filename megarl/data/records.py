@@ -6,7 +6,7 @@ or in `extra_info`; `ability`: optional string; `reward_model`: {style, ground_t
 section `data` of a configuration can name other columns.
 
 Preference rows have `chosen` and `rejected`: texts, or lists of {role, content} that end with the assistant's
-answer; `prompt` (or `messages`): a text or such a list, which may be left out if chosen or rejected starts with it;
+answer; `prompt` (or `messages`): a text or such a list, which may be left out if chosen starts with it;
 and `margin`, an optional number.
 """
 

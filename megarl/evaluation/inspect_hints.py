@@ -65,7 +65,8 @@ class InspectRequest:
 def inspect_hints(request: InspectRequest) -> HintReport:
     """Print how many of a run's training prompts have a hint and, given a model, how much hints change its log-probs.
 
-    With a model or with `out`, the same is written as an HTML page. Raises DataError if no prompt has a hint.
+    If the request names a model or `out`, the report is also written as an HTML page, by default to hints.html.
+    Raises DataError if no prompt has a hint.
     """
     if request.num_prompts < 1:
         raise ConfigError(f"--num-prompts: got {request.num_prompts}, expected >= 1")

@@ -177,7 +177,11 @@ def _token_columns(
 
 
 def batch_metrics(rollout: RolloutBatch) -> dict[str, float]:
-    """Compute a rollout's lengths, truncation and prefixes; `clip_ratio` is the share cut off at the response limit."""
+    """Compute metrics of a rollout: lengths of prompts and responses, and shares of two kinds of responses.
+
+    `clip_ratio`: the share of responses cut off at the limit. `avg_prefix_ratio`: the share of its demonstration that a
+    response starts with, averaged.
+    """
     responses = [float(len(s.response_token_ids)) for s in rollout.samples]
     prompts = [float(len(s.prompt_token_ids)) for s in rollout.samples]
     num_cut = sum(s.finish_reason is FinishReason.LENGTH for s in rollout.samples)

@@ -102,7 +102,8 @@ def mi_down(mi: Tensor) -> Tensor:
 
 
 def confirmed(delta: Tensor, hint_logprobs: Tensor, ratio_clamp: float) -> Tensor:
-    """Select tokens that the hint makes likelier, exp(d) ≥ λ, and whose probability with the hint is above 0.1.
+    """Select tokens that the hint makes likelier, exp(delta) ≥ `ratio_clamp`, and whose probability with it is above
+    0.1.
 
     >>> confirmed(tensor([[2.0, 0.0]]), tensor([[-1.0, -3.0]]), ratio_clamp=2.0).tolist()
     [[True, False]]
@@ -111,7 +112,8 @@ def confirmed(delta: Tensor, hint_logprobs: Tensor, ratio_clamp: float) -> Tenso
 
 
 def rejected(delta: Tensor, old_logprobs: Tensor, ratio_clamp: float) -> Tensor:
-    """Select tokens that the hint makes less likely, exp(d) ≤ 1/λ, and whose probability without it is above 0.1.
+    """Select tokens that the hint makes less likely, exp(delta) ≤ 1/`ratio_clamp`, and whose probability without it is
+    above 0.1.
 
     >>> rejected(tensor([[-2.0, 0.0]]), tensor([[-1.0, -1.0]]), ratio_clamp=2.0).tolist()
     [[True, False]]
