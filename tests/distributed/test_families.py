@@ -20,8 +20,21 @@ LAYOUTS = {
     "pp2": LayoutConfig(pp=2, first_stage_layers=3, dp=2),
     "tp2-pp2": LayoutConfig(tp=2, pp=2, first_stage_layers=3),
 }
-# Tied embeddings where they are split and lie on two stages, untied ones with sequence parallelism; the rest is long.
-QUICK = {True: ("tp2-pp2",), False: ("tp2-sp",)}
+# Untied embeddings with sequence parallelism, and tied ones where they are split and lie on two stages, for a family
+# with biases and one that scales its embeddings; the rest is long.
+QUICK = {*((name, False, "tp2-sp") for name in DENSE), ("qwen2", True, "tp2-pp2"), ("gemma", True, "tp2-pp2")}
+CASES = [
+    pytest.param(
+        name,
+        tied,
+        layout,
+        id=f"{name}-{'tied' if tied else 'untied'}-{layout}",
+        marks=() if (name, tied, layout) in QUICK else pytest.mark.long,
+    )
+    for name in DENSE
+    for tied in (True, False)
+    for layout in LAYOUTS
+]
 
 GetPool = Callable[[int], RankPool]
 
@@ -35,15 +48,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool],
     return get
 
 
-@pytest.mark.parametrize(
-    ("tied", "layout"),
-    [
-        pytest.param(tied, name, id=f"{head}-{name}", marks=() if name in QUICK[tied] else pytest.mark.long)
-        for head, tied in (("tied", True), ("untied", False))
-        for name in LAYOUTS
-    ],
-)
-@pytest.mark.parametrize("name", list(DENSE))
+@pytest.mark.parametrize(("name", "tied", "layout"), CASES)
 def test_family_equals_transformers(
     rank_pool: GetPool,
     reference: Callable[[str, bool], Reference],

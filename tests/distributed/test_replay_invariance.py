@@ -103,14 +103,14 @@ def baseline(
 # Every layout with one algorithm, every algorithm with the basic layouts of two ranks; the other pairs are long, and so
 # is the want of rows where it meets further dimensions.
 BASIC = ("tp2-sp", "dp2")
-
-
+# Rows one by one under these layouts say no more than on one rank.
+REPEATED = ("tp2 row by row", "tp2-sp row by row")
 # These differ from the others in pure functions, which unit tests cover, and in scores that rows carry.
 RARE = ("gmpo", "sapo", "clip_cov", "kl_cov")
 
 
 def is_short(case: str, algorithm: str) -> bool:
-    if algorithm in RARE:
+    if algorithm in RARE or case in REPEATED:
         return False
     if CASES[case].layout.world_size > 2:
         return algorithm == "token-mean" and "without rows" not in case
