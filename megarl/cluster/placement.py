@@ -89,10 +89,11 @@ def plan_placement(
     other_layouts: Sequence[LayoutConfig] = (),
     engine_ranks: Sequence[Sequence[int]] = (),
 ) -> PlacementPlan:
-    """Plan the places of all ranks and engines. `device`: Ray resources of one device and of the processes on it.
+    """Plan the places of all ranks and engines.
 
-    Without a trainer, engines need nodes of their own (placement.mode=split). engine_ranks: for each colocated engine,
-    the trainer ranks whose devices its workers use; by default consecutive ranks.
+    device: Ray resources to reserve per device, such as {"CPU": 1, "GPU": 1}; the processes on the device share them.
+    engine_ranks: for each colocated engine, the trainer ranks whose devices its workers use; by default consecutive
+    ranks. Without a trainer, engines need nodes of their own (placement.mode=split).
     """
     nodes, world_size = config.placement.trainer, config.actor.layout.world_size
     per_node = devices_per_node(nodes, world_size)

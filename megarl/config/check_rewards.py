@@ -102,7 +102,10 @@ def _check_part(key: str, part: HybridPartConfig) -> None:
 
 
 def _check_single(rewards: RewardsConfig) -> None:
-    """Raise ConfigError if two parts of the mixture use the rule, or two the reward model: a run has one of each."""
+    """Raise ConfigError if two parts of the hybrid reward have manager=rule, or two have manager=model.
+
+    A run has only one rule manager and one reward model.
+    """
     for manager in ("rule", "model"):
         names = [name for name, part in rewards.hybrid.parts.items() if part.manager == manager]
         if len(names) > 1:

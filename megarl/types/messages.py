@@ -85,8 +85,8 @@ class MicroBatchPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """A request for one forward pass of a role over a batch; log-probs and entropies are taken at `temperature`.
-    paired: the second half of a micro-batch repeats its responses after other prompts; the KL between both is
-    computed.
+    paired: each micro-batch holds rows, then the same responses after other prompts; the pass also computes, per
+    response token, KL(policy after the other prompt ‖ policy after the row's own).
     """
 
     role: Role

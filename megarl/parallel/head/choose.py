@@ -60,7 +60,7 @@ def first_that_passes(candidates: list[Candidate], device: torch.device) -> Chun
 
 
 def find_fault(candidate: Candidate, device: torch.device) -> str | None:
-    """Run the self-test of a candidate on this device; return one line that says what failed, or None if it passes."""
+    """Run the self-test of candidate kernels on this device; return in one line what failed, or None if they pass."""
     try:
         return next(filter(None, (self_test(candidate.kernels, device, dtype) for dtype in TESTED_DTYPES)), None)
     except candidate.errors as error:

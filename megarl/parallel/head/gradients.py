@@ -28,8 +28,9 @@ class GradientSinks:
 
 
 class HiddenGradient:
-    """The gradient ∂L/∂h [N, H], summed over vocabulary shards: while one chunk is computed, the last is summed over
-    ranks.
+    """The gradient ∂L/∂h [N, H] of hidden states, summed over the ranks' vocabulary shards.
+
+    Tokens come in chunks: while the gradient of one chunk is summed over ranks, that of the next is computed.
     """
 
     def __init__(self, hidden: torch.Tensor, sinks: GradientSinks) -> None:
