@@ -27,6 +27,7 @@ from megarl.config.check_layout import check_layout, check_role_layouts, check_s
 from megarl.config.check_placement import (
     check_engine_tp,
     check_engines,
+    check_schedule,
     check_sync,
     check_trainer_nodes,
 )
@@ -260,6 +261,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     check_replayed_routing,
     check_train_outlasts_warmup,
     check_engines,
+    check_schedule,
     check_sync,
     _require_ipc,
 )

@@ -45,6 +45,42 @@ def check_engines(config: Config) -> None:
         )
 
 
+def check_schedule(config: Config) -> None:
+    """Raise ConfigError unless the schedule suits the placement, the correction and the wish for equal bits."""
+    schedule = config.rollout.schedule
+    ahead = f"rollout.schedule.staleness: got {schedule.staleness}"
+    if schedule.staleness == 0:
+        if schedule.window_frac:
+            raise ConfigError(
+                f"rollout.schedule.window_frac: got {schedule.window_frac} with rollout.schedule.staleness=0, where a "
+                "step waits for all of its groups; set it to 0, or raise staleness"
+            )
+        return
+    if config.placement.mode == "colocated":
+        raise ConfigError(
+            f"{ahead} with placement.mode=colocated, but engines that share the trainer's devices cannot generate "
+            "while it works; set placement.mode=split, or staleness=0"
+        )
+    if config.rollout.source != "vllm":
+        return
+    if config.algo.correction.name == "none":
+        raise ConfigError(
+            f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "
+            "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do"
+        )
+    if schedule.on_update == "finish" and schedule.staleness > 1:
+        raise ConfigError(
+            f"{ahead} with rollout.schedule.on_update=finish, but engines are empty at every update, so more than 1 "
+            "gains nothing; set staleness=1, or on_update=continue"
+        )
+    if schedule.on_update == "continue" and config.run.deterministic:
+        raise ConfigError(
+            "run.deterministic: got true with rollout.schedule.on_update=continue, where it depends on time which "
+            "token new weights come at; set on_update=finish, or record the run and execute it again with "
+            "rollout.source=regenerate"
+        )
+
+
 def check_sync(config: Config) -> None:
     """Raise ConfigError for weight-sync settings that exclude each other or that the placement does not allow."""
     sync = config.sync

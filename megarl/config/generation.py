@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Range, section, setting
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, FRACTION, POSITIVE, SHARE, Range, section, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,21 @@ class EngineConfig:
     block_size: int | None = setting(None, AT_LEAST_1)  # Tokens per block of the KV cache.
     enforce_eager: bool = False  # Disable CUDA graphs.
     prefix_caching: bool = True  # Share the KV cache of common prompt prefixes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Configure how far generation may run ahead of training."""
+
+    # Weight updates that may come between the admission of a prompt and the start of the step that trains on its
+    # samples; 0: synchronous, engines wait while the trainer works.
+    staleness: int = setting(0, AT_LEAST_0)
+    # finish: before new weights come, engines finish all samples; continue: unfinished samples go on with the new
+    # weights, and each token knows the version that sampled it.
+    on_update: Literal["finish", "continue"] = "finish"
+    # Share of the (staleness + 1) · trainer.prompts_per_step prompts under way within which a finished group may train
+    # before an older one. 0: strict order.
+    window_frac: float = setting(0.0, FRACTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +60,7 @@ class RolloutConfig:
     record: bool = False  # Record every step's rollout under RUN/records, for replay.
     replay_dir: str | None = None  # RUN/records of the run to replay, with source=replay.
     engine: EngineConfig = section(EngineConfig, affects=("engines", "workers"))
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
