@@ -1,9 +1,7 @@
 """Write and read back the files of a run: metrics (JSON lines, TensorBoard, Weights & Biases) and sampled rollouts."""
 
 import importlib
-import json
 import math
-import os
 import time
 import uuid
 from collections import defaultdict
@@ -12,12 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import ConfigError, DataError
+from megarl.record.json_lines import append_lines, open_lines, read_lines
 
 
 class RunPaths:
@@ -31,6 +30,8 @@ class RunPaths:
         # What the driver is doing; see `megarl.launch.status`.
         self.status = root / "status.json"
         self.metrics = root / "metrics.jsonl"
+        # When which side of the run worked at what; see `megarl.record.timeline`.
+        self.timeline = root / "timeline.jsonl"
         # The id of the Weights & Biases run, with which a resumed run continues it.
         self.wandb_id = root / "wandb_id.txt"
         self.tensorboard = root / "tensorboard"
@@ -89,14 +90,10 @@ class JsonlSink:
     """A file with one JSON object per record, flushed to disk after each, so that a killed run loses nothing."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = open_lines(path)
 
     def write(self, record: MetricsRecord) -> None:
-        self._file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_lines(self._file, [asdict(record)])
 
     def close(self) -> None:
         self._file.close()
@@ -184,47 +181,12 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
     """
     if not path.is_file():
         raise DataError(f"no metrics at {path}: expected the metrics.jsonl that a run writes")
-    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        is_unterminated = number == len(lines)
-        try:
-            if line.strip():
-                records.append(_parse_record(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if not is_unterminated:
-                raise DataError(
-                    f"{path} line {number}: got {line[:80]!r} ({error}), expected an object of step, time_s "
-                    "and finite metrics; repair or remove this line"
-                ) from error
-    return records
+    return read_lines(path, _parse_record, expected="an object of step, time_s and finite metrics")
 
 
-def _parse_record(line: str) -> MetricsRecord:
-    raw = json.loads(line)
+def _parse_record(raw: Any) -> MetricsRecord:
     metrics = {str(name): float(value) for name, value in raw["metrics"].items()}
     return MetricsRecord(step=int(raw["step"]), time_s=float(raw["time_s"]), metrics=metrics)
-
-
-def truncate_metrics(path: Path, last_step: int) -> None:
-    """Remove the records after `last_step`; the file is replaced atomically."""
-    if not path.exists():
-        return
-    _drop_torn_line(path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.writelines(line for line in lines if _parse_record(line.decode("utf-8")).step <= last_step)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Truncate the file after its last newline, so that the next record does not continue a torn line."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +209,26 @@ def summarize(values: Sequence[float]) -> Summary:
     return Summary(mean=math.fsum(values) / len(values), max=max(values), min=min(values))
 
 
-class Timers:
-    """Seconds per phase of the current step: `with timers("gen"): ...`. Times of a repeated phase add up."""
+class Stage(NamedTuple):
+    """A stretch of time with a name; start and end are Unix seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._elapsed_s: defaultdict[str, float] = defaultdict(float)
+    name: str
+    start_s: float
+    end_s: float
+
+
+class Timers:
+    """Times of the phases of the current step: `with timers("gen"): ...`. Phases may lie within one another.
+
+    clock: measures durations, in seconds from any start. unix_time: dates them.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, unix_time: Callable[[], float] = time.time
+    ) -> None:
+        self._clock, self._unix_time = clock, unix_time
+        # By `clock`, in the order in which they ended.
+        self._ended: list[Stage] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -260,13 +236,26 @@ class Timers:
         try:
             yield
         finally:
-            self._elapsed_s[phase] += self._clock() - start_s
+            self._ended.append(Stage(phase, start_s, self._clock()))
+
+    def stages(self) -> list[Stage]:
+        """Return the phases finished since the last `pop`, each time that they ran, in the order in which they ended.
+
+        All are dated by one reading of both clocks: a correction of the system's time cannot make them overlap.
+        """
+        offset_s = self._unix_time() - self._clock()
+        return [Stage(name, start_s + offset_s, end_s + offset_s) for name, start_s, end_s in self._ended]
 
     def pop(self) -> dict[str, float]:
-        """Return and reset the times of the phases finished since the last call, as `timing_s/{phase}`."""
-        timings = {f"timing_s/{phase}": elapsed_s for phase, elapsed_s in self._elapsed_s.items()}
-        self._elapsed_s.clear()
-        return timings
+        """Return and reset the times of the phases finished since the last call, as `timing_s/{phase}`.
+
+        Times of a repeated phase add up.
+        """
+        timings: defaultdict[str, float] = defaultdict(float)
+        for name, start_s, end_s in self._ended:
+            timings[f"timing_s/{name}"] += end_s - start_s
+        self._ended.clear()
+        return dict(timings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

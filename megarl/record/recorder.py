@@ -19,19 +19,21 @@ from megarl.config.schema import Config
 from megarl.data.chat import token_texts
 from megarl.data.sampler import train_files
 from megarl.errors import ConfigError
+from megarl.record.json_lines import truncate_lines
 from megarl.record.metrics import (
     JsonlSink,
     MetricsLogger,
     MetricsSink,
     RolloutRecord,
     RunPaths,
+    Stage,
     TensorBoardSink,
     WandbSink,
     require_wandb,
     summarize,
-    truncate_metrics,
     write_rollouts,
 )
+from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ class RunRecorder:
             raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
         self.paths = RunPaths(Path(config.run.dir) / config.run.name)
         if resumed_step is not None:
-            truncate_metrics(self.paths.metrics, resumed_step)
+            for lines in (self.paths.metrics, self.paths.timeline):
+                truncate_lines(lines, resumed_step)
             for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
                 if int(path.stem.removeprefix("step_")) > resumed_step:
                     path.unlink()
@@ -88,6 +91,9 @@ class RunRecorder:
             self.paths.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir: cannot make {self.paths.root}: {error.strerror}; choose another") from error
+        if resumed_step is None:
+            # Of a run that ended before its first metrics.
+            self.paths.timeline.unlink(missing_ok=True)
         self.paths.config.write_text(dump(config))
         self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
 
@@ -121,6 +127,16 @@ class RunRecorder:
         if (project := self._config.logging.wandb_project) is not None:
             sinks.append(WandbSink(project, self._config.run.name, self.paths, asdict(self._config)))
         return MetricsLogger(sinks)
+
+    def timeline(
+        self, step: int, stages: Sequence[Stage], engines: Mapping[str, Sequence[tuple[float, float]]]
+    ) -> dict[str, float]:
+        """Write when the trainer and each engine worked, and return the shares of the step in which they did not.
+
+        Arguments are those of `step_intervals`, the metrics those of `idle_metrics`.
+        """
+        append_timeline(self.paths.timeline, step_intervals(step, stages, engines))
+        return idle_metrics(stages, engines)
 
     def sample_rollouts(
         self,

@@ -1,0 +1,66 @@
+"""Append to files of one JSON object per line, read them back, and cut them, so that a kill loses at most one line."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from megarl.errors import DataError
+
+T = TypeVar("T")
+
+
+def open_lines(path: Path) -> TextIO:
+    """Open a file for `append_lines`; an incomplete last line, left by a kill, is removed, not continued."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _drop_torn_line(path)
+    return path.open("a", encoding="utf-8")
+
+
+def append_lines(file: TextIO, objects: Iterable[object]) -> None:
+    """Write one line per object, all of them on disk when this returns; NaN and infinity raise ValueError."""
+    file.write("".join(json.dumps(value, allow_nan=False) + "\n" for value in objects))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_lines(path: Path, parse: Callable[[Any], T], *, expected: str) -> list[T]:
+    """Parse every line of a file in order; an incomplete last line, left by a kill, is skipped.
+
+    Another line that is no JSON, or that `parse` refuses, raises DataError with its number. expected: the rest of that
+    message, what a line should hold.
+    """
+    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                parsed.append(parse(json.loads(line)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if number < len(lines):
+                raise DataError(
+                    f"{path} line {number}: got {line[:80]!r} ({error}), expected {expected}; "
+                    "repair or remove this line"
+                ) from error
+    return parsed
+
+
+def truncate_lines(path: Path, last_step: int) -> None:
+    """Remove the lines whose `step` is after `last_step`; the file, if there is one, is replaced atomically."""
+    if not path.exists():
+        return
+    _drop_torn_line(path)
+    partial = path.with_suffix(".partial")
+    with path.open("rb") as lines, partial.open("wb") as file:
+        file.writelines(line for line in lines if int(json.loads(line)["step"]) <= last_step)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Truncate the file after its last newline, so that the next record does not continue a torn line."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,0 +1,123 @@
+"""Record when the trainer and each engine worked (RUN/timeline.jsonl), and measure how long each side was idle."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import DataError
+from megarl.record.json_lines import append_lines, read_lines
+from megarl.record.metrics import Stage
+
+# Lanes of one run: its steps, the stages of the trainer, and engines by name, such as "engine 0".
+STEP_LANE, TRAINER_LANE, ENGINE_PREFIX = "step", "trainer", "engine "
+# Stages in which the trainer waits for samples and rewards; in all others it works.
+WAITING = frozenset({"gen", "reward", "wait", "settle"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A stretch of time in which one side of the run, its lane, was at work on something, its name.
+
+    start_s, end_s: Unix seconds, by the clock of the lane's host. step: the training step with which it was recorded;
+    an engine's interval may have begun before it.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    step: int
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.start_s <= self.end_s < math.inf:
+            raise DataError(
+                f"interval {self.name} of {self.lane} at step {self.step}: got {self.start_s} to {self.end_s}, "
+                "expected finite times in order; look at the clock of this host"
+            )
+
+
+def step_intervals(
+    step: int, stages: Iterable[Stage], engines: Mapping[str, Sequence[tuple[float, float]]]
+) -> list[Interval]:
+    """Return the intervals of a step: of its stages, in the lane of the trainer, and of the engines.
+
+    stages: as `Timers.stages` returns them; the one named "step", which contains others, has a lane of its own.
+    engines: name, such as "0" → (start, end) of the times in which this engine had unfinished requests, in Unix
+    seconds. An engine that is at work when it is asked ends an interval at that moment and begins the next one.
+
+    >>> step_intervals(3, [Stage("gen", 1.0, 2.0)], {"0": [(0.5, 1.5)]})[1]
+    Interval(lane='engine 0', name='generate', start_s=0.5, end_s=1.5, step=3)
+    """
+    lanes = {"step": STEP_LANE}
+    phases = [(lanes.get(name, TRAINER_LANE), name, start_s, end_s) for name, start_s, end_s in stages]
+    generations = [
+        (f"{ENGINE_PREFIX}{engine}", "generate", *time) for engine, times in engines.items() for time in times
+    ]
+    return [
+        # The clock of an engine's host may be set back while the engine works.
+        Interval(lane=lane, name=name, start_s=start_s, end_s=max(start_s, end_s), step=step)
+        for lane, name, start_s, end_s in phases + generations
+    ]
+
+
+def append_timeline(path: Path, intervals: Iterable[Interval]) -> None:
+    """Append intervals to a timeline, one line of JSON each, all of them on disk when this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        append_lines(file, map(asdict, intervals))
+
+
+def read_timeline(path: Path) -> list[Interval]:
+    """Read a timeline in the order written. An incomplete last line, left by a kill, is skipped; other bad lines raise
+    DataError.
+    """
+    if not path.is_file():
+        raise DataError(f"no timeline at {path}: expected the timeline.jsonl that `megarl train` writes in each step")
+    return read_lines(path, _parse, expected="an object of lane, name, start_s, end_s and step")
+
+
+def _parse(raw: Any) -> Interval:
+    return Interval(
+        lane=str(raw["lane"]),
+        name=str(raw["name"]),
+        start_s=float(raw["start_s"]),
+        end_s=float(raw["end_s"]),
+        step=int(raw["step"]),
+    )
+
+
+def covered_s(times: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
+    """Return how many seconds of a window lie in at least one of the given times, each (start, end).
+
+    >>> covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 9.0)], (1.0, 6.0))  # 1 to 3 and 5 to 6
+    3.0
+    """
+    total, reached = 0.0, window[0]
+    for start, end in sorted(times):
+        begin, end = max(start, reached), min(end, window[1])
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total
+
+
+def idle_metrics(stages: Sequence[Stage], engines: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """Return the shares of a step's wall time in which either side of the run was idle; nothing without a step.
+
+    perf/trainer_idle_frac: without a stage of the trainer at work, that is, waiting for samples or rewards, or between
+    stages. perf/engine_idle_frac: mean over engines of the share of the step in which the engine had nothing to do;
+    left out without engines. Times outside of the step do not count. Arguments are those of `step_intervals`.
+
+    >>> stages = [Stage("gen", 0.0, 6.0), Stage("update_actor", 6.0, 9.0), Stage("step", 0.0, 10.0)]
+    >>> idle_metrics(stages, {"0": [(-5.0, 4.0)], "1": [(1.0, 7.0)]})
+    {'perf/trainer_idle_frac': 0.7, 'perf/engine_idle_frac': 0.5}
+    """
+    window = next(((start, end) for name, start, end in stages if name == "step"), None)
+    if window is None:
+        return {}
+    length = window[1] - window[0]
+    work = [(start, end) for name, start, end in stages if name not in WAITING | {"step"}]
+    busy = [covered_s(times, window) / length for times in engines.values()]
+    idle = {"perf/trainer_idle_frac": 1 - covered_s(work, window) / length}
+    return idle | ({"perf/engine_idle_frac": 1 - sum(busy) / len(busy)} if busy else {})
