@@ -9,6 +9,15 @@ def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
     return _hash64(f"{run_seed}/{step}/{uid}/{sample_index}", "little") >> 1
 
 
+def span_seed(seed: int, num_tokens: int) -> int:
+    """Return the seed with which a sample of this seed goes on after `num_tokens` sampled tokens: its own after 0.
+
+    A sample is seeded anew where new weights come and where another request goes on with it. What follows depends on
+    the tokens so far and on this seed alone, so it can be sampled again.
+    """
+    return _hash64(f"{seed}/{num_tokens}", "little") >> 1 if num_tokens else seed
+
+
 def batch_seed(run_seed: int, step: int) -> int:
     """Return the seed of a step's random choices over its rows."""
     return sample_seed(run_seed, step, "", -1)

@@ -16,7 +16,7 @@ from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.parallel.worker import PolicyWorker
-from megarl.rollout.engine import Completion, EngineSpec, GenerationRequest, VllmEngine
+from megarl.rollout.engine import Completion, EngineSpec, VllmEngine
 
 # How long to wait for killed processes to be gone.
 END_TIMEOUT_S = 10.0
@@ -75,7 +75,7 @@ _GENERATION = "generation"
 
 
 class EngineActor(RunActor):
-    """A Ray actor with one vLLM engine. While it generates, it still answers other calls, such as weight syncs."""
+    """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs."""
 
     concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1}
 
@@ -103,9 +103,9 @@ class EngineActor(RunActor):
         return getattr(self.engine, method)(*args, **kwargs)
 
     @ray.method(concurrency_group=_GENERATION)
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """Yield completions from `VllmEngine.stream`. The remote call must set num_returns="streaming"."""
-        yield from self.engine.stream(requests)
+    def serve(self) -> Iterator[dict[int, Completion]]:
+        """Yield completions from `VllmEngine.serve`. The remote call must set num_returns="streaming"."""
+        yield from self.engine.serve()
 
 
 def end_run_processes(pids: Sequence[int]) -> None:

@@ -1,85 +1,160 @@
 """Distribute generation requests over the engines of a cluster, and collect the completions."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.cluster.processes import wait_all, wait_living, wait_streams
+import ray
+
+from megarl.cluster.processes import take_ready, wait_all, wait_living, wait_streams
 from megarl.cluster.roster import Process
-from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.engine import Completion, EngineWork, GenerationRequest
+from megarl.rollout.source import Doing, generating
 from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FloatArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A batch of requests that engines are generating. `hands`: for each engine, the indices of its requests; `calls`:
-    pending remote calls.
-    """
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An unfinished request: which engine works on it, and who is told of its completion, with which position."""
 
-    requests: tuple[GenerationRequest, ...]
-    hands: tuple[tuple[int, ...], ...]
-    calls: tuple[tuple[Process, Any], ...]
+    request: GenerationRequest
+    engine: int
+    tell: OnCompletion
+    position: int
 
 
-def deal_requests(requests: Sequence[GenerationRequest], num_engines: int) -> list[list[int]]:
-    """Assign requests to engines, and return the indices of each engine's requests.
+def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -> list[int]:
+    """Assign requests to engines, which take turns in the given order; return the engine of each request.
 
     Requests with the same prompt go to one engine, which then uses its prefix cache; distinct prompts are assigned in
     turn. If there are fewer prompts than engines, single requests are assigned in turn.
     """
     prompts = {request.token_ids: i for i, request in enumerate({r.token_ids: r for r in requests}.values())}
-    by_prompt = len(prompts) >= num_engines
-    hands: list[list[int]] = [[] for _ in range(num_engines)]
-    for position, request in enumerate(requests):
-        turn = prompts[request.token_ids] if by_prompt else position
-        hands[turn % num_engines].append(position)
-    return hands
-
-
-def deal_again(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
-    """Distribute the unfinished requests of a batch anew after engines died; return each engine's request indices.
-
-    exactly: let every engine that has unfinished requests repeat its whole share, so that results are bitwise equal.
-    """
-    if exactly:
-        return [list(hand) if set(hand) - set(finished) else [] for hand in submission.hands]
-    left = [position for position in range(len(submission.requests)) if position not in finished]
-    dealt = deal_requests([submission.requests[position] for position in left], len(submission.hands))
-    return [[left[i] for i in hand] for hand in dealt]
+    by_prompt = len(prompts) >= len(order)
+    return [order[(prompts[r.token_ids] if by_prompt else i) % len(order)] for i, r in enumerate(requests)]
 
 
 class EngineGroup:
     """The engines of a run, called together; each holds a full copy of the policy.
 
-    Every request has its own seed, so the samples do not depend on the number of engines.
+    Engines take requests at any time, and send completions in one stream each. Every request has its own seed, so the
+    samples do not depend on the number of engines.
     """
 
     def __init__(self, processes: Sequence[Process], *, timeout_s: float) -> None:
         self.processes, self._timeout_s = list(processes), timeout_s
+        self._ids = itertools.count()
+        self._open: dict[int, _Open] = {}
+        # By engine, the requests since it last had none: after its death all are repeated for bitwise equal results.
+        self._hands: dict[int, dict[int, _Open]] = {}
+        # By engine, its process, and its stream of completions or the failed result that ended the stream.
+        self._streams: dict[int, tuple[Process, Any]] = {}
+        # Calls that hand requests over, until they have succeeded.
+        self._adding: list[tuple[Process, Any]] = []
 
-    def submit(self, requests: Sequence[GenerationRequest], hands: Sequence[Sequence[int]] | None = None) -> Submission:
-        """Start generating. `hands`: indices of the requests for each engine; by default from `deal_requests`."""
-        hands = deal_requests(requests, len(self.processes)) if hands is None else hands
-        calls = [
-            (p, p.actor.stream.options(num_returns="streaming").remote([requests[i] for i in hand]))
-            for p, hand in zip(self.processes, hands, strict=True)
-            if hand
-        ]
-        return Submission(requests=tuple(requests), hands=tuple(map(tuple, hands)), calls=tuple(calls))
+    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
+        """Start generating, and return at once; `tell` gets each completion with the position of its request.
 
-    def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        """Wait for all completions, and pass each to `on_finished` on arrival, with the index of its request.
-
-        If an engine dies that can be restarted, this returns without completions for its unfinished requests.
+        Engines with fewer unfinished requests come first.
         """
-        hands = [hand for hand in submission.hands if hand]
+        load = dict.fromkeys(self.living(), 0)
+        for each in self._open.values():
+            if each.engine in load:
+                load[each.engine] += 1
+        engines = deal_requests(requests, sorted(load, key=lambda i: (load[i], i)))
+        opened = {next(self._ids): _Open(r, engines[i], tell, i) for i, r in enumerate(requests)}
+        self._start(opened)
 
-        def take(call: int, part: Mapping[int, Completion]) -> None:
-            for place, completion in part.items():
-                on_finished(hands[call][place], completion)
+    def _start(self, opened: Mapping[int, _Open]) -> None:
+        self._open |= opened
+        for engine in sorted({each.engine for each in opened.values()}):
+            mine = {key: each for key, each in opened.items() if each.engine == engine}
+            self._hands.setdefault(engine, {}).update(mine)
+            process = self.processes[engine]
+            if self._streams.get(engine, (None, None))[0] is not process:
+                self._streams[engine] = (process, process.actor.serve.options(num_returns="streaming").remote())
+            added = process.actor.call.remote("add", {key: each.request for key, each in mine.items()})
+            self._adding.append((process, added))
 
-        wait_streams(submission.calls, take, timeout_s=timeout_s, doing="generating")
+    def living(self) -> list[int]:
+        """List the engines that are not known to be dead, by index."""
+        return [i for i, process in enumerate(self.processes) if process.name not in process.roster.lost]
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        """Pass completions on as they arrive, until `until()`. Returns early if an engine dies that can be restarted.
+
+        timeout_s: limits the time in which no completion arrives.
+        """
+        living = self.living()
+        streams = [self._streams[i] for i in living if i in self._streams]
+        # The calls of dead engines have failed, and their requests are submitted again.
+        self._adding = [(p, call) for p, call in self._adding if p in [self.processes[i] for i in living]]
+        calls = [*streams, *self._adding]
+        wait_streams(calls, lambda _, part: self._take(part), until=until, timeout_s=timeout_s, doing=doing)
+        self._adding = [each for each in self._adding if not ray.wait([each[1]], timeout=0)[0]]
+
+    def poll(self) -> None:
+        """Pass completions on that have arrived, without waiting."""
+        streams = {i: self._streams[i][1] for i in self.living() if i in self._streams}
+        engines = [i for i, stream in streams.items() if isinstance(stream, ray.ObjectRefGenerator)]
+        for place, failed in take_ready([streams[i] for i in engines], self._take).items():
+            self._streams[engines[place]] = (self._streams[engines[place]][0], failed)
+
+    def _take(self, part: Mapping[int, Completion]) -> None:
+        for key, completion in part.items():
+            # Otherwise the request was finished before its engine died, or was given up.
+            if (each := self._open.pop(key, None)) is not None:
+                if self.are_idle([each.engine]):
+                    self._hands.pop(each.engine, None)
+                each.tell(each.position, completion)
+
+    def are_idle(self, engines: Sequence[int]) -> bool:
+        """Return whether none of these engines has unfinished requests."""
+        return not any(each.engine in engines for each in self._open.values())
+
+    def orphans(self) -> list[int]:
+        """List the dead engines that had unfinished requests."""
+        living = self.living()
+        return sorted({each.engine for each in self._open.values()} - {*living})
+
+    def start_again(self, engine: int, *, exactly: bool) -> None:
+        """Submit the unfinished requests of an engine that died again.
+
+        exactly: to the engine in its place, with all that were submitted along with them, so that results are bitwise
+        equal; otherwise to all living engines.
+        """
+        hand = self._hands.pop(engine)
+        if exactly:
+            self._start(hand)
+            return
+        left = {key: self._open.pop(key) for key in hand if key in self._open}
+        engines = deal_requests([each.request for each in left.values()], self.living())
+        self._start({key: replace(each, engine=to) for (key, each), to in zip(left.items(), engines, strict=True)})
+
+    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
+        """Return the tokens so far of all unfinished requests that have any, with who would be told and the position.
+
+        The requests go on.
+        """
+        calls = [(self.processes[i], self.processes[i].actor.call.remote("unfinished")) for i in self.living()]
+        found = wait_all(calls, timeout_s=self._timeout_s, doing="asking for unfinished samples")
+        self.poll()
+        parts = {key: completion for each in found for key, completion in each.items() if key in self._open}
+        return [(self._open[key].tell, self._open[key].position, completion) for key, completion in parts.items()]
+
+    def abort(self) -> None:
+        """Forget all unfinished requests."""
+        if self._open:
+            self._move("abort", doing="aborting unfinished requests")
+            self._open.clear()
+            self._hands.clear()
+
+    def work(self) -> list[EngineWork]:
+        """Return what each living engine did since the last call."""
+        calls = [(self.processes[i], self.processes[i].actor.call.remote("work")) for i in self.living()]
+        return wait_all(calls, timeout_s=self._timeout_s, doing="asking engines for their work")
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
         """Return the log-probs that one engine gives the tokens of given sequences, at temperature 1."""

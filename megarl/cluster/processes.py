@@ -82,6 +82,20 @@ def current_wait() -> tuple[str, float] | None:
     return _waiting[-1] if _waiting else None
 
 
+# Work that goes on while this process waits for others; it must not wait itself.
+_background: list[Callable[[], None]] = []
+
+
+@contextmanager
+def in_background(serve: Callable[[], None]) -> Iterator[None]:
+    """Within this context, call `serve` about every `WATCH_S` seconds of each wait; it must not wait itself."""
+    _background.append(serve)
+    try:
+        yield
+    finally:
+        _background.remove(serve)
+
+
 @contextmanager
 def _noted(doing: str) -> Iterator[None]:
     _waiting.append((doing, time.time()))
@@ -110,63 +124,113 @@ def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing
 
     needs_all: raise EngineDiedError also for a process that can be replaced, instead of only recording its death.
     """
-    wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=needs_all)
+    wait = _Wait(calls, timeout_s=timeout_s, doing=lambda: doing, needs_all=needs_all)
     with _noted(doing):
         for ref in wait.ready():
-            wait.succeeded(ref, ref)
-            wait.end(ref)
+            if ref is not None:
+                wait.succeeded(ref, ref)
+                wait.end(ref)
 
 
 def wait_streams(
-    calls: Sequence[tuple[Process, Any]], take: Callable[[int, Any], None], *, timeout_s: float, doing: str
+    calls: Sequence[tuple[Process, Any]],
+    take: Callable[[int, Any], None],
+    *,
+    until: Callable[[], bool],
+    timeout_s: float,
+    doing: Callable[[], str],
 ) -> None:
-    """Pass each result of streaming remote calls to `take` on arrival, with the index of its call, until all end.
+    """Pass each result of streaming remote calls to `take` on arrival, with the index of its call, until `until()`.
 
-    Raises the errors of `wait_living` and of `take`.
+    Among the calls may be single ones, whose results nobody takes, and failed results of streams (see `take_ready`).
+    Returns early when a called process has died that can be replaced. timeout_s: limits the time without any result.
+    doing: says for messages what the wait is for. Raises the errors of `wait_living` and of `take`.
     """
-    with _noted(doing):
-        positions = {stream: i for i, (_, stream) in enumerate(calls)}
-        wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
-        for stream in wait.ready():
+    positions = {call: i for i, (_, call) in enumerate(calls)}
+    wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
+    with _noted(doing()):
+        ready = wait.ready()
+        while not until():
             try:
-                ref = next(stream)
+                call = next(ready)
             except StopIteration:
-                wait.end(stream)
+                return
+            if call is None:
                 continue
-            if wait.succeeded(ref, stream):
-                take(positions[stream], ray.get(ref))
+            is_stream = isinstance(call, ray.ObjectRefGenerator)
+            ref = next(call, None) if is_stream else call
+            if ref is not None and not wait.succeeded(ref, call):
+                return
+            if ref is None or not is_stream:
+                wait.end(call)
+                continue
+            wait.restart_clock()
+            take(positions[call], ray.get(ref))
+
+
+def take_ready(streams: Sequence[Any], take: Callable[[Any], None]) -> dict[int, Any]:
+    """Pass the results that streams of remote calls have ready to `take`, without waiting.
+
+    Returns the failed result of each stream that failed, by its index; `wait_streams` explains it if it is a call.
+    """
+    failed: dict[int, Any] = {}
+    left = {stream: i for i, stream in enumerate(streams)}
+    while left and (ready := ray.wait(list(left), num_returns=len(left), timeout=0)[0]):
+        for stream in ready:
+            ref = next(stream, None)
+            if ref is not None and _failure(ref) is None:
+                take(ray.get(ref))
+                continue
+            if ref is not None:
+                failed[left[stream]] = ref
+            del left[stream]
+    return failed
 
 
 class _Wait:
     """A wait for several remote calls; each call is an object reference or a stream of references.
 
-    needs_all: whether the wait fails if a called process dies that can be replaced.
+    doing: says for messages what the wait is for. needs_all: whether the wait fails if a called process dies that can
+    be replaced.
     """
 
     def __init__(
-        self, calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, needs_all: bool = True
+        self,
+        calls: Sequence[tuple[Process, Any]],
+        *,
+        timeout_s: float,
+        doing: Callable[[], str],
+        needs_all: bool = True,
     ) -> None:
         self._pending = {call: process for process, call in calls}
         self._watch = _Watch(process for process, _ in calls)
         self._timeout_s, self._doing, self._needs_all = timeout_s, doing, needs_all
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Begin to count `timeout_s` anew."""
+        self._deadline = time.monotonic() + self._timeout_s
 
     def ready(self) -> Iterator[Any]:
-        """Yield each pending call that has a result, until `end` has been called for every call."""
-        deadline = time.monotonic() + self._timeout_s
+        """Yield each pending call that has a result, until `end` was called for every call; None after a pause."""
         while self._pending:
-            left_s = deadline - time.monotonic()
+            left_s = self._deadline - time.monotonic()
             done, _ = ray.wait(list(self._pending), timeout=max(0.0, min(WATCH_S, left_s)))
             if not done and left_s <= WATCH_S:
                 busy = list(self._pending.values())
                 silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
-                raise WorkerError(f"{self._doing}: {silent}{_described(busy)}; see RUN/logs")
+                raise WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
             yield from done
             if not done:
                 # Look for deaths of processes that are not waited for.
                 for death in self._watch.deaths():
-                    if not isinstance(error := death.report(self._doing), EngineDiedError):
+                    if not isinstance(error := death.report(self._doing()), EngineDiedError):
                         raise error
                 self._watch.ask(self._pending.values())
+                for serve in _background:
+                    serve()
+                # The caller may wait for what the background has just done.
+                yield None
 
     def end(self, call: Any) -> None:
         """Stop waiting for a call."""
@@ -182,7 +246,7 @@ class _Wait:
         process = self._pending.pop(call)
         if not self._needs_all:
             death = _death(process, error) or _death_of_worker(process)
-            if death is not None and isinstance(death.report(self._doing), EngineDiedError):
+            if death is not None and isinstance(death.report(self._doing()), EngineDiedError):
                 return False
         raise self._cause(process, error)
 
@@ -198,13 +262,13 @@ class _Wait:
         deaths = [*(death for failure in failures if (death := _death(*failure))), *self._watch.deaths()]
         # Only now can a process answer whose call failed because one of its own workers died.
         deaths = deaths or [death for other, _ in failures[1:] if (death := _death_of_worker(other))]
-        if reports := [death.report(self._doing) for death in deaths]:
+        if reports := [death.report(self._doing()) for death in deaths]:
             return next((report for report in reports if not isinstance(report, EngineDiedError)), reports[0])
         causes = [getattr(failure, "cause", failure) for _, failure in failures]
         if own := [cause for cause in causes if type(cause).__module__.startswith("megarl")]:
             return own[0]
         what = f"{process.name} failed with {type(causes[0]).__name__}: {causes[0]}"
-        return WorkerError(f"{self._doing}: {what}{_described([others[call] for call in silent])}; see RUN/logs")
+        return WorkerError(f"{self._doing()}: {what}{_described([others[call] for call in silent])}; see RUN/logs")
 
 
 def _described(processes: Sequence[Process]) -> str:

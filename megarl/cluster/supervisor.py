@@ -1,26 +1,28 @@
 """Keep a run going when engines die: start new ones, sync the policy, and resubmit unfinished requests."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from megarl.cluster import residency
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.engines import EngineGroup, Submission, deal_again
-from megarl.errors import EngineDiedError
+from megarl.cluster.engines import EngineGroup
+from megarl.errors import EngineDiedError, WorkerError
 from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.source import Doing, generating
 from megarl.rollout.vllm_source import OnCompletion
 
 
 class EngineSupervisor:
     """A supervisor of a run's engines. It restarts engines that die, and keeps all of them in sync with the policy.
 
-    Engines are restarted at two points, when no engine is working: before a weight sync, and when all living engines
-    have finished their share of a batch. The trainer's memory is first moved off the devices, as when the run started,
-    and a new `BridgeSync` then sends the policy to all engines, so that `BridgeSync` itself never has to handle a
-    restart.
+    The requests of an engine that dies go to the living ones at once, and the engine is restarted before the next
+    weight sync; if no engine lives, or with `deterministic`, it is restarted as soon as the living ones have finished.
+    The trainer's memory is first moved off the devices, as when the run started, and a new `BridgeSync` then sends the
+    policy to all engines, so that `BridgeSync` itself never has to handle a restart.
 
     restart_engine: replaces the engine with a given index. open_sync: returns a new `BridgeSync`; called when the actor
-    is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: unfinished requests are
-    submitted again in the same batches as before, for bitwise equal results.
+    is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: requests are
+    submitted again in the same batches as before, to the engine in the same place, for bitwise equal results.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class EngineSupervisor:
         self._deterministic, self._verify = deterministic, verify
         self._sync: BridgeSync | None = None
         self._version, self._num_reported = 0, 0
+        # An earlier run on this cluster may have ended early.
+        engines.abort()
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
     def push(self, version: int) -> dict[str, float]:
@@ -61,27 +65,41 @@ class EngineSupervisor:
                 # Engines may now have some, all or none of the new weights: start over and send all of them everything.
                 continue
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Submission:
-        """Restart lost engines, and submit requests to all engines; see `EngineGroup.submit`."""
-        if self._roster.lost:
+    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
+        """Submit requests to the living engines; see `EngineGroup.submit`."""
+        if not self._engines.living():
             self._bring_back()
-        return self._engines.submit(requests)
+        self._engines.submit(requests, tell)
 
-    def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        """Collect all completions, restarting engines that die; `timeout_s` limits the time between two restarts."""
-        finished: set[int] = set()
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again."""
+        while not until():
+            self._engines.wait(until, timeout_s=timeout_s, doing=doing)
+            orphans, living = self._engines.orphans(), self._engines.living()
+            if not orphans and self._engines.are_idle(living) and not until():
+                raise WorkerError(f"{doing()}: no engine has anything left to generate")
+            if orphans and (self._deterministic or not living):
+                # With the memory of ranks and engines shared, no engine may be at work when one starts.
+                are_idle = partial(self._engines.are_idle, living)
+                self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
+                self._bring_back()
+            for engine in orphans:
+                self._engines.start_again(engine, exactly=self._deterministic)
 
-        def finish(position: int, completion: Completion) -> None:
-            if position not in finished:
-                finished.add(position)
-                on_finished(position, completion)
+    def poll(self) -> None:
+        """Pass completions on that have arrived, without waiting; give requests of dead engines to living ones."""
+        self._engines.poll()
+        if self._engines.living() and not self._deterministic:
+            for engine in self._engines.orphans():
+                self._engines.start_again(engine, exactly=False)
 
-        self._engines.collect(submission, finish, timeout_s=timeout_s)
-        while len(finished) < len(submission.requests):
-            self._bring_back()
-            hands = deal_again(submission, finished, exactly=self._deterministic)
-            submission = self._engines.submit(submission.requests, hands)
-            self._engines.collect(submission, finish, timeout_s=timeout_s)
+    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
+        """Return the tokens so far of all unfinished requests; see `EngineGroup.unfinished`."""
+        return self._engines.unfinished()
+
+    def abort(self) -> None:
+        """Forget all unfinished requests."""
+        self._engines.abort()
 
     def metrics(self) -> dict[str, float]:
         """Return how many engines were restarted since the last call, as a metric."""

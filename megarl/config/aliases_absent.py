@@ -41,7 +41,6 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
                 "async_training*",
                 "trainer.v1.*",
                 "transfer_queue*",
-                "*staleness*",
                 "*.max_inflight_gen_batches",
                 "rollout.total_rollout_steps",
             ),

@@ -20,9 +20,9 @@ from megarl.record.answers import Answer, results_by_source
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import installed_versions
 from megarl.rewards.build import open_rewards
-from megarl.rewards.manager import RewardManager
+from megarl.rewards.manager import BatchJudging, RewardManager
 from megarl.rewards.routes import without_training
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import Batch, SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.run.start import started_cluster
 from megarl.train.checkpoint import Checkpoint
@@ -118,25 +118,24 @@ def _batches(
     """
     source, engine = VllmSource(cluster.engines), config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
-    pending: deque[tuple[bool, int]] = deque()
+    pending: deque[tuple[Batch, BatchJudging]] = deque()
     for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):
         size = max(1, num_requests // plan.num_samples)
         for start in range(0, len(prompts), size):
             chunk = prompts[start : start + size]
-            source.submit(chunk, plan)
-            pending.append((plan.temperature == 0.0, len(chunk)))
+            judging = rewards.begin()
+            pending.append((source.submit(chunk, plan, on_sample=judging.add), judging))
             if len(pending) > 1:
-                yield _collect(source, pending, config, rewards)
+                yield _collected(source, *pending.popleft(), config)
     while pending:
-        yield _collect(source, pending, config, rewards)
+        yield _collected(source, *pending.popleft(), config)
 
 
-def _collect(
-    source: VllmSource, pending: deque[tuple[bool, int]], config: Config, rewards: RewardManager
+def _collected(
+    source: VllmSource, batch: Batch, judging: BatchJudging, config: Config
 ) -> tuple[bool, RolloutBatch, Sequence[Reward]]:
-    (greedy, num_prompts), judging = pending.popleft(), rewards.begin()
-    batch = source.collect(num_prompts, timeout_s=config.rollout.timeout_s, on_sample=judging.add)
-    return greedy, batch, judging.finish(batch.samples).rewards
+    rollout = collect(source, batch, timeout_s=config.rollout.timeout_s)
+    return batch.plan.temperature == 0.0, rollout, judging.finish(rollout.samples).rewards
 
 
 def _plan(config: Config, *, greedy: bool) -> SamplingPlan:

@@ -6,7 +6,7 @@ generation overlap. At the end of the batch it returns the rewards of all sample
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from megarl.types import Prompt, Reward, Sample
 
@@ -74,6 +74,9 @@ class JudgeSession(Protocol):
 
     def add(self, item: FinishedSample) -> None:
         """Accept a finished sample and start to judge it, without waiting for its reward."""
+
+    def absorb(self, other: Self) -> None:
+        """Take over all samples of another session of this judge, after this session's own; the other one is void."""
 
     def finish(self) -> Judged:
         """Wait for the rewards of all added samples, and return them."""

@@ -83,6 +83,13 @@ class BatchJudging:
             self.sessions[name].add(item)
         self.items.append(item)
 
+    def absorb(self, other: "BatchJudging") -> None:
+        """Take over all samples of another batch's judging, so that both batches are judged as one."""
+        for name, session in self.sessions.items():
+            session.absorb(other.sessions[name])
+            self.asked[name].extend(len(self.items) + row for row in other.asked[name])
+        self.items += other.items
+
     def finish(self, samples: Sequence[Sample]) -> Judged:
         """Wait for the rewards of these samples, and return them in the order of `samples`.
 

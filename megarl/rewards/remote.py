@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -128,6 +128,13 @@ class RemoteSession:
         if len(self._waiting) == self.judge.cfg.rows_per_request:
             self._send(self._waiting)
             self._waiting = []
+
+    def absorb(self, other: Self) -> None:
+        # Rewards are in the order of the requests.
+        if self._waiting:
+            self._send(self._waiting)
+        self._requests += other._requests
+        self._waiting = other._waiting
 
     def _send(self, rows: list[FinishedSample]) -> None:
         self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import DataError
@@ -164,6 +164,10 @@ class RuleSession:
         )
         self._items.append(item)
         self._pending.append(self.judge.submit(question))
+
+    def absorb(self, other: Self) -> None:
+        self._items += other._items
+        self._pending += other._pending
 
     def finish(self) -> Judged:
         """Wait for all rewards; raise DataError that names the first sample whose ground truth is malformed."""

@@ -6,9 +6,7 @@ the engine is built.
 
 import os
 import pickle
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,15 +16,22 @@ from megarl.config.schema import Config, EngineConfig
 from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
 from megarl.rollout.nucleus import nucleus_of
+from megarl.rollout.stepping import EngineWork, Stepper
+from megarl.seeds import span_seed
 from megarl.sync.wire.wires import Share
 from megarl.types import FinishReason, FloatArray, IntArray, NucleusArray
+
+# What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
+SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for one completion of a prompt.
 
-    with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds their number.
+    num_before: how many of the last `token_ids` an engine sampled for the same sample before; the request goes on with
+    the sample. with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds
+    their number.
     """
 
     token_ids: tuple[int, ...]
@@ -37,12 +42,13 @@ class GenerationRequest:
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    num_before: int = 0
     with_nucleus: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The tokens that an engine generated for a request, in arrays [n].
+    """The tokens that an engine generated for a request, in arrays [n]; of an unfinished request, those so far.
 
     logprobs: after temperature and truncation (top-p, top-k). weight_versions: the version of the weights that sampled
     each token.
@@ -98,64 +104,12 @@ def engine_spec(config: Config) -> EngineSpec:
     )
 
 
-class Stepper:
-    """A `vllm.LLM` that several threads share: threads wait here for their requests, or stop the engine between two
-    steps.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self._turn = threading.Condition()
-        self._holders = 0
-        self._finished: dict[str, Any] = {}
-
-    def finish(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
-        """Wait for all prompts, and return vLLM's outputs in their order."""
-        found = {i: output for part in self.stream(prompts, params) for i, output in part.items()}
-        return [found[i] for i in range(len(prompts))]
-
-    def stream(self, prompts: Sequence[Any], params: Sequence[Any]) -> Iterator[dict[int, Any]]:
-        """Yield (position in `prompts`, vLLM's output) for each prompt, as soon as it has finished."""
-        with self._turn:
-            queued = self._llm.enqueue(prompts, params, use_tqdm=False)
-        # vLLM appends a random suffix to the request ids in its outputs.
-        positions = {request_id.partition("-")[0]: i for i, request_id in enumerate(queued)}
-        while positions:
-            with self._turn:
-                # Let a waiting holder go first; otherwise this thread would take the lock again at once.
-                self._turn.wait_for(lambda: self._holders == 0)
-                if not positions.keys() & self._finished.keys():
-                    outputs = self._llm.llm_engine.step()
-                    self._finished |= {output.request_id: output for output in outputs if output.finished}
-                ids = positions.keys() & self._finished.keys()
-                part = {positions.pop(request_id): self._finished.pop(request_id) for request_id in ids}
-            if part:
-                yield part
-
-    @contextmanager
-    def held(self) -> Iterator[bool]:
-        """Keep the engine from stepping inside this context. Yields whether unfinished requests can continue
-        afterwards.
-        """
-        self._holders += 1
-        with self._turn:
-            busy = self._llm.llm_engine.has_unfinished_requests()
-            if busy:
-                self._llm.sleep(level=0, mode="keep")
-            try:
-                yield busy
-            finally:
-                if busy:
-                    self._llm.wake_up(tags=["scheduling"])
-                self._holders -= 1
-                self._turn.notify_all()
-
-
 class VllmEngine:
     """One vLLM engine in this process; with tp > 1 its workers are child processes.
 
-    Weights may be replaced while another thread waits in `generate`. Unfinished requests then continue with the new
-    weights: their KV cache is dropped, and computed again for all of their tokens so far.
+    Weights may be replaced while another thread waits in `generate` or `serve`. Unfinished requests then continue with
+    the new weights: their KV cache is dropped, and computed again for all of their tokens so far. Their generators get
+    the seed `span_seed(seed, tokens so far)`, so that a continuation can be sampled again as a request of its own.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -163,7 +117,8 @@ class VllmEngine:
 
         self.llm = LLM(**_engine_arguments(spec))
         self.llm.update_weight_version("0")
-        self._stepper = Stepper(self.llm)
+        self._version = 0
+        self._stepper = Stepper(self.llm, max_num_seqs=spec.config.max_num_seqs)
 
     def process_ids(self) -> list[int]:
         """Return the ids of this process and of the workers that are processes of their own."""
@@ -172,17 +127,38 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Generate all completions and return them in request order."""
-        found = {i: completion for part in self.stream(requests) for i, completion in part.items()}
-        return [found[i] for i in range(len(requests))]
+        outputs = self._stepper.finish(*self._inputs(requests))
+        return [_completion(output) for output in outputs]
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """Yield (position in `requests`, completion) for each request, as soon as it has finished."""
+    def add(self, requests: Mapping[int, GenerationRequest]) -> None:
+        """Queue requests, each by an id of the caller's, and return at once; `serve` yields their completions."""
+        self._stepper.add(list(requests), *self._inputs(list(requests.values())))
+
+    def serve(self) -> Iterator[dict[int, Completion]]:
+        """Yield the completion of each added request by its id, as soon as it has finished, until `close`."""
+        for part in self._stepper.serve():
+            yield {key: _completion(output) for key, output in part.items()}
+
+    def unfinished(self) -> dict[int, Completion]:
+        """Return the tokens so far of each added request that is not finished and has any, by its id; all go on."""
+        outputs = self._stepper.unfinished()
+        return {key: _completion(output) for key, output in outputs.items() if output.outputs[0].token_ids}
+
+    def abort(self) -> None:
+        """Forget all added requests that are not finished."""
+        self._stepper.abort()
+
+    def work(self) -> EngineWork:
+        """Return what the engine did since the last call."""
+        work, self._stepper.work = self._stepper.work, EngineWork()
+        return work
+
+    def _inputs(self, requests: Sequence[GenerationRequest]) -> tuple[list[Any], list[Any]]:
+        """Return the prompts and sampling parameters of requests for vLLM."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        prompts = [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests]
         vocab_size = self.llm.model_config.get_vocab_size()
-        num_likeliest = [min(r.top_k, vocab_size) if r.with_nucleus else 0 for r in requests]
         params = [
             SamplingParams(
                 n=1,
@@ -190,36 +166,21 @@ class VllmEngine:
                 top_p=r.top_p,
                 top_k=r.top_k,
                 max_tokens=r.max_tokens,
-                seed=r.seed,
+                seed=span_seed(r.seed, r.num_before),
                 stop=list(r.stop),
                 stop_token_ids=list(r.stop_token_ids),
-                logprobs=num,
+                # The sampled token comes first, then the likeliest ones.
+                logprobs=min(r.top_k, vocab_size) if r.with_nucleus else 0,
                 # Otherwise vLLM makes an object for each of these numbers.
                 flat_logprobs=True,
                 # vLLM looks for stop strings in the text.
                 detokenize=bool(r.stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={SEED: r.seed, NUM_BEFORE: r.num_before},
             )
-            for r, num in zip(requests, num_likeliest, strict=True)
+            for r in requests
         ]
-        for part in self._stepper.stream(prompts, params):
-            completions: dict[int, Completion] = {}
-            for position, output in part.items():
-                sampled, spans = output.outputs[0], output.outputs[0].weight_versions
-                # Of each position the sampled token, then the likeliest.
-                shape = len(sampled.token_ids), 1 + num_likeliest[position]
-                ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int64).reshape(shape)
-                every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)
-                nucleus, logprobs = nucleus_of(ids, every) if shape[1] > 1 else (None, every[:, 0])
-                versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
-                completions[position] = Completion(
-                    token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
-                    logprobs=logprobs,
-                    nucleus=nucleus,
-                    finish_reason=FinishReason(sampled.finish_reason),
-                    weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
-                )
-            yield completions
+        return [TokensPrompt(prompt_token_ids=list(r.token_ids)) for r in requests], params
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
         """Return log-probs of tokens 1… of each sequence under the current weights, at temperature 1."""
@@ -261,7 +222,10 @@ class VllmEngine:
             # Cached keys and values were computed with the old weights, also those of unfinished requests.
             if not self.llm.reset_prefix_cache(reset_running_requests=busy):
                 raise WeightSyncError("vLLM did not reset its prefix cache after a sync")
+            if busy and version != self._version:
+                self._stepper.work.recomputed_tokens += max(self.llm.collective_rpc("reseed"))
             self.llm.update_weight_version(str(version))
+            self._version = version
         wire_bytes = self.llm.collective_rpc("bridge_bytes")
         return [Received(checksums=c, wire_bytes=n) for (c, _), n in zip(results, wire_bytes, strict=True)]
 
@@ -277,7 +241,27 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop the engine and the processes it started."""
+        self._stepper.close()
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _completion(output: Any) -> Completion:
+    """Turn vLLM's output into a completion."""
+    sampled = output.outputs[0]
+    num_tokens, spans = len(sampled.token_ids), sampled.weight_versions
+    # Of each position the sampled token, then the likeliest.
+    shape = num_tokens, len(sampled.logprobs.token_ids) // num_tokens
+    ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int64).reshape(shape)
+    every = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(shape)
+    nucleus, logprobs = nucleus_of(ids, every) if shape[1] > 1 else (None, every[:, 0])
+    versions = np.asarray([int(span.version) for span in spans], dtype=np.int64)
+    return Completion(
+        token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
+        logprobs=logprobs,
+        nucleus=nucleus,
+        finish_reason=FinishReason(sampled.finish_reason),
+        weight_versions=np.repeat(versions, [span.end - span.start for span in spans]),
+    )
 
 
 # The devices on which vLLM supports sleeping.

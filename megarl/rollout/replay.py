@@ -1,8 +1,8 @@
 """Record a step's rollout as parquet, and replay it bit for bit: same tokens, log-probs, seeds and versions."""
 
 import json
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import DataError
-from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
+from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
 from megarl.types import FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 # [n, k], end to end.
@@ -137,37 +137,45 @@ def read_record(path: Path) -> RolloutBatch:
 
 
 class ReplaySource:
-    """A rollout source that answers each submission with the recorded rollout of its step."""
+    """A rollout source that answers each submission at once with recorded samples of its prompts and step.
+
+    The record may have samples of more prompts, which later submissions for the same step ask for.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._pending: deque[tuple[list[Prompt], SamplingPlan]] = deque()
 
-    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        self._pending.append((list(prompts), plan))
-
-    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
-        prompts, plan = self._pending.popleft()
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
         path = record_path(self._directory, plan.step)
-        batch = read_record(path)
+        recorded = read_record(path)
         asked = {p.uid: p.token_ids for p in prompts}
-        recorded = {p.uid: p.token_ids for p in batch.prompts.values()}
-        foreign = sorted(uid for uid in asked.keys() | recorded.keys() if asked.get(uid) != recorded.get(uid))
-        if foreign:
+        known = {p.uid: p.token_ids for p in recorded.prompts.values()}
+        if any(known.get(uid) != token_ids for uid, token_ids in asked.items()):
+            foreign = sorted(uid for uid in asked.keys() | known.keys() if asked.get(uid) != known.get(uid))
             raise DataError(
                 f"{path}: its prompts are not those of this step (first differences: {foreign[:3]}); "
                 f"replay with the data and run.seed of the recorded run"
             )
-        for uid, count in Counter(sample.uid for sample in batch.samples).items():
+        samples = [sample for sample in recorded.samples if sample.uid in asked]
+        for uid, count in Counter(sample.uid for sample in samples).items():
             if count != plan.num_samples:
                 raise DataError(f"{path}: has {count} samples of {uid}; replay with rollout.num_samples={count}")
-        require_finite(batch.samples, step=plan.step)
-        for sample in batch.samples:
-            on_sample(batch.prompts[sample.uid], sample)
+        batch = Batch(prompts=[recorded.prompts[uid] for uid in asked], plan=plan, on_sample=on_sample)
+        for sample in samples:
+            batch.finish(recorded.prompts[sample.uid], sample)
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        assert until(), "a replay answers at once"
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending.clear()
+    def poll(self) -> None:
+        """Do nothing: a replay has answered already."""
+
+    def unfinished(self) -> list[Sample]:
+        return []

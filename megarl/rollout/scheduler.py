@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Scheduler:
-    """The schedule of a run; `megarl.train.rollouts` and the simulator of `megarl plan-async` both follow it.
+    """The schedule of a run; `megarl.train.collect` and the simulator of `megarl plan-async` both follow it.
 
     prompts_per_step: P. staleness: η, the number of updates that may come between a ticket's admission and the start
     of the step that trains on it. window: W, how many tickets, counted from the oldest that no step took, a step may
@@ -86,13 +86,15 @@ class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two steps for a checkpoint, when no taken ticket is left."""
         return {
+            "staleness": self.staleness,
+            "window": self.window,
             "next_number": self.next_number,
             "pipeline": [[number, version] for number, version in self.pipeline.items()],
             "done": sorted(self._done),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, perhaps under another schedule."""
+        """Restore what `state_dict` of a scheduler with the same settings returned."""
         self.next_number = int(state["next_number"])
         self.pipeline = {int(number): int(version) for number, version in state["pipeline"]}
         self._done, self._taken = {int(number) for number in state["done"]}, set()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,13 @@ from megarl.types import Prompt, RolloutBatch, Sample
 
 # Called with each sample and its prompt as soon as it is finished, while others may still be generated.
 OnSample: TypeAlias = Callable[[Prompt, Sample], None]
+# Says in messages what a wait is for.
+Doing: TypeAlias = Callable[[], str]
+
+
+def generating() -> str:
+    """Describe a wait for samples of which nothing more is known."""
+    return "generating"
 
 
 def ignore_sample(prompt: Prompt, sample: Sample) -> None:
@@ -51,20 +58,60 @@ class SamplingPlan:
         return 0 if prefix.is_complete else self.max_response_tokens - len(prefix.token_ids)
 
 
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Prompts that a source was asked to sample, and the samples that have finished, by (uid, sample index).
+
+    on_sample: called with each sample when it finishes.
+    """
+
+    prompts: Sequence[Prompt]
+    plan: SamplingPlan
+    on_sample: OnSample = ignore_sample
+    samples: dict[tuple[str, int], Sample] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.samples) == len(self.prompts) * self.plan.num_samples
+
+    def finish(self, prompt: Prompt, sample: Sample) -> None:
+        """Accept a finished sample of a prompt."""
+        require_finite([sample], step=self.plan.step)
+        self.samples[sample.uid, sample.sample_index] = sample
+        self.on_sample(prompt, sample)
+
+    def rollout(self) -> RolloutBatch:
+        """Return the samples in the order of the prompts; all must have finished."""
+        order = [(p.uid, i) for p in self.prompts for i in range(self.plan.num_samples)]
+        return RolloutBatch(prompts={p.uid: p for p in self.prompts}, samples=tuple(self.samples[key] for key in order))
+
+
 class RolloutSource(Protocol):
-    """A source of samples. The trainer submits a batch and then collects it (training is synchronous: staleness 0)."""
+    """A source of samples, which takes prompts at any time. It passes samples on only while it is asked to."""
 
-    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        """Start sampling, and return at once."""
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
+        """Start sampling, and return at once. begun: samples of these prompts that go on or have finished already."""
 
-    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
-        """Return the next `num_groups` finished groups in submission order; call `on_sample` once for each sample."""
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        """Pass finished samples on until `until()`; `timeout_s` limits the time in which none finishes."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that must be saved to continue exactly."""
+    def poll(self) -> None:
+        """Pass samples on that have finished, without waiting."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def unfinished(self) -> list[Sample]:
+        """Return the samples under way with the tokens so far, if any; their finish reason is `ABORT`. They go on."""
+
+
+def collect(source: RolloutSource, batch: Batch, *, timeout_s: float) -> RolloutBatch:
+    """Wait until all samples of a batch have finished, and return them."""
+    source.wait(lambda: batch.is_complete, timeout_s=timeout_s)
+    return batch.rollout()
 
 
 def require_finite(samples: Sequence[Sample], *, step: int) -> None:

@@ -1,16 +1,15 @@
 """Produce rollouts with vLLM engines."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from megarl.rollout.engine import Completion, GenerationRequest
-from megarl.rollout.source import OnSample, SamplingPlan, ignore_sample, require_finite
+from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
 from megarl.seeds import sample_seed
-from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import FinishReason, Prompt, Sample, Segment, SegmentSource, prompt_segment
 
 # Called with each completion and the position of its request.
 OnCompletion: TypeAlias = Callable[[int, Completion], None]
@@ -19,19 +18,13 @@ OnCompletion: TypeAlias = Callable[[int, Completion], None]
 class Engines(Protocol):
     """The interface of a group of engines, as `VllmSource` calls it."""
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Any: ...
+    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None: ...
 
-    def collect(self, calls: Any, on_finished: OnCompletion, *, timeout_s: float) -> None: ...
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None: ...
 
+    def poll(self) -> None: ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Submission:
-    """A batch that the engines are working on; `asked` has the (prompt, sample index) of each request."""
-
-    prompts: list[Prompt]
-    plan: SamplingPlan
-    asked: list[tuple[Prompt, int]]
-    calls: Any
+    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]: ...
 
 
 class VllmSource:
@@ -42,64 +35,84 @@ class VllmSource:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._pending: deque[_Submission] = deque()
 
-    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        asked = [(p, i) for p in prompts for i in range(plan.num_samples) if plan.num_tokens_left(p.uid, i)]
-        requests = [
-            GenerationRequest(
-                token_ids=prompt.token_ids + plan.prefix(prompt.uid, i).token_ids,
-                seed=sample_seed(plan.run_seed, plan.step, prompt.uid, i),
-                temperature=0.0 if plan.last_is_greedy and i == plan.num_samples - 1 else plan.temperature,
-                top_p=plan.top_p,
-                top_k=plan.top_k,
-                max_tokens=plan.num_tokens_left(prompt.uid, i),
-                stop=plan.stop,
-                stop_token_ids=plan.stop_token_ids,
-                with_nucleus=plan.with_nucleus,
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
+        batch = Batch(prompts=list(prompts), plan=plan, on_sample=on_sample)
+        earlier = {(sample.uid, sample.sample_index): sample for sample in begun}
+        asked = _Asked(batch=batch)
+        requests = []
+        for prompt, i in [(p, i) for p in prompts for i in range(plan.num_samples)]:
+            sample = earlier.get((prompt.uid, i)) or _begin(prompt, plan, i)
+            if sample.finish_reason is not FinishReason.ABORT:
+                batch.finish(prompt, sample)
+                continue
+            response = sample.response_token_ids.tolist()
+            asked.samples.append((prompt, sample))
+            requests.append(
+                GenerationRequest(
+                    token_ids=(*prompt.token_ids, *response),
+                    seed=sample.seed,
+                    temperature=0.0 if plan.last_is_greedy and i == plan.num_samples - 1 else plan.temperature,
+                    top_p=plan.top_p,
+                    top_k=plan.top_k,
+                    max_tokens=plan.max_response_tokens - len(response),
+                    stop=plan.stop,
+                    stop_token_ids=plan.stop_token_ids,
+                    num_before=sum(len(s.token_ids) for s in sample.segments if s.source is SegmentSource.POLICY),
+                    with_nucleus=plan.with_nucleus,
+                )
             )
-            for prompt, i in asked
+        if requests:
+            self._engines.submit(requests, asked)
+        return batch
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        self._engines.wait(until, timeout_s=timeout_s, doing=doing)
+
+    def poll(self) -> None:
+        self._engines.poll()
+
+    def unfinished(self) -> list[Sample]:
+        return [
+            tell.extended(position, completion)
+            for tell, position, completion in self._engines.unfinished()
+            if isinstance(tell, _Asked)
         ]
-        calls = self._engines.submit(requests)
-        self._pending.append(_Submission(prompts=list(prompts), plan=plan, asked=asked, calls=calls))
 
-    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
-        pending = self._pending.popleft()
-        if len(pending.prompts) != num_groups:
-            raise ValueError(f"asked for {num_groups} groups, the oldest submission has {len(pending.prompts)}")
-        samples: dict[tuple[str, int], Sample] = {}
 
-        def finish(prompt: Prompt, sample_index: int, completion: Completion | None) -> None:
-            sample = _sample(prompt, pending.plan, sample_index, completion)
-            require_finite([sample], step=pending.plan.step)
-            samples[prompt.uid, sample_index] = sample
-            on_sample(prompt, sample)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The samples that engines were asked to go on with, in the order of the requests, each with its prompt."""
 
-        order = [(p, i) for p in pending.prompts for i in range(pending.plan.num_samples)]
-        for prompt, i in order:
-            if not pending.plan.num_tokens_left(prompt.uid, i):
-                finish(prompt, i, None)
-        self._engines.collect(
-            pending.calls,
-            lambda position, completion: finish(*pending.asked[position], completion),
-            timeout_s=timeout_s,
+    batch: Batch
+    samples: list[tuple[Prompt, Sample]] = field(default_factory=list)
+
+    def __call__(self, position: int, completion: Completion) -> None:
+        self.batch.finish(self.samples[position][0], self.extended(position, completion))
+
+    def extended(self, position: int, completion: Completion) -> Sample:
+        """Return the sample with the tokens of a completion of its request; each request has a segment of its own."""
+        sample = self.samples[position][1]
+        segment = Segment(
+            source=SegmentSource.POLICY,
+            token_ids=completion.token_ids,
+            loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
+            weight_versions=completion.weight_versions,
+            rollout_logprobs=completion.logprobs,
+            nucleus=completion.nucleus,
         )
-        return RolloutBatch(
-            prompts={p.uid: p for p in pending.prompts}, samples=tuple(samples[p.uid, i] for p, i in order)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        # This source is synchronous: no request is pending between steps.
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending.clear()
+        return replace(sample, segments=(*sample.segments, segment), finish_reason=completion.finish_reason)
 
 
-def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completion: Completion | None) -> Sample:
-    """Build a sample from its prefix and, if anything was generated, its completion."""
+def _begin(prompt: Prompt, plan: SamplingPlan, sample_index: int) -> Sample:
+    """Return a sample of which nothing was generated; it is finished if its prefix ends it or fills its limit."""
     prefix = plan.prefix(prompt.uid, sample_index)
-    finish_reason = FinishReason.STOP if prefix.is_complete else FinishReason.LENGTH
     segments = [prompt_segment(prompt.token_ids)]
     if prefix.token_ids:
         # These tokens are trained on like the policy's own, but no engine sampled them: they have no weight version.
@@ -112,22 +125,11 @@ def _sample(prompt: Prompt, plan: SamplingPlan, sample_index: int, completion: C
                 weight_versions=np.full(n, -1, dtype=np.int64),
             )
         )
-    if completion is not None:
-        finish_reason = completion.finish_reason
-        segments.append(
-            Segment(
-                source=SegmentSource.POLICY,
-                token_ids=completion.token_ids,
-                loss_mask=np.ones(len(completion.token_ids), dtype=np.bool_),
-                weight_versions=completion.weight_versions,
-                rollout_logprobs=completion.logprobs,
-                nucleus=completion.nucleus,
-            )
-        )
+    reason = FinishReason.STOP if prefix.is_complete else FinishReason.LENGTH
     return Sample(
         uid=prompt.uid,
         sample_index=sample_index,
         seed=sample_seed(plan.run_seed, plan.step, prompt.uid, sample_index),
         segments=tuple(segments),
-        finish_reason=finish_reason,
+        finish_reason=FinishReason.ABORT if plan.num_tokens_left(prompt.uid, sample_index) else reason,
     )

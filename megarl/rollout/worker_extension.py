@@ -20,6 +20,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megarl.errors import WeightSyncError
+from megarl.rollout.engine import NUM_BEFORE, SEED
+from megarl.seeds import span_seed
 from megarl.sync.wire.ends import BridgeReceiver, RoutedReceiver
 from megarl.sync.wire.wires import Share
 
@@ -64,6 +66,20 @@ class WeightReceiver:
             # Otherwise the other processes would go on waiting for this worker.
             self.bridge_wire.close()
             raise WeightSyncError(f"the transfer ended early: {error}") from error
+
+    def reseed(self) -> int:
+        """Seed the generators of unfinished requests anew (see `span_seed`), and return these requests' tokens so far.
+
+        vLLM's newer runner on CUDA has no generators: its noise is a function of the seed and the position.
+        """
+        num_tokens = 0
+        for request in getattr(self.model_runner, "requests", {}).values():  # type: ignore[attr-defined]
+            num_tokens += request.num_tokens
+            known = request.sampling_params.extra_args or {}
+            if request.generator is not None and request.output_token_ids and SEED in known:
+                num_sampled = known[NUM_BEFORE] + len(request.output_token_ids)
+                request.generator.manual_seed(span_seed(known[SEED], num_sampled))
+        return num_tokens
 
     def bridge_bytes(self) -> int:
         """Return the number of bytes that came over the wire in the last transfer."""

@@ -117,8 +117,10 @@ class CheckpointManager:
         self._root, self._config, self._workers = root, config, workers
         self._writing: Path | None = None
 
-    def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[], RunState]) -> None:
+    def after_step(self, step: int, *, total: int, stop: StopRequest, state: Callable[[Path], RunState]) -> None:
         """Finish the checkpoint that is being written if all ranks are done, and start a new one if it is due.
+
+        state: returns the driver's state; it may write further files to the checkpoint's directory.
 
         Raises:
             RunStopped: a signal asked for it, and the checkpoint of this step is complete.
@@ -128,7 +130,7 @@ class CheckpointManager:
         signum, every = stop.signum, self._config.every_steps
         last = step == total or signum is not None
         if last or (every and step % every == 0):
-            self._start(state())
+            self._start(step, state)
             self._finish(wait=last or not self._config.async_save)
         if signum is not None and step < total:
             run = self._root.parent
@@ -137,12 +139,12 @@ class CheckpointManager:
                 f"pass --resume to continue (its settings are in {run / 'config.yaml'})"
             )
 
-    def _start(self, state: RunState) -> None:
+    def _start(self, step: int, state: Callable[[Path], RunState]) -> None:
         self._finish(wait=True)
-        path = checkpoint_dir(self._root, state.step)
+        path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
         path.mkdir(parents=True)
-        (path / STATE_FILE).write_text(state.to_json())
+        (path / STATE_FILE).write_text(state(path).to_json())
         self._workers.start_checkpoint(path)
         self._writing = path
 

@@ -1,31 +1,36 @@
-"""Collect the samples of a step: take prompts in order, sample and judge a group for each, filter, refill.
+"""Collect the samples of a step: admit prompts in order, sample and judge a group for each, filter, refill.
 
 With a filter (`algo.filter`), groups that carry no learning signal are removed, and up to `max_refills` further
-batches of prompts are sampled to replace them. If too many groups pass the filter, the prompts of the surplus go first
-in the next step, whose policy samples them again.
+batches of prompts are sampled to replace them. In a synchronous run, if too many groups pass the filter, the prompts of
+the surplus go first in the next step, whose policy samples them again. With `rollout.schedule.staleness`, the pipeline
+already holds what replaces a removed group.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.algos.advantages import GREEDY_SCORE, estimator_of
-from megarl.algos.filters import filter_scores, group_metrics, kept_rows
+from megarl.algos.advantages import estimator_of
+from megarl.algos.filters import filter_scores
 from megarl.cluster import residency
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.errors import RunError
 from megarl.record.metrics import Timers
-from megarl.rewards.judge import Tally, tally_metrics
-from megarl.rewards.manager import RewardManager
+from megarl.rewards.judge import tally_metrics
+from megarl.rewards.manager import BatchJudging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
-from megarl.rollout.replay import record_path, write_record
+from megarl.rollout.replay import read_record, record_path, write_record
+from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource, SamplingPlan
-from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
+from megarl.train.groups import Group, JudgedGroup, filter_groups, judge_groups, refill_count, rollout_of
+from megarl.types import Prompt, Reward, RolloutBatch, Sample
+
+# The samples of the pipeline in a checkpoint's directory.
+SAMPLES_FILE = "rollouts.parquet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,32 +79,18 @@ class PromptQueue:
         self._waiting = [int(index) for index in state["waiting"]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """The judged samples of one prompt that may train; `num_sampled` also counts those that nobody could judge."""
+@dataclass(slots=True, kw_only=True)
+class Rollouts:
+    """The stages of a step that admit prompts, sample and judge them, and take `trainer.prompts_per_step` groups.
 
-    index: int
-    prompt: Prompt
-    samples: tuple[Sample, ...]
-    rewards: tuple[Reward, ...]
-    num_sampled: int
-
-    @property
-    def is_judged(self) -> bool:
-        """Return whether the group's rewards can be compared: a single reward would be its own baseline."""
-        return len(self.samples) >= min(2, self.num_sampled)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCollector:
-    """The stage of a step that samples and judges `trainer.prompts_per_step` groups.
-
-    prompts: indexed by what `queue` yields. eos_token_id: ends a demonstration that was not cut. records: the directory
-    that takes each step's rollout if `rollout.record` is set. enter: called with the phase before each generation, so
-    that the engines are on their devices.
+    scheduler: decides when prompts are admitted and which groups are taken. prompts: indexed by what `queue` yields.
+    eos_token_id: ends a demonstration that was not cut. records: the directory that takes each step's rollout if
+    `rollout.record` is set. enter: called with the phase before each generation, so that the engines are on their
+    devices.
     """
 
     config: Config
+    scheduler: Scheduler
     queue: PromptQueue
     prompts: Sequence[Prompt] | PromptDataset
     source: RolloutSource
@@ -108,95 +99,210 @@ class GroupCollector:
     records: Path
     enter: Callable[[residency.Phase], None]
     timers: Timers
+    # The groups that no step has taken, by the numbers of their tickets.
+    groups: dict[int, Group] = field(default_factory=dict, init=False)
     # What was sampled in each of the latest steps that have no groups left, in words.
     skipped: list[str] = field(default_factory=list, init=False)
 
-    def collect(self, step: int) -> Collected:
-        """Collect a step's groups in the order of their prompts; fewer, or none, if the filter removed too many."""
-        num_prompts, max_refills = self.config.trainer.prompts_per_step, self.config.algo.filter.max_refills
-        sampled, tallies = self._sample(num_prompts, step, used=set())
-        kept, judged = self._filtered(sampled)[0], [tallies]
-        num_refills = 0
-        while len(kept) < num_prompts and num_refills < max_refills:
-            count = refill_count(num_prompts, num_kept=len(kept), num_sampled=len(sampled))
-            count = min(count, len(self.prompts) - len(sampled))
-            if count == 0:  # every prompt was asked
-                break
-            num_refills += 1
-            more, tallies = self._sample(count, step, used={group.index for group in sampled})
-            judged.append(tallies)
-            sampled += more
-            kept += self._filtered(more)[0]
+    def admit(self, version: int) -> None:
+        """Admit prompts until the pipeline is full, at the version of the weights that engines have now."""
+        with self.timers("gen"):
+            self._start(self.scheduler.admissible(self.config.trainer.total_steps - version), version, sampled=[])
+
+    def take(self, step: int) -> Collected:
+        """Take a step's groups, judged and filtered, in the order of their tickets; fewer, or none, if the filter
+        removes too many.
+        """
+        num_prompts, sampled, kept, tallies = self.config.trainer.prompts_per_step, [], [], []
+        count = num_prompts
+        while count:
+            taken = self._take_done(count)
+            with self.timers("reward"):
+                judged, tally = judge_groups(taken, self.config)
+            sampled += judged
+            tallies.append(tally)
+            stay = filter_groups(judged, self.config.algo.filter)[0]
+            kept += stay
+            for number in {each.group.number for each in judged} - {each.group.number for each in stay}:
+                self.scheduler.remove(number)
+            count = self._refill(step, num_kept=len(kept), sampled=sampled, num_refills=len(tallies) - 1)
         self._require_groups(sampled, kept)
-        self.queue.give_back([group.index for group in kept[num_prompts:]])
+        surplus = [each.group for each in kept[num_prompts:]]
+        self.queue.give_back([group.index for group in surplus])
+        for group in surplus:
+            self.scheduler.remove(group.number)
         kept = kept[:num_prompts]
+        if self.config.rollout.record:
+            write_record(record_path(self.records, step), rollout_of([each.group for each in sampled]))
         return Collected(
             rollout=RolloutBatch(
-                prompts={group.prompt.uid: group.prompt for group in kept},
-                samples=tuple(sample for group in kept for sample in group.samples),
+                prompts={each.group.prompt.uid: each.group.prompt for each in kept},
+                samples=tuple(sample for each in kept for sample in each.samples),
             ),
-            rewards=[reward for group in kept for reward in group.rewards],
+            rewards=[reward for each in kept for reward in each.rewards],
             # Group metrics count everything that was sampled and judged, removed or not.
-            metrics=self._filtered(sampled)[1] | tally_metrics(judged) | {"filter/num_refills": float(num_refills)},
+            metrics=filter_groups(sampled, self.config.algo.filter)[1]
+            | tally_metrics(tallies)
+            | {"filter/num_refills": float(len(tallies) - 1)},
         )
 
-    def _sample(self, count: int, step: int, *, used: set[int]) -> tuple[list[_Group], Mapping[str, Tally]]:
-        """Sample and judge a group for each of the next `count` prompts, skipping those in `used`."""
-        rollout, run_seed = self.config.rollout, self.config.run.seed
-        has_greedy = estimator_of(self.config.algo).needs_greedy
-        indices = self.queue.take(count, except_for=used)
-        prompts = [self.prompts[index] for index in indices]
-        judging = self.rewards.begin()
-        with self.timers("gen"):
-            prefixes = plan_prefixes(
-                prompts,
-                self.config.algo.demonstrations,
-                step=step,
-                num_samples=rollout.num_samples,
-                run_seed=run_seed,
-                eos_token_id=self.eos_token_id,
-            )
-            plan = SamplingPlan(
-                step=step,
-                num_samples=rollout.num_samples + has_greedy,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                max_response_tokens=rollout.max_response_tokens,
-                run_seed=run_seed,
-                stop=rollout.stop,
-                stop_token_ids=rollout.stop_token_ids,
-                prefixes=prefixes,
-                last_is_greedy=has_greedy,
-                with_nucleus=rollout.top_k != -1,
-            )
-            self.enter(residency.GENERATE)
-            self.source.submit(prompts, plan)
-            batch = self.source.collect(count, timeout_s=rollout.timeout_s, on_sample=judging.add)
-            if rollout.record:
-                write_record(record_path(self.records, step), batch)
-        with self.timers("reward"):
-            judged = judging.finish(batch.samples)
-        by_uid: dict[str, list[tuple[Sample, Reward]]] = {prompt.uid: [] for prompt in prompts}
-        for sample, reward in zip(batch.samples, judged.rewards, strict=True):
-            by_uid[sample.uid].append((sample, reward))
-        groups = []
-        for index, prompt in zip(indices, prompts, strict=True):
-            if has_greedy:
-                by_uid[prompt.uid] = _with_greedy_score(by_uid[prompt.uid], rollout.num_samples)
-            known = [(sample, reward) for sample, reward in by_uid[prompt.uid] if not reward.dropped]
-            groups.append(
-                _Group(
-                    index=index,
-                    prompt=prompt,
-                    samples=tuple(sample for sample, _ in known),
-                    rewards=tuple(reward for _, reward in known),
-                    num_sampled=len(by_uid[prompt.uid]),
-                )
-            )
-        return groups, judged.tallies
+    def settle(self) -> None:
+        """With `on_update: finish`, wait until all samples are finished, so that none sees two versions of weights."""
+        if self.config.rollout.schedule.on_update == "finish" and self.groups:
+            with self.timers("settle"):
+                self._wait(lambda: all(group.is_done for group in self.groups.values()))
 
-    def _require_groups(self, sampled: Sequence[_Group], kept: Sequence[_Group]) -> None:
+    def release(self) -> None:
+        """Free the places of the groups that the step took, once engines have the weights that it made."""
+        self.scheduler.release()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write the samples of the pipeline, finished or not, to a checkpoint's directory; return the other state."""
+        unfinished = [sample for sample in self.source.unfinished() if self._is_open(sample)]
+        finished = [sample for group in self.groups.values() for sample in group.samples.values()]
+        if self.groups:
+            prompts = {group.prompt.uid: group.prompt for group in self.groups.values()}
+            batch = RolloutBatch(prompts=prompts, samples=(*finished, *unfinished))
+            write_record(directory / SAMPLES_FILE, batch)
+        tickets = [[group.number, group.index, group.target_step] for group in self.groups.values()]
+        return {"scheduler": self.scheduler.state_dict(), "tickets": tickets}
+
+    def restore(self, state: Mapping[str, Any], directory: Path, *, step: int) -> None:
+        """Go on with the pipeline that `save` saved after a step; a synchronous run and an old checkpoint have none.
+
+        If the schedule has changed, the prompts of the pipeline are sampled anew, before all others.
+        """
+        scheduler = self.scheduler
+        scheduler.next_number = max(scheduler.next_number, step * scheduler.prompts_per_step)
+        tickets = [tuple(map(int, ticket)) for ticket in state.get("tickets", ())]
+        if not tickets:
+            return
+        saved = state["scheduler"]
+        if (saved["staleness"], saved["window"]) != (scheduler.staleness, scheduler.window):
+            self.queue.give_back([index for _, index, _ in tickets])
+            return
+        # Which groups are done is learnt from their samples.
+        scheduler.load_state_dict({**saved, "done": []})
+        begun = read_record(directory / SAMPLES_FILE).samples
+        self._submit([self._group(number, index, target) for number, index, target in tickets], begun)
+
+    def _is_open(self, sample: Sample) -> bool:
+        """Return whether a sample belongs to the pipeline and has not finished since it was looked at."""
+        groups = (group for group in self.groups.values() if group.prompt.uid == sample.uid)
+        return any(sample.sample_index not in group.samples for group in groups)
+
+    def _start(self, count: int, version: int, *, sampled: Sequence[JudgedGroup]) -> int:
+        """Admit `count` prompts, or all that are neither under way nor among `sampled`; return how many they were."""
+        used = {group.index for group in self.groups.values()} | {each.group.index for each in sampled}
+        count = min(count, len(self.prompts) - len(used))
+        indices = self.queue.take(count, except_for=used) if count > 0 else []
+        if not indices:
+            return 0
+        # A run that is not ahead judges the groups of a step together.
+        is_ahead, per_step = self.scheduler.staleness > 0, self.config.trainer.prompts_per_step
+        judging = None if is_ahead else self.rewards.begin()
+        groups = []
+        for index in indices:
+            number = self.scheduler.admit(version)
+            target = number // per_step + 1 if is_ahead else version + 1
+            groups.append(self._group(number, index, target, judging))
+        self._submit(groups, ())
+        return len(indices)
+
+    def _group(self, number: int, index: int, target: int, judging: BatchJudging | None = None) -> Group:
+        """Return the group of an admitted ticket, without samples."""
+        rollout, has_greedy = self.config.rollout, estimator_of(self.config.algo).needs_greedy
+        group = Group(
+            number=number,
+            index=index,
+            target_step=target,
+            prompt=self.prompts[index],
+            num_samples=rollout.num_samples + has_greedy,
+            judging=judging or self.rewards.begin(),
+        )
+        self.groups[number] = group
+        return group
+
+    def _submit(self, groups: Sequence[Group], begun: Sequence[Sample]) -> None:
+        """Start sampling groups; samples in `begun` go on."""
+        by_uid = {group.prompt.uid: group for group in groups}
+
+        def finish(prompt: Prompt, sample: Sample) -> None:
+            group = by_uid[prompt.uid]
+            group.samples[sample.sample_index] = sample
+            group.judging.add(group.prompt, sample)
+            if group.is_done:
+                self.scheduler.done(group.number)
+
+        self.enter(residency.GENERATE)
+        for target in sorted({group.target_step for group in groups}):
+            prompts = [group.prompt for group in groups if group.target_step == target]
+            self.source.submit(prompts, self._plan(prompts, target), finish, begun)
+
+    def _plan(self, prompts: Sequence[Prompt], step: int) -> SamplingPlan:
+        """Return how prompts are sampled that will train in this step."""
+        rollout, has_greedy = self.config.rollout, estimator_of(self.config.algo).needs_greedy
+        prefixes = plan_prefixes(
+            prompts,
+            self.config.algo.demonstrations,
+            step=step,
+            num_samples=rollout.num_samples,
+            run_seed=self.config.run.seed,
+            eos_token_id=self.eos_token_id,
+        )
+        return SamplingPlan(
+            step=step,
+            num_samples=rollout.num_samples + has_greedy,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=rollout.max_response_tokens,
+            run_seed=self.config.run.seed,
+            stop=rollout.stop,
+            stop_token_ids=rollout.stop_token_ids,
+            prefixes=prefixes,
+            last_is_greedy=has_greedy,
+            with_nucleus=rollout.top_k != -1,
+        )
+
+    def _take_done(self, count: int) -> list[Group]:
+        """Wait for `count` finished groups that the step may take, and take them."""
+        numbers: list[int] = []
+        with self.timers("gen"):
+            while len(numbers) < count:
+                self._wait(lambda: self.scheduler.takeable() is not None)
+                number = self.scheduler.takeable()
+                assert number is not None, "the wait ended"
+                self.scheduler.take(number)
+                numbers.append(number)
+        return [self.groups.pop(number) for number in sorted(numbers)]
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        def doing() -> str:
+            oldest = next((group for group in self.groups.values() if not group.is_done), None)
+            if oldest is None:
+                return "generating"
+            have = f"{len(oldest.samples)} of {oldest.num_samples} samples"
+            return f"generating: the oldest ticket, {oldest.number} ({oldest.prompt.uid}), has {have}"
+
+        self.source.wait(until, timeout_s=self.config.rollout.timeout_s, doing=doing)
+
+    def _refill(self, step: int, *, num_kept: int, sampled: Sequence[JudgedGroup], num_refills: int) -> int:
+        """Admit prompts for groups that the filter removed, and return how many groups to take next; 0 for none."""
+        num_prompts, max_refills = self.config.trainer.prompts_per_step, self.config.algo.filter.max_refills
+        if num_kept >= num_prompts or max_refills == 0:
+            return 0
+        if self.scheduler.staleness == 0:
+            if num_refills == max_refills:
+                return 0
+            wanted = refill_count(num_prompts, num_kept=num_kept, num_sampled=len(sampled))
+            with self.timers("gen"):
+                return self._start(wanted, step - 1, sampled=sampled)
+        self.admit(step - 1)
+        allowed = (1 + max_refills) * num_prompts - len(sampled)
+        return min(num_prompts - num_kept, allowed, len(self.groups))
+
+    def _require_groups(self, sampled: Sequence[JudgedGroup], kept: Sequence[JudgedGroup]) -> None:
         """Raise RunError if the latest `algo.filter.max_skipped_steps` steps, this one included, kept no group."""
         if kept:
             self.skipped.clear()
@@ -213,35 +319,3 @@ class GroupCollector:
                 f"in the last of them {self.skipped[-1]}. Take prompts that are neither too easy nor too hard, more "
                 "samples (rollout.num_samples), other bounds, or raise algo.filter.max_skipped_steps"
             )
-
-    def _filtered(self, groups: Sequence[_Group]) -> tuple[list[_Group], dict[str, float]]:
-        """Return the judged groups that pass the filter, and the metrics of all judged groups."""
-        judged = [group for group in groups if group.is_judged]
-        rows = [(s, r) for group in judged for s, r in zip(group.samples, group.rewards, strict=True)]
-        uids = [sample.uid for sample, _ in rows]
-        demonstrated = [sample.has_demonstration for sample, _ in rows]
-        cfg = self.config.algo.filter
-        keep = kept_rows(filter_scores([r for _, r in rows], cfg), uids, cfg, demonstrated=demonstrated)
-        kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
-        metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
-        return [group for group in judged if group.prompt.uid in kept], metrics
-
-
-def _with_greedy_score(judged: Sequence[tuple[Sample, Reward]], greedy: int) -> list[tuple[Sample, Reward]]:
-    """Return a group without its sample of index `greedy`, whose reward becomes a detail of the other rewards.
-
-    If nobody could judge that sample, the others have nothing to be compared with, and are dropped.
-    """
-    (baseline,) = (reward for sample, reward in judged if sample.sample_index == greedy)
-    return [
-        (s, DROPPED if baseline.dropped else replace(r, details={**r.details, GREEDY_SCORE: baseline.score}))
-        for s, r in judged
-        if s.sample_index != greedy
-    ]
-
-
-def refill_count(num_wanted: int, *, num_kept: int, num_sampled: int) -> int:
-    """Estimate how many prompts to sample next, from the pass rate so far; at most one batch."""
-    missing = num_wanted - num_kept
-    passed_frac = num_kept / num_sampled
-    return num_wanted if passed_frac == 0 else min(num_wanted, math.ceil(missing / passed_frac))

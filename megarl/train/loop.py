@@ -7,8 +7,10 @@ needs, and the cluster for passes over rows. `megarl.train.wiring` makes its par
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from megarl.cluster import Cluster, EngineSupervisor, residency
+from megarl.cluster.processes import in_background
 from megarl.config.batches import batch_counts
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
@@ -18,7 +20,7 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, batch_metrics, resident_memory
 from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
-from megarl.train.collect import Collected, GroupCollector
+from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_model
 from megarl.train.gate import MismatchGate, mismatch_of
 from megarl.train.inputs import TrainInputs
@@ -54,7 +56,7 @@ class Trainer:
     cluster: Cluster
     recorder: RunRecorder
     memory: residency.MemoryLedger
-    collector: GroupCollector
+    rollouts: Rollouts
     scoring: ScoringPasses
     gate: MismatchGate
     updates: UpdateStage
@@ -82,14 +84,17 @@ class Trainer:
         self.memory.add(residency.built_parts(inputs.roles))
         start = self._restore(checkpoint) if checkpoint else 0
         with (
-            closing(self.collector.rewards),
+            closing(self.rollouts.rewards),
             self.recorder.metrics() as log,
             Progress(total=total, initial=start, description=config.run.name) as progress,
             stop_on_signals() as stop,
+            in_background(self.rollouts.source.poll),
         ):
             if config.placement.offload:
                 progress.note(residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)))
             self.engines.push(start)
+            if checkpoint:
+                self.rollouts.restore(checkpoint.state.source, checkpoint.path, step=start)
             if start == 0 and (config.validation.before_train or total == 0):
                 self._validate(0, log, progress)
             for step in range(start + 1, total + 1):
@@ -108,11 +113,12 @@ class Trainer:
         self.engines.close()
 
     def step(self, step: int) -> StepResult:
-        """Run one step, from prompts to engines that generate with the new weights."""
+        """Run one step, from prompts to engines that generate with the new weights: admit → take → learn → push."""
         inputs, config = self.inputs, self.inputs.config
         seed = batch_seed(config.run.seed, step)
         replayed = inputs.spec.dims if config.actor.moe.replay_routing else None
-        collected = self.collector.collect(step)
+        self.rollouts.admit(version=step - 1)
+        collected = self.rollouts.take(step)
         training = training_rows(collected, config.algo, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
         if rows:
@@ -133,8 +139,10 @@ class Trainer:
                 updated |= mismatch_of(rows, old).metrics()
             metrics |= {**advantages.metrics, **updated}
             self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
+        self.rollouts.settle()
         with self.timers("sync"):
             metrics |= self.engines.push(step)
+        self.rollouts.release()
         return StepResult(collected=collected, rows=rows, metrics=metrics)
 
     def _log(self, step: int, result: StepResult, log: MetricsLogger, progress: Progress) -> None:
@@ -172,29 +180,26 @@ class Trainer:
         """Restore everything from a checkpoint, and return its step."""
         state, config = checkpoint.state, self.inputs.config
         self.cluster.workers.load_checkpoint(checkpoint.path, same_layout=checkpoint.same_layout(config))
-        self.collector.queue.load_state_dict(state.sampler)
-        self.collector.source.load_state_dict(dict(state.source))
+        self.rollouts.queue.load_state_dict(state.sampler)
         self.state = state.algo
-        for role, count in ((Role.ACTOR, state.num_optimizer_steps), (Role.CRITIC, state.num_critic_steps)):
-            if role in self.updates.updaters:
-                self.updates.updaters[role].num_optimizer_steps = count
+        self.updates.set_steps(state.num_optimizer_steps, state.num_critic_steps)
         # A run that samples or syncs in another way than before has to pass the gate again.
         self.gate.passed = state.gate_passed and not affected(state.config, config, "engines")
         return state.step
 
-    def _run_state(self, step: int, score: float | None) -> RunState:
+    def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
         """Return the state of the driver for the checkpoint of a step that is about to be written."""
         self.memory.enter(residency.checkpointing(self.inputs.roles))
-        steps = {role: updater.num_optimizer_steps for role, updater in self.updates.updaters.items()}
+        num_optimizer_steps, num_critic_steps = self.updates.steps()
         return RunState(
             command="train",
             step=step,
-            num_optimizer_steps=steps[Role.ACTOR],
-            num_critic_steps=steps.get(Role.CRITIC, 0),
+            num_optimizer_steps=num_optimizer_steps,
+            num_critic_steps=num_critic_steps,
             gate_passed=self.gate.passed,
-            sampler=self.collector.queue.state_dict(),
+            sampler=self.rollouts.queue.state_dict(),
             algo=self.state,
-            source=self.collector.source.state_dict(),
+            source=self.rollouts.save(directory),
             score=score,
             config=self.inputs.config,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -113,6 +113,9 @@ class ModelJudging:
 
     def add(self, item: FinishedSample) -> None:
         self._items.append(item)
+
+    def absorb(self, other: Self) -> None:
+        self._items += other._items
 
     def finish(self) -> Judged:
         batch = RolloutBatch(

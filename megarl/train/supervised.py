@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -110,7 +111,7 @@ class SupervisedTrainer:
         self.updater.num_optimizer_steps = checkpoint.state.num_optimizer_steps
         return checkpoint.state.step
 
-    def _run_state(self, step: int, score: float | None) -> RunState:
+    def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
         return RunState(
             command=self.task.command,
             step=step,

@@ -191,6 +191,17 @@ class UpdateStage:
     enter: Callable[[residency.Phase], None]
     timers: Timers
 
+    def steps(self) -> tuple[int, int]:
+        """Return the numbers of optimizer steps that the actor and the critic have taken."""
+        taken = {role: updater.num_optimizer_steps for role, updater in self.updaters.items()}
+        return taken[Role.ACTOR], taken.get(Role.CRITIC, 0)
+
+    def set_steps(self, num_actor: int, num_critic: int) -> None:
+        """Go on after these numbers of optimizer steps of the actor and the critic."""
+        for role, count in ((Role.ACTOR, num_actor), (Role.CRITIC, num_critic)):
+            if role in self.updaters:
+                self.updaters[role].num_optimizer_steps = count
+
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int
     ) -> tuple[dict[str, float], Sequence[FloatArray] | None]:

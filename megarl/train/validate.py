@@ -10,7 +10,7 @@ from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.record.answers import Answer, SourceResult, results_by_source, write_answers
 from megarl.rewards.manager import RewardManager
-from megarl.rollout.source import RolloutSource, SamplingPlan
+from megarl.rollout.source import RolloutSource, SamplingPlan, collect
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ class Validator:
         )
         self.enter(residency.GENERATE)
         judging = self.rewards.begin()
-        self.source.submit(prompts, plan)
-        batch = self.source.collect(len(prompts), timeout_s=rollout.timeout_s, on_sample=judging.add)
+        batch = collect(
+            self.source, self.source.submit(prompts, plan, on_sample=judging.add), timeout_s=rollout.timeout_s
+        )
         return [
             Answer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)
             for sample, reward in zip(batch.samples, judging.finish(batch.samples).rewards, strict=True)

@@ -14,10 +14,11 @@ from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.replay import ReplaySource
+from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.checkpoint import CheckpointManager
-from megarl.train.collect import GroupCollector, PromptQueue
+from megarl.train.collect import PromptQueue, Rollouts
 from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
@@ -50,8 +51,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         source = ReplaySource(Path(config.rollout.replay_dir))
     scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
     rewards, validation_rewards = _reward_managers(inputs, scorers, memory)
-    collector = GroupCollector(
+    rollouts = Rollouts(
         config=config,
+        scheduler=_scheduler(config),
         queue=PromptQueue(open_sampler(config, inputs.train)),
         prompts=inputs.train,
         source=source,
@@ -78,7 +80,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         cluster=cluster,
         recorder=recorder,
         memory=memory,
-        collector=collector,
+        rollouts=rollouts,
         scoring=ScoringPasses(scorers=scorers, hints=inputs.hints, enter=memory.enter, timers=timers),
         gate=MismatchGate(config),
         updates=_update_stage(inputs, cluster, memory, timers),
@@ -89,6 +91,14 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         meter=PerformanceMeter(config, inputs.spec.dims),
         timers=timers,
     )
+
+
+def _scheduler(config: Config) -> Scheduler:
+    """Return the run's scheduler. A replay is synchronous: a record has what trained in each step."""
+    schedule, num_prompts = config.rollout.schedule, config.trainer.prompts_per_step
+    staleness = schedule.staleness if config.rollout.source == "vllm" else 0
+    window = max(1, int(schedule.window_frac * (staleness + 1) * num_prompts))
+    return Scheduler(prompts_per_step=num_prompts, staleness=staleness, window=window)
 
 
 def _reward_managers(

@@ -2,10 +2,11 @@
 
 import gc
 import os
+import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class Worker:
 
     def __init__(self, index: int) -> None:
         self.index, self.num_asked, self.workers = index, 0, list[int]()
+        self.added: queue.Queue[Mapping[int, GenerationRequest]] = queue.Queue()
         write_stacks_on_signal()
 
     def locate(self) -> Location:
@@ -87,25 +89,33 @@ class Worker:
 
     # --- as an engine
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[dict[int, Completion]]:
-        """The first request at the end. A request for no tokens kills the engine, one for -1 fails."""
-        for place, request in reversed(list(enumerate(requests))):
-            time.sleep(0.1 * (2 - self.index % 3))
-            if request.max_tokens == 0:
-                os._exit(1)
-            if request.max_tokens < 0:
-                raise NonFiniteError("weights are spoiled")
-            completion = Completion(
-                token_ids=np.asarray([request.seed, self.index]),
-                logprobs=np.zeros(2, np.float32),
-                finish_reason=FinishReason.STOP,
-                weight_versions=np.zeros(2, np.int64),
-            )
-            yield {place: completion}
+    def add(self, requests: Mapping[int, GenerationRequest]) -> None:
+        self.added.put(requests)
+
+    @ray.method(concurrency_group="generation")
+    def serve(self) -> Iterator[dict[int, Completion]]:
+        """The last request first. A request for no tokens kills the engine, one for -1 fails."""
+        while True:
+            for key, request in reversed(self.added.get().items()):
+                time.sleep(0.1 * (2 - self.index % 3))
+                if request.max_tokens == 0:
+                    os._exit(1)
+                if request.max_tokens < 0:
+                    raise NonFiniteError("weights are spoiled")
+                completion = Completion(
+                    token_ids=np.asarray([request.seed, self.index]),
+                    logprobs=np.zeros(2, np.float32),
+                    finish_reason=FinishReason.STOP,
+                    weight_versions=np.zeros(2, np.int64),
+                )
+                yield {key: completion}
 
 
 def start(index: int) -> Process:
-    return Process(name=f"trainer rank {index}", actor=ray.remote(Worker).options(num_cpus=0.5).remote(index))
+    return Process(
+        name=f"trainer rank {index}",
+        actor=ray.remote(concurrency_groups={"generation": 1})(Worker).options(num_cpus=0.5).remote(index),
+    )
 
 
 def start_run(*names: str) -> list[Process]:
@@ -129,7 +139,6 @@ def request(seed: int, *, max_tokens: int = 2) -> GenerationRequest:
 def collected(group: EngineGroup, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
     """Tokens by position, in the order in which they came."""
     found: dict[int, list[int]] = {}
-    group.collect(
-        group.submit(requests), lambda i, completion: found.update({i: completion.token_ids.tolist()}), timeout_s=30.0
-    )
+    group.submit(requests, lambda i, completion: found.update({i: completion.token_ids.tolist()}))
+    group.wait(lambda: len(found) == len(requests), timeout_s=30.0)
     return found

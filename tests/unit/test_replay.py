@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from megarl.rollout.replay import ReplaySource, read_record, record_path, write_record
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import FinishReason, RolloutBatch, Sample, Segment, SegmentSource, row_from_sample
 from tests.helpers.rollouts import NUM_SAMPLES, assert_same_rollout, random_rollout
 
@@ -79,7 +79,7 @@ def test_extreme_values(tmp_path: Path) -> None:
 
 def test_steps_are_answered_in_the_order_they_were_asked(tmp_path: Path) -> None:
     batches = {step: random_rollout(seed=step) for step in (3, 4)}
-    source = ReplaySource(tmp_path)
+    source, asked = ReplaySource(tmp_path), []
     for step, batch in batches.items():
         write_record(record_path(tmp_path, step), batch)
         plan = SamplingPlan(
@@ -91,6 +91,6 @@ def test_steps_are_answered_in_the_order_they_were_asked(tmp_path: Path) -> None
             max_response_tokens=64,
             run_seed=0,
         )
-        source.submit(list(batch.prompts.values()), plan)
-    for batch in batches.values():
-        assert_same_rollout(source.collect(len(batch.prompts), timeout_s=1.0), batch)
+        asked.append(source.submit(list(batch.prompts.values()), plan))
+    for answered, batch in zip(asked, batches.values(), strict=True):
+        assert_same_rollout(collect(source, answered, timeout_s=1.0), batch)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from megarl.cluster import EngineGroup, Process, wait_all
-from megarl.cluster.processes import wait_living
+from megarl.cluster.processes import in_background, wait_living
 from megarl.errors import EngineDiedError, NonFiniteError, WorkerError
 from tests.helpers.remote_processes import calls, collected, kill_after, request, start, start_run
 
@@ -136,8 +137,9 @@ def test_failures_while_results_stream_in(processes: list[Process]) -> None:
     with pytest.raises(WorkerError, match="generating: trainer rank 1 died"):
         collected(group, [request(0), request(1, max_tokens=0), request(2), request(3)])
     group = EngineGroup([processes[0]], timeout_s=30.0)
+    group.submit([request(0)], lambda i, completion: None)
     with pytest.raises(WorkerError, match="generating: no answer from trainer rank 0 within 0 s"):
-        group.collect(group.submit([request(0)]), lambda i, completion: None, timeout_s=0.05)
+        group.wait(lambda: False, timeout_s=0.05)
 
 
 def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) -> None:
@@ -145,5 +147,27 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     allow_restarts(engines[1])
     # Engine 1 finishes its last request, and dies at the one before.
     requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
-    assert collected(EngineGroup(engines, timeout_s=30.0), requests).keys() == {0, 2, 4, 5}
+    group, found = EngineGroup(engines, timeout_s=30.0), set[int]()
+    group.submit(requests, lambda i, completion: found.add(i))
+    group.wait(lambda: len(found) == 6, timeout_s=30.0)
     assert engines[1].roster.lost == {"engine 1": engines[1]}
+    assert (group.living(), group.orphans()) == ([0], [1])
+    group.wait(lambda: group.are_idle([0]), timeout_s=30.0)
+    assert found == {0, 2, 4, 5}
+    # The living engine takes over what is left; the request that kills an engine is not asked of it.
+    group._open = {key: replace(each, request=request(each.position)) for key, each in group._open.items()}
+    group._hands[1] = dict(group._open)
+    group.start_again(1, exactly=False)
+    assert group.orphans() == []
+    group.wait(lambda: len(found) == 6, timeout_s=30.0)
+
+
+def test_completions_come_while_another_process_is_waited_for(ray_session: None) -> None:
+    """And a wait for samples that ended meanwhile does not wait for more."""
+    rank, engine = start_run("trainer rank 0", "engine 0")
+    group, found = EngineGroup([engine], timeout_s=30.0), set[int]()
+    group.submit([request(0), request(1)], lambda i, completion: found.add(i))
+    with in_background(group.poll):
+        assert wait_all(calls([rank], ("answer", 4.0)), timeout_s=30.0, doing="updating") == [0]
+    assert found == {0, 1}
+    group.wait(lambda: len(found) == 2, timeout_s=0.0)

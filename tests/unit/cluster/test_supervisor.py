@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.engines import OnCompletion, Submission, deal_requests
 from megarl.cluster.residency import GENERATE, MemoryLedger, Resident
 from megarl.cluster.roster import Process, Roster
 from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.source import Doing
+from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FinishReason
 from megarl.types.messages import Part, Role
 
@@ -41,6 +42,7 @@ class Run:
     def __init__(self, *, max_restarts: int = 3, offload: bool = False, deterministic: bool = False) -> None:
         self.calls, self.deaths = list[str](), dict[str, Callable[[], Any]]()
         self.roster, self.engines, self.finished_before_death = Roster(), self, dict[int, int]()
+        self.open: dict[int, tuple[int, OnCompletion, GenerationRequest]] = {}
         self.processes = [Process(name=f"engine {i}", actor=i, roster=self.roster) for i in range(2)]
         for process in self.processes:
             self.roster.enter(process)
@@ -108,18 +110,42 @@ class Run:
 
     # --- as the engines' group
 
-    def submit(self, requests: Sequence[GenerationRequest], hands: list[list[int]] | None = None) -> Submission:
-        hands = hands or deal_requests(requests, 2)
-        self.note(f"submit {hands}")
-        return Submission(requests=tuple(requests), hands=tuple(map(tuple, hands)), calls=())
+    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
+        living = self.living()
+        self.open |= {i: (living[i % len(living)], tell, r) for i, r in enumerate(requests)}
+        self.note(f"submit {[[i for i in self.open if self.open[i][0] == engine] for engine in range(2)]}")
+        self.hand = dict(self.open)
 
-    def collect(self, submission: Submission, on_finished: OnCompletion, *, timeout_s: float) -> None:
-        for engine, hand in enumerate(submission.hands):
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
+        for engine in self.living():
             count = self.finished_before_death.pop(engine, None)
-            for position in hand[:count]:
-                on_finished(position, completion(submission.requests[position]))
+            for i in [i for i in self.open if self.open[i][0] == engine][:count]:
+                _, tell, r = self.open.pop(i)
+                tell(i, completion(r))
             if count is not None:
                 self.die(engine)
+                return
+
+    def living(self) -> list[int]:
+        return [i for i, process in enumerate(self.processes) if process.name not in self.roster.lost]
+
+    def are_idle(self, engines: Sequence[int]) -> bool:
+        return not any(engine in engines for engine, *_ in self.open.values())
+
+    def orphans(self) -> list[int]:
+        return sorted({engine for engine, *_ in self.open.values()} - {*self.living()})
+
+    def start_again(self, engine: int, *, exactly: bool) -> None:
+        mine = {i: each for i, each in (self.hand if exactly else self.open).items() if each[0] == engine}
+        self.note(f"again {list(mine)} on {[engine] if exactly else self.living()}")
+        to = engine if exactly else self.living()[0]
+        self.open |= {i: (to, *mine[i][1:]) for i in mine if i in self.open}
+
+    def poll(self) -> None:
+        self.note("poll")
+
+    def abort(self) -> None:
+        """Nothing is under way."""
 
 
 @dataclass
@@ -140,8 +166,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(run: Run, num_requests: int) -> Told:
     told = Told()
-    submission = run.supervisor.submit([request(seed) for seed in range(num_requests)])
-    run.supervisor.collect(submission, told, timeout_s=1.0)
+    run.supervisor.submit([request(seed) for seed in range(num_requests)], told)
+    run.supervisor.wait(lambda: len(told.seeds) == num_requests, timeout_s=1.0, doing=lambda: "generating")
     return told
 
 
@@ -158,15 +184,28 @@ def test_without_deaths_the_transport_is_opened_once() -> None:
     assert run.supervisor.metrics() == {"rollout/engine_restarts": 0.0}
 
 
-@pytest.mark.parametrize(("deterministic", "again"), [(False, "submit [[3], [5]]"), (True, "submit [[], [1, 3, 5]]")])
-def test_what_is_unfinished_is_submitted_again_and_told_once(deterministic: bool, again: str) -> None:
-    run = Run(deterministic=deterministic)
+def test_a_living_engine_takes_over_what_is_unfinished() -> None:
+    """The engine that died is back before the next sync."""
+    run = Run()
     run.supervisor.push(4)
     run.finished_before_death = {1: 1}
     assert generate(run, 6).seeds == [0, 2, 4, 1, 3, 5]
-    assert run.calls == [OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", *RESTART_1, PUSH(4), again]
+    assert run.calls == [OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", "again [3, 5] on [0]"]
+    run.supervisor.push(5)
+    assert run.calls[4:] == [*RESTART_1, PUSH(5)]
     assert run.supervisor.metrics() == {"rollout/engine_restarts": 1.0}
     assert run.supervisor.metrics() == {"rollout/engine_restarts": 0.0}
+
+
+def test_a_deterministic_run_repeats_the_whole_hand_in_the_same_place() -> None:
+    run = Run(deterministic=True)
+    run.supervisor.push(4)
+    run.finished_before_death = {1: 1}
+    assert generate(run, 6).seeds == [0, 2, 4, 1, 3, 5]
+    assert run.calls == [
+        *(OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", *RESTART_1, PUSH(4)),
+        "again [1, 3, 5] on [1]",
+    ]
 
 
 def test_the_only_engine_left_dies_too() -> None:
@@ -176,19 +215,41 @@ def test_the_only_engine_left_dies_too() -> None:
     assert sorted(generate(run, 4).seeds) == [0, 1, 2, 3]
     assert run.calls[2:] == [
         "submit [[0, 2], [1, 3]]",
+        "again [2] on [1]",
         *("close", "restart 0", "restart 1", OPEN, PUSH(0)),
-        "submit [[1, 3], [2]]",
+        "again [1, 2, 3] on [0, 1]",
     ]
 
 
-def test_an_idle_engine_that_died_is_back_before_the_next_sync_or_batch() -> None:
+def test_completions_that_have_arrived_are_taken_without_a_restart() -> None:
+    run = Run()
+    run.supervisor.push(0)
+    told = Told()
+    run.supervisor.submit([request(0), request(1)], told)
+    run.die(1)
+    run.supervisor.poll()
+    assert run.calls[2:] == ["submit [[0], [1]]", "poll", "again [1] on [0]"]
+
+
+def test_a_wait_that_nothing_can_end_is_refused() -> None:
+    run = Run()
+    with pytest.raises(WorkerError, match="ticket 7: no engine has anything left to generate"):
+        run.supervisor.wait(lambda: False, timeout_s=1.0, doing=lambda: "ticket 7")
+
+
+def test_engines_that_died_idle_are_back_before_the_next_sync_or_when_none_is_left() -> None:
     run = Run()
     run.supervisor.push(0)
     run.die(1)
     run.supervisor.push(1)
     run.die(1)
     generate(run, 2)
-    assert run.calls == [OPEN, PUSH(0), *RESTART_1, PUSH(1), *RESTART_1, PUSH(1), "submit [[0], [1]]"]
+    run.die(0)
+    generate(run, 1)
+    assert run.calls == [
+        *(OPEN, PUSH(0), *RESTART_1, PUSH(1), "submit [[0, 1], []]"),
+        *("close", "restart 0", "restart 1", OPEN, PUSH(1), "submit [[0], []]"),
+    ]
 
 
 def test_a_sync_in_which_an_engine_dies_is_repeated_over_a_new_transport() -> None:
@@ -211,7 +272,7 @@ def test_an_engine_that_dies_while_it_starts_counts_again() -> None:
 
 def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
     """And the trainer's parameters are back before there is a transport."""
-    run = Run(offload=True)
+    run = Run(offload=True, deterministic=True)
     run.ledger.resident = frozenset({Resident(Role.ACTOR, Part.PARAMS)})
     run.supervisor.push(0)
     run.calls.clear()
@@ -223,6 +284,6 @@ def test_with_offload_devices_are_empty_when_an_engine_starts() -> None:
     assert run.calls == [
         "submit [[0], [1]]",
         *("close", "sleep", "restart 1", "onload params", "wake weights", OPEN, PUSH(0), "offload params"),
-        *("wake kv_cache", "submit [[1], []]"),
+        *("wake kv_cache", "again [1] on [1]"),
     ]
     assert run.ledger.resident == GENERATE.needs

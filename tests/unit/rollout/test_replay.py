@@ -10,7 +10,7 @@ import pytest
 
 from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import SamplingPlan, collect
 from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
 PROMPT = Prompt(
@@ -83,8 +83,7 @@ def plan(step: int) -> SamplingPlan:
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     write_record(record_path(tmp_path / "records", 12), batch())
     source = ReplaySource(tmp_path / "records")
-    source.submit([PROMPT], plan(12))
-    replayed = source.collect(1, timeout_s=1.0)
+    replayed = collect(source, source.submit([PROMPT], plan(12)), timeout_s=1.0)
     assert replayed.prompts == batch().prompts
     for got, expected in zip(replayed.samples, batch().samples, strict=True):
         assert (got.uid, got.sample_index, got.seed) == (expected.uid, expected.sample_index, expected.seed)
@@ -135,17 +134,15 @@ def test_a_step_that_was_not_recorded_is_named(tmp_path: Path) -> None:
 def test_other_prompts_than_the_recorded_are_refused(tmp_path: Path, other: Prompt) -> None:
     write_record(record_path(tmp_path, 1), batch())
     source = ReplaySource(tmp_path)
-    source.submit([other], plan(1))
     with pytest.raises(DataError, match=r"step_000001\.parquet: .* \(first differences: \['sums:7'"):
-        source.collect(1, timeout_s=1.0)
+        source.submit([other], plan(1))
 
 
 def test_another_group_size_is_refused(tmp_path: Path) -> None:
     write_record(record_path(tmp_path, 1), batch())
     source = ReplaySource(tmp_path)
-    source.submit([PROMPT], replace(plan(1), num_samples=8))
     with pytest.raises(DataError, match=r"has 2 samples of sums:7; replay with rollout\.num_samples=2"):
-        source.collect(1, timeout_s=1.0)
+        source.submit([PROMPT], replace(plan(1), num_samples=8))
 
 
 def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
@@ -154,15 +151,17 @@ def test_a_record_with_nan_names_step_and_row(tmp_path: Path) -> None:
     samples = (first, replace(second, segments=(second.segments[0], spoiled)))
     write_record(record_path(tmp_path, 3), RolloutBatch(prompts={PROMPT.uid: PROMPT}, samples=samples))
     source = ReplaySource(tmp_path)
-    source.submit([PROMPT], plan(3))
     with pytest.raises(NonFiniteError, match="step 3: rollout log-probs of row sums:7/1 are not finite"):
-        source.collect(1, timeout_s=1.0)
+        source.submit([PROMPT], plan(3))
 
 
-def test_loading_state_forgets_what_was_submitted(tmp_path: Path) -> None:
-    write_record(record_path(tmp_path, 2), batch())
+def test_a_record_answers_several_submissions_of_its_step(tmp_path: Path) -> None:
+    """As with a filter, whose refills ask for more prompts in the same step."""
+    other = replace(PROMPT, uid="sums:8")
+    more = tuple(replace(sample, uid="sums:8") for sample in batch().samples)
+    recorded = RolloutBatch(prompts={"sums:7": PROMPT, "sums:8": other}, samples=(*batch().samples, *more))
+    write_record(record_path(tmp_path, 1), recorded)
     source = ReplaySource(tmp_path)
-    source.submit([PROMPT], plan(1))
-    source.load_state_dict(source.state_dict())
-    source.submit([PROMPT], plan(2))
-    assert len(source.collect(1, timeout_s=1.0).samples) == 2
+    for prompt in (other, PROMPT):
+        replayed = collect(source, source.submit([prompt], plan(1)), timeout_s=1.0)
+        assert [(s.uid, s.sample_index) for s in replayed.samples] == [(prompt.uid, 0), (prompt.uid, 1)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.engine import Stepper
+from megarl.rollout.stepping import Stepper
 
 TIMEOUT_S = 30.0
 
@@ -34,6 +34,9 @@ class CountingEngine:
         self.num_requests += len(prompts)
         self.left |= {name: (p, n) for name, n, p in zip(names, prompts, params, strict=True)}
         return [f"{name}-1a2b3c4d" for name in names]
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.left)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.left)

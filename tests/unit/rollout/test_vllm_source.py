@@ -1,7 +1,7 @@
 """What VllmSource asks of engines and makes of their answers, with engines that answer from a table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from megarl.errors import NonFiniteError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.prefixes import Prefix, demonstration_scores
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import Doing, SamplingPlan, collect
 from megarl.rollout.vllm_source import OnCompletion, VllmSource
 from megarl.seeds import sample_seed
 from megarl.types import FinishReason, Prompt, Sample, SegmentSource
@@ -30,22 +30,51 @@ class EchoEngines:
         self.requests: list[GenerationRequest] = []
         self.timeouts_s: list[float] = []
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        self.requests += requests
-        return list(requests)
+        self.asked: list[tuple[OnCompletion, list[GenerationRequest]]] = []
 
-    def collect(self, calls: Sequence[GenerationRequest], on_finished: OnCompletion, *, timeout_s: float) -> None:
+    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
+        self.requests += requests
+        self.asked.append((tell, list(requests)))
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
         self.timeouts_s.append(timeout_s)
-        for position, request in reversed(list(enumerate(calls))):
-            token_ids = np.asarray(self.answer(request), dtype=np.int64)
-            completion = Completion(
-                token_ids=token_ids,
-                logprobs=np.full(len(token_ids), self.logprob, dtype=np.float32),
-                finish_reason=FinishReason.LENGTH,
-                # A sync came before the last token.
-                weight_versions=np.asarray([8] * (len(token_ids) - 1) + [9]),
+        while not until():
+            tell, requests = self.asked.pop(0)
+            for position, request in reversed(list(enumerate(requests))):
+                tell(position, self.complete(request))
+
+    def poll(self) -> None:
+        """Nothing: completions come when they are waited for."""
+
+    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
+        """The first token of every request."""
+        whole = [
+            (tell, i, self.complete(request)) for tell, requests in self.asked for i, request in enumerate(requests)
+        ]
+        return [
+            (
+                tell,
+                i,
+                replace(
+                    c,
+                    token_ids=c.token_ids[:1],
+                    logprobs=c.logprobs[:1],
+                    weight_versions=c.weight_versions[:1],
+                    finish_reason=FinishReason.ABORT,
+                ),
             )
-            on_finished(position, completion)
+            for tell, i, c in whole
+        ]
+
+    def complete(self, request: GenerationRequest) -> Completion:
+        token_ids = np.asarray(self.answer(request), dtype=np.int64)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.full(len(token_ids), self.logprob, dtype=np.float32),
+            finish_reason=FinishReason.LENGTH,
+            # A sync came before the last token.
+            weight_versions=np.asarray([8] * (len(token_ids) - 1) + [9]),
+        )
 
     def answer(self, request: GenerationRequest) -> Sequence[int]:
         return request.token_ids[::-1]
@@ -74,20 +103,17 @@ def test_nuclei_reach_the_samples() -> None:
     class Truncated(EchoEngines):
         """Every token was sampled from itself and token 7."""
 
-        def collect(self, calls: Sequence[GenerationRequest], on_finished: OnCompletion, *, timeout_s: float) -> None:
-            def finish(position: int, completion: Completion) -> None:
-                ids = completion.token_ids.astype(np.int32)
-                nucleus = np.stack([ids, np.full_like(ids, 7)], axis=1)
-                on_finished(position, replace(completion, nucleus=nucleus))
-
-            super().collect(calls, finish, timeout_s=timeout_s)
+        def complete(self, request: GenerationRequest) -> Completion:
+            completion = super().complete(request)
+            ids = completion.token_ids.astype(np.int32)
+            return replace(completion, nucleus=np.stack([ids, np.full_like(ids, 7)], axis=1))
 
     engines = Truncated()
     source = VllmSource(engines)
     prefixes = {("b", 1): Prefix(token_ids=(5,))}
-    source.submit(PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
+    batch = source.submit(PROMPTS, replace(PLAN, with_nucleus=True, prefixes=prefixes))
     assert all(request.with_nucleus for request in engines.requests)
-    nuclei = [sample.nucleus for sample in source.collect(2, timeout_s=1.0).samples]
+    nuclei = [sample.nucleus for sample in collect(source, batch, timeout_s=1.0).samples]
     assert [nucleus if nucleus is None else nucleus.tolist() for nucleus in nuclei] == [
         [[2, 7], [1, 7]],
         [[2, 7], [1, 7]],
@@ -107,8 +133,7 @@ def test_what_ends_a_response_reaches_the_engine() -> None:
 def test_samples_name_prompt_group_seed_and_weights() -> None:
     engines = EchoEngines()
     source = VllmSource(engines)
-    source.submit(PROMPTS, PLAN)
-    batch = source.collect(2, timeout_s=8.0)
+    batch = collect(source, source.submit(PROMPTS, PLAN), timeout_s=8.0)
     assert engines.timeouts_s == [8.0]
     assert batch.prompts == {"a": PROMPTS[0], "b": PROMPTS[1]}
     assert [(s.uid, s.sample_index) for s in batch.samples] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -124,41 +149,59 @@ def test_samples_name_prompt_group_seed_and_weights() -> None:
     assert sample.rollout_logprobs.tolist() == [-0.5, -0.5]
 
 
-def test_submissions_are_collected_in_their_order() -> None:
+def test_a_submission_may_be_collected_before_an_earlier_one() -> None:
     source = VllmSource(EchoEngines())
-    source.submit(PROMPTS[:1], PLAN)
-    source.submit(PROMPTS[1:], PLAN)
-    assert [source.collect(1, timeout_s=1.0).samples[0].uid for _ in range(2)] == ["a", "b"]
+    batches = [source.submit(PROMPTS[:1], PLAN), source.submit(PROMPTS[1:], PLAN)]
+    assert [collect(source, batch, timeout_s=1.0).samples[0].uid for batch in reversed(batches)] == ["b", "a"]
 
 
-def test_a_wrong_number_of_groups_is_refused() -> None:
-    source = VllmSource(EchoEngines())
-    source.submit(PROMPTS, PLAN)
-    with pytest.raises(ValueError, match="asked for 1 groups, the oldest submission has 2"):
-        source.collect(1, timeout_s=1.0)
+def test_samples_go_on_where_they_were() -> None:
+    """Each request has a segment of its own, and knows how many tokens engines sampled before."""
+    engines, again = EchoEngines(), EchoEngines()
+    source = VllmSource(engines)
+    plan = replace(PLAN, prefixes={("b", 1): Prefix(token_ids=(5,))})
+    source.submit(PROMPTS, plan)
+    begun = source.unfinished()
+    assert {sample.finish_reason for sample in begun} == {FinishReason.ABORT}
+    resumed = VllmSource(again)
+    batch = resumed.submit(PROMPTS, plan, begun=begun[1:])
+    # Sample 0 of prompt a begins again; the others have their first token, and b/1 a prefix that nobody sampled.
+    assert [(r.token_ids, r.num_before, r.max_tokens) for r in again.requests] == [
+        ((1, 2), 0, 3),
+        ((1, 2, 2), 1, 2),
+        ((3, 3), 1, 2),
+        ((3, 5, 5), 1, 1),
+    ]
+    assert [r.seed for r in again.requests] == [r.seed for r in engines.requests]
+    first, second, _, last = collect(resumed, batch, timeout_s=1.0).samples
+    assert [s.token_ids.tolist() for s in first.segments] == [[1, 2], [2, 1]]
+    assert [s.token_ids.tolist() for s in second.segments] == [[1, 2], [2], [2, 2, 1]]
+    assert [s.token_ids.tolist() for s in last.segments] == [[3], [5], [5], [5, 5, 3]]
+    assert second.finish_reason is FinishReason.LENGTH
 
 
-def test_loading_state_forgets_what_was_submitted() -> None:
-    source = VllmSource(EchoEngines())
-    source.submit(PROMPTS[:1], PLAN)
-    source.load_state_dict(source.state_dict())
-    source.submit(PROMPTS[1:], PLAN)
-    assert source.collect(1, timeout_s=1.0).samples[0].uid == "b"
+def test_finished_samples_are_not_sampled_again() -> None:
+    source, engines = VllmSource(EchoEngines()), EchoEngines()
+    finished = collect(source, source.submit(PROMPTS, PLAN), timeout_s=1.0).samples
+    again = VllmSource(engines)
+    assert collect(again, again.submit(PROMPTS, PLAN, begun=finished), timeout_s=1.0).samples == finished
+    assert engines.requests == []
 
 
 def test_nan_from_the_engine_names_step_and_row() -> None:
     source = VllmSource(EchoEngines(logprob=float("nan")))
-    source.submit(PROMPTS, PLAN)
+    batch = source.submit(PROMPTS, PLAN)
     with pytest.raises(NonFiniteError, match="step 4: rollout log-probs of row b/1 are not finite"):
-        source.collect(2, timeout_s=1.0)
+        collect(source, batch, timeout_s=1.0)
 
 
 def test_samples_are_told_of_as_they_finish() -> None:
     source = VllmSource(EchoEngines())
     prefixes = {("a", 1): Prefix(token_ids=(5, 2), is_complete=True)}
-    source.submit(PROMPTS, replace(PLAN, prefixes=prefixes))
     told: list[tuple[Prompt, Sample]] = []
-    batch = source.collect(2, timeout_s=1.0, on_sample=lambda prompt, sample: told.append((prompt, sample)))
+    plan = replace(PLAN, prefixes=prefixes)
+    submitted = source.submit(PROMPTS, plan, on_sample=lambda prompt, sample: told.append((prompt, sample)))
+    batch = collect(source, submitted, timeout_s=1.0)
     # What nobody generates is finished at once.
     assert [(prompt.uid, sample.sample_index) for prompt, sample in told] == [("a", 1), ("b", 1), ("b", 0), ("a", 0)]
     assert {id(sample) for _, sample in told} == {id(sample) for sample in batch.samples}
@@ -174,7 +217,7 @@ class FillingEngines(EchoEngines):
 def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:
     engines = FillingEngines()
     source = VllmSource(engines)
-    source.submit(PROMPTS, replace(PLAN, prefixes={("a", 1): Prefix(token_ids=(5, 6)), ("b", 0): Prefix()}))
+    batch = source.submit(PROMPTS, replace(PLAN, prefixes={("a", 1): Prefix(token_ids=(5, 6)), ("b", 0): Prefix()}))
     assert [(r.token_ids, r.max_tokens) for r in engines.requests] == [
         ((1, 2), 3),
         ((1, 2, 5, 6), 1),
@@ -183,7 +226,7 @@ def test_a_prefix_is_continued_with_what_is_left_of_the_limit() -> None:
     ]
     # The seed is that of the sample, with or without a prefix.
     assert engines.requests[1].seed == sample_seed(11, 4, "a", 1)
-    samples = source.collect(2, timeout_s=1.0).samples
+    samples = collect(source, batch, timeout_s=1.0).samples
     assert [s.response_token_ids.tolist() for s in samples] == [[8, 8, 8], [5, 6, 8], [8, 8, 8], [8, 8, 8]]
     prompt, demonstration, policy = samples[1].segments
     assert (demonstration.source, policy.source) == (SegmentSource.DEMONSTRATION, SegmentSource.POLICY)
@@ -205,9 +248,9 @@ def test_what_a_prefix_ends_or_fills_is_not_generated() -> None:
         # Cut at the limit, it no longer ends.
         ("b", 0): Prefix(token_ids=(5, 6, 7, 2), is_complete=True),
     }
-    source.submit(PROMPTS, replace(PLAN, prefixes=prefixes))
+    batch = source.submit(PROMPTS, replace(PLAN, prefixes=prefixes))
     assert [(r.token_ids, r.seed) for r in engines.requests] == [((3,), sample_seed(11, 4, "b", 1))]
-    samples = source.collect(2, timeout_s=1.0).samples
+    samples = collect(source, batch, timeout_s=1.0).samples
     assert [s.response_token_ids.tolist() for s in samples] == [[5, 2], [5, 6, 7], [5, 6, 7], [8, 8, 8]]
     assert [s.finish_reason for s in samples] == [FinishReason.STOP] + [FinishReason.LENGTH] * 3
     assert [len(s.segments) for s in samples] == [2, 2, 2, 2]
@@ -220,7 +263,6 @@ def test_which_tokens_are_the_prefix_golden() -> None:
     prefixes = {("a", i): Prefix(token_ids=(5,) * length) for i, length in enumerate(lengths)}
     source = VllmSource(FillingEngines())
     plan = replace(PLAN, num_samples=len(lengths), max_response_tokens=limit, prefixes=prefixes)
-    source.submit(PROMPTS[:1], plan)
-    batch = source.collect(1, timeout_s=1.0)
+    batch = collect(source, source.submit(PROMPTS[:1], plan), timeout_s=1.0)
     marks = [demonstration_scores(s, batch.prompts["a"])["demonstration"].tolist() for s in batch.samples]
     assert marks == case["expected"]

@@ -73,7 +73,7 @@ def after_step(
     score: float | None = None,
 ) -> None:
     state = replace(STATE, step=step, score=score)
-    manager.after_step(step, total=total, stop=stop or StopRequest(), state=lambda: state)
+    manager.after_step(step, total=total, stop=stop or StopRequest(), state=lambda path: state)
 
 
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,10 +26,12 @@ from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.errors import RunError
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Judged, Tally
-from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
-from megarl.train.collect import Collected, GroupCollector, PromptQueue, refill_count
+from megarl.rollout.scheduler import Scheduler
+from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
+from megarl.train.collect import Collected, PromptQueue, Rollouts
+from megarl.train.groups import refill_count
 from megarl.train.rows import training_rows
-from megarl.types import DROPPED, FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment, scored_batch
+from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 MIXED, WRONG, RIGHT = (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)
@@ -128,24 +131,41 @@ class World(RolloutSource):
             Prompt(uid=f"q:{i}", token_ids=(i,), data_source="q", ground_truth="") for i in range(len(scores))
         ]
         self.asked: list[tuple[int, list[int]]] = []
-        self.submitted: tuple[Sequence[Prompt], int] = ((), 0)
+        self.pending: list[tuple[Batch, list[tuple[Prompt, Sample]]]] = []
         self.phases: list[Phase] = []
 
-    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        self.submitted, self.plan = (prompts, plan.step), plan
-
-    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
         """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
-        prompts, step = self.submitted
+        step, self.plan = plan.step, plan
         indices = [prompt.token_ids[0] for prompt in prompts]
-        assert len(indices) == num_groups
         self.asked.append((step, indices))
-        samples = [self._sample(i, place, step) for i in indices for place in range(len(self.scores[i]))]
+        samples = [
+            (p, self._sample(i, k, step))
+            for i, p in zip(indices, prompts, strict=True)
+            for k in range(len(self.scores[i]))
+        ]
         random.Random(step).shuffle(samples)
-        by_uid = {prompt.uid: prompt for prompt in prompts}
-        for sample in reversed(samples):
-            on_sample(by_uid[sample.uid], sample)
-        return RolloutBatch(prompts={prompt.uid: prompt for prompt in prompts}, samples=tuple(samples))
+        batch = Batch(prompts=prompts, plan=plan, on_sample=on_sample)
+        self.pending.append((batch, samples[::-1]))
+        return batch
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        while not until():
+            batch, samples = self.pending.pop(0)
+            for prompt, sample in samples:
+                batch.finish(prompt, sample)
+
+    def poll(self) -> None:
+        """Nothing: samples finish when they are waited for."""
+
+    def unfinished(self) -> list[Sample]:
+        return []
 
     def _sample(self, index: int, place: int, step: int) -> Sample:
         given = [demonstration_segment([7])] if self.demonstrated and place == 0 else []
@@ -166,9 +186,14 @@ class World(RolloutSource):
 
     def collector(
         self, cfg: FilterConfig, num_prompts: int, *, queue: PromptQueue | None = None, timers: Timers | None = None
-    ) -> GroupCollector:
-        return GroupCollector(
-            config=Config(algo=AlgoConfig(filter=cfg), trainer=TrainerConfig(prompts_per_step=num_prompts)),
+    ) -> Rollouts:
+        return Rollouts(
+            scheduler=Scheduler(prompts_per_step=num_prompts),
+            config=Config(
+                algo=AlgoConfig(filter=cfg),
+                rollout=RolloutConfig(num_samples=len(self.scores[0])),
+                trainer=TrainerConfig(prompts_per_step=num_prompts),
+            ),
             queue=queue or queue_of(len(self.scores)),
             prompts=self.prompts,
             source=self,
@@ -197,6 +222,15 @@ class WorldJudging:
         return Judged(rewards=[self.world.judge(sample) for sample in samples], tallies=tallies)
 
 
+def collect(rollouts: Rollouts, step: int) -> Collected:
+    """A step without training."""
+    rollouts.admit(step - 1)
+    collected = rollouts.take(step)
+    rollouts.settle()
+    rollouts.release()
+    return collected
+
+
 def prompts_of(collected: Collected) -> list[int]:
     """The groups' prompts in their order; checks that groups are whole and every sample has its own reward."""
     samples, indices = collected.rollout.samples, []
@@ -213,13 +247,13 @@ def prompts_of(collected: Collected) -> list[int]:
 def test_without_a_filter_the_next_batches_train() -> None:
     world = World([MIXED, WRONG, RIGHT, MIXED, WRONG, RIGHT])
     collector = world.collector(FilterConfig(), 2)
-    assert [prompts_of(collector.collect(step)) for step in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [prompts_of(collect(collector, step)) for step in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
     assert world.asked == [(1, [0, 1]), (2, [2, 3]), (3, [4, 5])]
 
 
 def test_every_sample_has_its_own_reward() -> None:
     world = World([(0.0, 0.25), (0.5, 0.75)])
-    collected = world.collector(FilterConfig(), 2).collect(1)
+    collected = collect(world.collector(FilterConfig(), 2), 1)
     rewards = {
         (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
     }
@@ -229,8 +263,8 @@ def test_every_sample_has_its_own_reward() -> None:
 def test_a_filter_without_refills_leaves_fewer_groups() -> None:
     world = World([WRONG, MIXED, RIGHT, WRONG])
     collector = world.collector(MIXED_GROUPS, 2)
-    assert prompts_of(collector.collect(1)) == [1]
-    assert prompts_of(collector.collect(2)) == []
+    assert prompts_of(collect(collector, 1)) == [1]
+    assert prompts_of(collect(collector, 2)) == []
     assert world.asked == [(1, [0, 1]), (2, [2, 3])]
 
 
@@ -238,9 +272,9 @@ def test_a_run_whose_steps_have_no_groups_ends_and_says_what_was_sampled() -> No
     world = World([WRONG, RIGHT, WRONG, WRONG, MIXED, WRONG, RIGHT, RIGHT, RIGHT, RIGHT])
     collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_skipped_steps=3), 2)
     # Two steps without groups, one with a group, then three without.
-    assert [len(prompts_of(collector.collect(step))) for step in (1, 2, 3, 4, 5)] == [0, 0, 1, 0, 0]
+    assert [len(prompts_of(collect(collector, step))) for step in (1, 2, 3, 4, 5)] == [0, 0, 1, 0, 0]
     with pytest.raises(RunError, match=r"3 steps in a row .* 2 judged groups, whose means of 'correct' are 0 to 1, 0 "):
-        collector.collect(6)
+        collect(collector, 6)
 
 
 def test_groups_are_judged_by_right_and_wrong_unless_told_otherwise() -> None:
@@ -248,13 +282,13 @@ def test_groups_are_judged_by_right_and_wrong_unless_told_otherwise() -> None:
     world = World([(-1.0, -1.0, 1.0, -1.0), (-1.0, -1.0, -1.0, -1.0)])
     for by, kept in (("correct", [0]), ("score", []), ("reward", [])):
         cfg = FilterConfig(by=by, mean_score=(0.0, 1.0))  # type: ignore[arg-type]
-        rollout = world.collector(cfg, 2).collect(1).rollout
+        rollout = collect(world.collector(cfg, 2), 1).rollout
         assert [int(prompt.token_ids[0]) for prompt in rollout.prompts.values()] == kept
 
 
 def test_metrics_are_of_all_that_was_sampled() -> None:
     world = World([WRONG, MIXED, RIGHT, MIXED, WRONG])
-    got = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 3, queue=queue_of(5, 3)).collect(1)
+    got = collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 3, queue=queue_of(5, 3)), 1)
     # 0, 1, 2, of which 1 passes; two are missing and a third passes: all of the other two are asked.
     assert world.asked == [(1, [0, 1, 2]), (1, [3, 4])]
     assert got.metrics == {
@@ -277,13 +311,13 @@ def test_refills_until_the_step_is_full_and_what_is_left_over_is_first_next_time
     #        step 1: [0, 1]    refills: [2, 3]    [4, 5]
     world = World([WRONG, WRONG, MIXED, RIGHT, MIXED, MIXED, MIXED, WRONG])
     collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=5), 2)
-    first = collector.collect(1)
+    first = collect(collector, 1)
     # None of 2 passed: a whole batch. 1 of 4 passed and 1 is missing: 4 would be likely to do, 2 are the most.
     assert world.asked == [(1, [0, 1]), (1, [2, 3]), (1, [4, 5])]
     assert prompts_of(first) == [2, 4]
     assert first.metrics["filter/num_refills"] == 2
     # 5 passed, found no place, and is sampled anew by the policy of its step.
-    second = collector.collect(2)
+    second = collect(collector, 2)
     assert world.asked[3:] == [(2, [5, 6])]
     assert prompts_of(second) == [5, 6]
     assert {sample.seed for sample in second.rollout.samples} == {2}
@@ -291,7 +325,7 @@ def test_refills_until_the_step_is_full_and_what_is_left_over_is_first_next_time
 
 def test_refills_end_where_they_are_told_to() -> None:
     world = World([WRONG] * 4 + [MIXED] * 4)
-    collected = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2).collect(1)
+    collected = collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2), 1)
     assert world.asked == [(1, [0, 1]), (1, [2, 3])]
     assert prompts_of(collected) == []
     assert collected.metrics["filter/num_refills"] == 1
@@ -300,13 +334,13 @@ def test_refills_end_where_they_are_told_to() -> None:
 def test_no_prompt_is_asked_twice_in_a_step() -> None:
     world = World([WRONG, WRONG, RIGHT, WRONG, MIXED])
     collector = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=9), 2)
-    first = collector.collect(1)
+    first = collect(collector, 1)
     # The last refill asks for all that is left, one prompt; the sampler's next batch holds 4 and the new epoch's 0.
     assert world.asked == [(1, [0, 1]), (1, [2, 3]), (1, [4])]
     assert prompts_of(first) == [4]
     assert first.metrics["filter/num_refills"] == 2
     # 0 has been waiting since.
-    assert prompts_of(collector.collect(2)) == [4]
+    assert prompts_of(collect(collector, 2)) == [4]
     assert world.asked[3] == (2, [0, 1])
 
 
@@ -316,7 +350,7 @@ def test_scores_of_demonstrations_may_be_left_out() -> None:
     for counted, kept in ((True, [0, 1]), (False, [1])):
         world = World(scores, demonstrated=True)
         cfg = FilterConfig(mean_score=(0.0, 1.0), count_demonstrations=counted)
-        collected = world.collector(cfg, 2).collect(1)
+        collected = collect(world.collector(cfg, 2), 1)
         assert list(collected.rollout.prompts) == [f"q:{i}" for i in kept]
         assert collected.metrics["batch/off_solved"] == 1.0
         assert collected.metrics["batch/on_solved"] == 0.25
@@ -325,7 +359,7 @@ def test_scores_of_demonstrations_may_be_left_out() -> None:
 def test_what_nobody_could_judge_does_not_train() -> None:
     """A group goes on without a lost row; one row alone, or none, is no group."""
     world = World([(1.0, LOST, 0.0, 0.0), (LOST, 1.0, LOST, LOST), (LOST,) * 4, (0.0, 1.0, 1.0, LOST)])
-    collected = world.collector(FilterConfig(), 4, queue=queue_of(4, 4)).collect(1)
+    collected = collect(world.collector(FilterConfig(), 4, queue=queue_of(4, 4)), 1)
     found = {
         (s.uid, s.sample_index): r.score for s, r in zip(collected.rollout.samples, collected.rewards, strict=True)
     }
@@ -345,7 +379,7 @@ def test_what_nobody_could_judge_does_not_train() -> None:
 def test_groups_are_compared_without_the_rows_that_nobody_could_judge() -> None:
     """GRPO of 1, 0, 0 (one of four rows lost): mean 1/3, std √(1/3); 2/3 and −1/3 over it."""
     world = World([(1.0, LOST, 0.0, 0.0), (0.0, 1.0, 1.0, LOST)])
-    collected = world.collector(FilterConfig(), 2).collect(1)
+    collected = collect(world.collector(FilterConfig(), 2), 1)
     training = training_rows(collected, AlgoConfig())
     batch = scored_batch(training.rows, training.rewards)
     advantages = compute_advantages(batch, AdvantageConfig(estimator="grpo")).advantages
@@ -361,7 +395,7 @@ def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
     plain = world.collector(FilterConfig(), 3, queue=queue_of(3, 3))
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="remax"))
     rollout = RolloutConfig(num_samples=2)
-    collected = replace(plain, config=replace(plain.config, algo=algo, rollout=rollout)).collect(1)
+    collected = collect(replace(plain, config=replace(plain.config, algo=algo, rollout=rollout)), 1)
     assert (world.plan.num_samples, world.plan.last_is_greedy) == (3, True)
     found = {
         (sample.uid, sample.sample_index): (reward.score, reward.details["greedy_score"])
@@ -376,7 +410,7 @@ def test_a_greedy_response_is_compared_with_and_not_trained_on() -> None:
 
 def test_lost_groups_are_replaced_by_refills() -> None:
     world = World([(LOST, 1.0), MIXED, MIXED, MIXED])
-    collected = world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), 2).collect(1)
+    collected = collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=2), 2), 1)
     assert prompts_of(collected) == [1, 2]
 
 
@@ -389,13 +423,13 @@ def test_a_resumed_run_asks_the_same_prompts(resumed_after: int) -> None:
     collector = world.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
     got, state = [], None
     for step in range(1, 7):
-        got.append(prompts_of(collector.collect(step)))
+        got.append(prompts_of(collect(collector, step)))
         if step == resumed_after:
             state = json.loads(json.dumps(collector.queue.state_dict()))
     assert state is not None
     resumed = again.collector(cfg, 3, queue=queue_of(11, 3, shuffle=True))
     resumed.queue.load_state_dict(state)
-    assert [prompts_of(resumed.collect(step)) for step in range(resumed_after + 1, 7)] == got[resumed_after:]
+    assert [prompts_of(collect(resumed, step)) for step in range(resumed_after + 1, 7)] == got[resumed_after:]
     assert again.asked == [call for call in world.asked if call[0] > resumed_after]
     # The filter acted, and something waited for its step.
     assert len(world.asked) > 6
@@ -406,16 +440,16 @@ def test_times_of_generation_and_judging_add_up_over_refills() -> None:
     timers = Timers(clock=lambda: now[0])
     submit, judge = world.submit, world.judge
 
-    def slow_submit(prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+    def slow_submit(*given: Any) -> Batch:
         now[0] += 10.0
-        submit(prompts, plan)
+        return submit(*given)
 
     def slow_judge(sample: Sample) -> Reward:
         now[0] += 0.25
         return judge(sample)
 
     world.submit, world.judge = slow_submit, slow_judge  # type: ignore[method-assign]
-    world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers).collect(1)
+    collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 2, timers=timers), 1)
     assert timers.pop() == {"timing_s/gen": 20.0, "timing_s/reward": 2.0}
 
 

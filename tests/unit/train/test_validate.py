@@ -1,6 +1,6 @@
 """What a validation reports: accuracy, whatever the rewards are, with numbers by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,9 @@ from megarl.config.schema import Config
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.answers import read_answers
 from megarl.rewards.judge import Judged
-from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
+from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
 from megarl.train.validate import Validator
-from megarl.types import DROPPED, FinishReason, Prompt, Reward, RolloutBatch, Sample, prompt_segment
+from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment
 from tests.helpers.segments import policy_segment
 
 TOKENIZER = make_byte_tokenizer()
@@ -35,26 +35,30 @@ class World(RolloutSource):
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
-    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
         self.plans.append(plan)
+        batch = Batch(prompts=prompts, plan=plan, on_sample=on_sample)
+        for prompt in self.prompts:
+            for i in range(plan.num_samples):
+                text = "#### 7" if self.is_right(prompt.uid, i, plan) else "#### 88"
+                sample = Sample(
+                    uid=prompt.uid,
+                    sample_index=i,
+                    seed=0,
+                    segments=(prompt_segment([65]), policy_segment(TOKENIZER.encode(text))),
+                    finish_reason=FinishReason.STOP,
+                )
+                batch.finish(prompt, sample)
+        return batch
 
-    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
-        plan = self.plans[-1]
-        samples = [
-            Sample(
-                uid=prompt.uid,
-                sample_index=i,
-                seed=0,
-                segments=(
-                    prompt_segment([65]),
-                    policy_segment(TOKENIZER.encode("#### 7" if self.is_right(prompt.uid, i, plan) else "#### 88")),
-                ),
-                finish_reason=FinishReason.STOP,
-            )
-            for prompt in self.prompts
-            for i in range(plan.num_samples)
-        ]
-        return RolloutBatch(prompts={prompt.uid: prompt for prompt in self.prompts}, samples=tuple(samples))
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        assert until()
 
     def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
         return True if plan.temperature == 0 else SAMPLED[int(uid[2:])][sample_index]

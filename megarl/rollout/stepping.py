@@ -1,0 +1,141 @@
+"""Step a vLLM engine on behalf of several threads, and count what it does."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+# Between two steps that follow one another, an engine pauses for less than this.
+MAX_PAUSE_S = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineWork:
+    """What an engine did since it was last asked: decode steps, the sequences in them added up, and busy times.
+
+    recomputed_tokens: tokens of unfinished requests whose keys and values were dropped at an update. busy: (start,
+    end) in Unix seconds of the times in which steps followed one another without a pause; began: when the count began.
+    """
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    recomputed_tokens: int = 0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    began: float = field(default_factory=time.time)
+
+    def add_step(self, start: float, end: float, num_sequences: int) -> None:
+        """Count a step; it prolongs the last busy time if it follows within `MAX_PAUSE_S`."""
+        self.num_steps += 1
+        self.num_sequences += num_sequences
+        if self.busy and start - self.busy[-1][1] < MAX_PAUSE_S:
+            start = self.busy.pop()[0]
+        self.busy.append((start, end))
+
+
+class Stepper:
+    """A `vllm.LLM` that several threads share: they wait here for their requests, or stop the engine between two
+    steps.
+    """
+
+    def __init__(self, llm: Any, *, max_num_seqs: int = 256) -> None:
+        self._llm, self._max_num_seqs = llm, max_num_seqs
+        self._turn = threading.Condition()
+        self._holders = 0
+        self._finished: dict[str, Any] = {}
+        # Requests whose outputs `serve` yields: the caller's id by vLLM's.
+        self._served: dict[str, int] = {}
+        self._closed = False
+        self.work = EngineWork()
+
+    def add(self, ids: Sequence[int], prompts: Sequence[Any], params: Sequence[Any]) -> None:
+        """Queue prompts, each with an id of the caller's, and return at once; `serve` yields their outputs."""
+        with self._turn:
+            self._served |= dict(zip(self._enqueue(prompts, params), ids, strict=True))
+            self._turn.notify_all()
+
+    def serve(self) -> Iterator[dict[int, Any]]:
+        """Yield vLLM's output for each added prompt by its id, as soon as it has finished, until `close`."""
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._closed or (self._served and not self._holders))
+                if self._closed:
+                    return
+                part = self._step_for(self._served)
+            if part:
+                yield part
+
+    def finish(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        """Wait for all prompts, and return vLLM's outputs in their order."""
+        with self._turn:
+            waiting = {request_id: i for i, request_id in enumerate(self._enqueue(prompts, params))}
+        found: dict[int, Any] = {}
+        while waiting:
+            with self._turn:
+                # Let a waiting holder go first; otherwise this thread would take the lock again at once.
+                self._turn.wait_for(lambda: self._holders == 0)
+                found |= self._step_for(waiting)
+        return [found[i] for i in range(len(prompts))]
+
+    def unfinished(self) -> dict[int, Any]:
+        """Return vLLM's output so far for each added prompt that is not finished, by its id; all of them go on."""
+        from vllm.v1.engine import FinishReason as Reason
+
+        with self._turn:
+            states = self._llm.llm_engine.output_processor.request_states
+            waiting = {request_id.partition("-")[0]: state for request_id, state in states.items()}
+            # vLLM makes an output only of what has ended; the state itself does not change.
+            return {
+                self._served[request_id]: state.make_request_output([], None, Reason.ABORT, None)
+                for request_id, state in waiting.items()
+                if request_id in self._served
+            }
+
+    def abort(self) -> None:
+        """Forget all added prompts that are not finished."""
+        with self._turn:
+            states = self._llm.llm_engine.output_processor.request_states
+            ids = [request_id for request_id in states if request_id.partition("-")[0] in self._served]
+            self._llm.llm_engine.abort_request(ids, internal=True)
+            for request_id in self._served:
+                self._finished.pop(request_id, None)
+            self._served.clear()
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Keep the engine from stepping inside this context. Yields whether unfinished requests can continue
+        afterwards.
+        """
+        self._holders += 1
+        with self._turn:
+            busy = self._llm.llm_engine.has_unfinished_requests()
+            if busy:
+                self._llm.sleep(level=0, mode="keep")
+            try:
+                yield busy
+            finally:
+                if busy:
+                    self._llm.wake_up(tags=["scheduling"])
+                self._holders -= 1
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        """Make `serve` end."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    def _enqueue(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[str]:
+        # vLLM appends a random suffix to the ids that it returns here, but not to those in its outputs.
+        return [name.partition("-")[0] for name in self._llm.enqueue(prompts, params, use_tqdm=False)]
+
+    def _step_for(self, wanted: dict[str, int]) -> dict[int, Any]:
+        """Take a step unless a wanted request has finished; remove and return the outputs of those that have."""
+        if not wanted.keys() & self._finished.keys():
+            engine, start = self._llm.llm_engine, time.time()
+            num_sequences = min(engine.get_num_unfinished_requests(), self._max_num_seqs)
+            outputs = engine.step()
+            self.work.add_step(start, time.time(), num_sequences)
+            self._finished |= {output.request_id: output for output in outputs if output.finished}
+        return {wanted.pop(name): self._finished.pop(name) for name in wanted.keys() & self._finished.keys()}

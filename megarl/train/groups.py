@@ -1,0 +1,116 @@
+"""Judge groups of samples and filter out those that carry no learning signal."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megarl.algos.advantages import GREEDY_SCORE, estimator_of
+from megarl.algos.filters import filter_scores, group_metrics, kept_rows
+from megarl.config.algo import FilterConfig
+from megarl.config.schema import Config
+from megarl.rewards.judge import Tally
+from megarl.rewards.manager import BatchJudging
+from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The group of a ticket: its prompt, the samples that have finished, by index, and the judging they were added to.
+
+    target_step: the step that trains on the group if the filter removes none before it. num_samples: how many will
+    finish.
+    """
+
+    number: int
+    index: int
+    target_step: int
+    prompt: Prompt
+    num_samples: int
+    judging: BatchJudging
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.samples) == self.num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedGroup:
+    """The judged samples of a group that may train; `num_sampled` also counts those that nobody could judge."""
+
+    group: Group
+    samples: tuple[Sample, ...]
+    rewards: tuple[Reward, ...]
+    num_sampled: int
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the group's rewards can be compared: a single reward would be its own baseline."""
+        return len(self.samples) >= min(2, self.num_sampled)
+
+
+def judge_groups(groups: Sequence[Group], cfg: Config) -> tuple[list[JudgedGroup], Mapping[str, Tally]]:
+    """Wait for the rewards of finished groups, which are judged together; return tallies to log, too."""
+    judging, *others = {id(group.judging): group.judging for group in groups}.values()
+    for other in others:
+        judging.absorb(other)
+    samples = rollout_of(groups).samples
+    judged = judging.finish(samples)
+    by_uid: dict[str, list[tuple[Sample, Reward]]] = {group.prompt.uid: [] for group in groups}
+    for sample, reward in zip(samples, judged.rewards, strict=True):
+        by_uid[sample.uid].append((sample, reward))
+    found = []
+    for group in groups:
+        pairs = by_uid[group.prompt.uid]
+        if estimator_of(cfg.algo).needs_greedy:
+            pairs = _with_greedy_score(pairs, cfg.rollout.num_samples)
+        known = [(sample, reward) for sample, reward in pairs if not reward.dropped]
+        found.append(
+            JudgedGroup(
+                group=group,
+                samples=tuple(sample for sample, _ in known),
+                rewards=tuple(reward for _, reward in known),
+                num_sampled=len(pairs),
+            )
+        )
+    return found, judged.tallies
+
+
+def filter_groups(groups: Sequence[JudgedGroup], cfg: FilterConfig) -> tuple[list[JudgedGroup], dict[str, float]]:
+    """Return the judged groups that pass the filter, and the metrics of all judged groups."""
+    judged = [group for group in groups if group.is_judged]
+    rows = [(s, r) for group in judged for s, r in zip(group.samples, group.rewards, strict=True)]
+    uids = [sample.uid for sample, _ in rows]
+    demonstrated = [sample.has_demonstration for sample, _ in rows]
+    keep = kept_rows(filter_scores([r for _, r in rows], cfg), uids, cfg, demonstrated=demonstrated)
+    kept = {uid for uid, stays in zip(uids, keep, strict=True) if stays}
+    metrics = group_metrics([r.correct for _, r in rows], uids, keep, demonstrated=demonstrated)
+    return [each for each in judged if each.group.prompt.uid in kept], metrics
+
+
+def rollout_of(groups: Sequence[Group]) -> RolloutBatch:
+    """Return all samples of finished groups, in the order of the groups."""
+    return RolloutBatch(
+        prompts={group.prompt.uid: group.prompt for group in groups},
+        samples=tuple(group.samples[i] for group in groups for i in range(group.num_samples)),
+    )
+
+
+def _with_greedy_score(judged: Sequence[tuple[Sample, Reward]], greedy: int) -> list[tuple[Sample, Reward]]:
+    """Return a group without its sample of index `greedy`, whose reward becomes a detail of the other rewards.
+
+    If nobody could judge that sample, the others have nothing to be compared with, and are dropped.
+    """
+    (baseline,) = (reward for sample, reward in judged if sample.sample_index == greedy)
+    return [
+        (s, DROPPED if baseline.dropped else replace(r, details={**r.details, GREEDY_SCORE: baseline.score}))
+        for s, r in judged
+        if s.sample_index != greedy
+    ]
+
+
+def refill_count(num_wanted: int, *, num_kept: int, num_sampled: int) -> int:
+    """Estimate how many prompts to sample next, from the pass rate so far; at most one batch."""
+    missing = num_wanted - num_kept
+    passed_frac = num_kept / num_sampled
+    return num_wanted if passed_frac == 0 else min(num_wanted, math.ceil(missing / passed_frac))
