@@ -49,12 +49,12 @@ def algorithm_of(config: Config, *, vocab_size: int | None = None) -> Algorithm:
             f"{num_rows} rows of a step, or one update could turn the coefficient negative; raise it"
         )
     for key, value in (("rollout.record", config.rollout.record), ("rollout.source", config.rollout.source)):
-        if algo.filter.max_refills and value in (True, "replay"):
+        if algo.filter.max_refills and value not in (False, "vllm"):
             raise ConfigError(
                 f"{key}: got {value} with algo.filter.max_refills={algo.filter.max_refills}, but a record holds "
                 f"one batch of prompts per step; set algo.filter.max_refills=0, or change {key}"
             )
-        if estimator_of(algo).needs_greedy and value in (True, "replay"):
+        if estimator_of(algo).needs_greedy and value not in (False, "vllm"):
             raise ConfigError(
                 f"{key}: got {value} with algo.advantage.estimator={algo.advantage.estimator}, but a record does not "
                 f"say which sample of a prompt is the greedy one; change {key}, or choose another estimator"

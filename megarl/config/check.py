@@ -174,9 +174,9 @@ def _require_sound_rollout(config: Config) -> None:
             f"rollout.top_k: got {rollout.top_k}, but algo.cpo.method={config.algo.cpo.method} compares log-probs over "
             "the whole vocabulary; set rollout.top_k=-1 and rollout.top_p=1.0"
         )
-    if config.rollout.source == "replay" and not config.rollout.replay_dir:
+    if config.rollout.source != "vllm" and not config.rollout.replay_dir:
         raise ConfigError(
-            "rollout.replay_dir: is not set, but rollout.source=replay; "
+            f"rollout.replay_dir: is not set, but rollout.source={config.rollout.source}; "
             "set it to the records directory of an earlier run with rollout.record=true"
         )
 

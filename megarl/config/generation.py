@@ -40,8 +40,9 @@ class ScheduleConfig:
 class RolloutConfig:
     """Configure how responses are sampled."""
 
-    # vllm: generate with vLLM; replay: use the samples that an earlier run recorded.
-    source: Literal["vllm", "replay"] = "vllm"
+    # vllm: generate with vLLM; replay: use the samples that an earlier run recorded; regenerate: use them, and check
+    # that the engines sample each of them again with equal tokens and log-probs.
+    source: Literal["vllm", "replay", "regenerate"] = "vllm"
     num_samples: int = setting(8, AT_LEAST_1)  # Samples per prompt: the group size.
     temperature: float = setting(1.0, POSITIVE)  # Sampling temperature; all log-probs in training use it too.
     # Nucleus sampling threshold; below 1, training needs a limit by top_k too. Log-probs in training are those of the
@@ -58,7 +59,7 @@ class RolloutConfig:
     # are generated again.
     max_engine_restarts: int = setting(3, AT_LEAST_0)
     record: bool = False  # Record every step's rollout under RUN/records, for replay.
-    replay_dir: str | None = None  # RUN/records of the run to replay, with source=replay.
+    replay_dir: str | None = None  # RUN/records of the run to replay or to regenerate.
     engine: EngineConfig = section(EngineConfig, affects=("engines", "workers"))
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 

@@ -292,7 +292,8 @@ class Rollouts:
         num_prompts, max_refills = self.config.trainer.prompts_per_step, self.config.algo.filter.max_refills
         if num_kept >= num_prompts or max_refills == 0:
             return 0
-        if self.scheduler.staleness == 0:
+        # A replay asks for what the recorded run asked for.
+        if self.config.rollout.schedule.staleness == 0:
             if num_refills == max_refills:
                 return 0
             wanted = refill_count(num_prompts, num_kept=num_kept, num_sampled=len(sampled))

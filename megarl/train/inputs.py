@@ -172,7 +172,13 @@ def open_train_inputs(config: Config) -> TrainInputs:
     if config.algo.cpo.difficulty == "data":
         for i in range(len(train)):
             stated_difficulty(train[i], config.algo.cpo.difficulty_field)
-    if config.rollout.source == "replay":
+    capacity = (config.rollout.schedule.staleness + 1) * config.trainer.prompts_per_step
+    if capacity > len(train):
+        raise ConfigError(
+            f"data.train: has {len(train)} prompts, expected at least (rollout.schedule.staleness + 1) · "
+            f"trainer.prompts_per_step = {capacity}, which are sampled at a time; add prompts, or lower one of them"
+        )
+    if config.rollout.source != "vllm":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)
     conversations = None

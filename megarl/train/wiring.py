@@ -13,6 +13,7 @@ from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
 from megarl.rewards.build import open_rewards
 from megarl.rewards.manager import RewardManager
+from megarl.rollout.regenerate import RegenerateSource
 from megarl.rollout.replay import ReplaySource
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import RolloutSource
@@ -46,14 +47,21 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         verify=config.sync.verify,
     )
     source: RolloutSource = VllmSource(engines)
-    if config.rollout.source == "replay":
+    scheduler = _scheduler(config)
+    if config.rollout.source != "vllm":
         assert config.rollout.replay_dir is not None
-        source = ReplaySource(Path(config.rollout.replay_dir))
+        directory = Path(config.rollout.replay_dir)
+        source = ReplaySource(directory)
+        if config.rollout.source == "regenerate":
+            lag, timeout_s = scheduler.max_lag, config.rollout.timeout_s
+            source = RegenerateSource(directory=directory, engines=engines, max_lag=lag, timeout_s=timeout_s)
+        # A record has what trained in each step.
+        scheduler = Scheduler(prompts_per_step=config.trainer.prompts_per_step)
     scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
     rewards, validation_rewards = _reward_managers(inputs, scorers, memory)
     rollouts = Rollouts(
         config=config,
-        scheduler=_scheduler(config),
+        scheduler=scheduler,
         queue=PromptQueue(open_sampler(config, inputs.train)),
         prompts=inputs.train,
         source=source,
@@ -94,11 +102,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
 
 
 def _scheduler(config: Config) -> Scheduler:
-    """Return the run's scheduler. A replay is synchronous: a record has what trained in each step."""
     schedule, num_prompts = config.rollout.schedule, config.trainer.prompts_per_step
-    staleness = schedule.staleness if config.rollout.source == "vllm" else 0
-    window = max(1, int(schedule.window_frac * (staleness + 1) * num_prompts))
-    return Scheduler(prompts_per_step=num_prompts, staleness=staleness, window=window)
+    window = max(1, int(schedule.window_frac * (schedule.staleness + 1) * num_prompts))
+    return Scheduler(prompts_per_step=num_prompts, staleness=schedule.staleness, window=window)
 
 
 def _reward_managers(

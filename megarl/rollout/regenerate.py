@@ -1,0 +1,143 @@
+"""Sample the recorded rollouts of a run again, and check that tokens and log-probs are equal to the bit."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megarl.errors import DataError
+from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.replay import ReplaySource, read_record, record_path
+from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.rollout.vllm_source import Engines
+from megarl.types import Prompt, Sample, Segment, SegmentSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """The tokens [start, end) of a sample's segment that one request sampled from one version of the weights.
+
+    before: the tokens of prompt and response before the span, of which engines sampled the last `num_before`.
+    """
+
+    path: Path
+    sample: Sample
+    segment: Segment
+    start: int
+    end: int
+    before: tuple[int, ...]
+    num_before: int
+
+    def request(self, plan: SamplingPlan) -> GenerationRequest:
+        """Return the request whose completion is this span."""
+        is_greedy = plan.last_is_greedy and self.sample.sample_index == plan.num_samples - 1
+        return GenerationRequest(
+            token_ids=self.before,
+            seed=self.sample.seed,
+            temperature=0.0 if is_greedy else plan.temperature,
+            top_p=plan.top_p,
+            top_k=plan.top_k,
+            max_tokens=self.end - self.start,
+            stop=plan.stop,
+            stop_token_ids=plan.stop_token_ids,
+            num_before=self.num_before,
+            with_nucleus=plan.with_nucleus,
+        )
+
+    def compare(self, completion: Completion) -> None:
+        """Raise DataError unless a completion has the recorded tokens and log-probs."""
+        tokens, logprobs = self.segment.token_ids[self.start : self.end], self.segment.rollout_logprobs
+        assert logprobs is not None, "an engine sampled the span"
+        recorded = logprobs[self.start : self.end]
+        n = min(len(tokens), len(completion.token_ids))
+        differ = (tokens[:n] != completion.token_ids[:n]) | (recorded[:n] != completion.logprobs[:n])
+        if len(completion.token_ids) == len(tokens) and not differ.any():
+            return
+        place = int(np.argmax(differ)) if differ.any() else n
+        now = "nothing"
+        if place < len(completion.token_ids):
+            now = f"token {completion.token_ids[place]} with log-prob {completion.logprobs[place]:.9g}"
+        then = f"{tokens[place]} with {recorded[place]:.9g}" if place < len(tokens) else "the end of the span"
+        version = self.segment.weight_versions[self.start]
+        raise DataError(
+            f"{self.path}: sample {self.sample.uid}/{self.sample.sample_index} is sampled differently now: generated "
+            f"token {self.num_before + place}, by version {version}, is {now}, and was {then}; regenerate "
+            "with the code, libraries, settings and kind of machine of the recorded run"
+        )
+
+
+def spans_of(path: Path, sample: Sample) -> Iterator[_Span]:
+    """Yield the spans of a recorded sample: one for each request, and one more after each update during a request."""
+    before, num_before = sample.prompt_token_ids.tolist(), 0
+    for segment in sample.segments[1:]:
+        if segment.source is SegmentSource.POLICY:
+            updates = (np.flatnonzero(np.diff(segment.weight_versions)) + 1).tolist()
+            bounds = [0, *updates, len(segment.token_ids)]
+            for start, end in itertools.pairwise(bounds):
+                yield _Span(
+                    path=path,
+                    sample=sample,
+                    segment=segment,
+                    start=start,
+                    end=end,
+                    before=(*before, *segment.token_ids[:start].tolist()),
+                    num_before=num_before + start,
+                )
+            num_before += len(segment.token_ids)
+        before += segment.token_ids.tolist()
+
+
+@dataclass(slots=True, kw_only=True)
+class RegenerateSource:
+    """A rollout source that answers with recorded samples, as `ReplaySource` does, and samples each of them again.
+
+    A sample that unfinished at an update went on with the new weights has spans of several versions. The spans of a
+    version are sampled while the engines have it, in whichever step the sample trains; a difference in tokens or
+    log-probs is a DataError that names the first sample, token and version.
+
+    engines: have version `plan.step` − 1 of the weights when a step's samples are asked for. max_lag: the bound on the
+    lag of the recorded run's tokens.
+    """
+
+    directory: Path
+    engines: Engines
+    max_lag: int
+    timeout_s: float
+    # By version: the spans that are still to be sampled.
+    _spans: dict[int, list[_Span]] = field(default_factory=dict)
+    _num_read: int = 0
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
+        # A resumed run regenerates what its own steps train on.
+        for step in range(max(self._num_read + 1, plan.step), plan.step + self.max_lag + 1):
+            if (path := record_path(self.directory, step)).is_file():
+                for span in (span for sample in read_record(path).samples for span in spans_of(path, sample)):
+                    self._spans.setdefault(int(span.segment.weight_versions[span.start]), []).append(span)
+            self._num_read = step
+        spans, done = self._spans.pop(plan.step - 1, []), set[int]()
+
+        def compare(position: int, completion: Completion) -> None:
+            spans[position].compare(completion)
+            done.add(position)
+
+        if spans:
+            self.engines.submit([span.request(plan) for span in spans], compare)
+            self.engines.wait(lambda: len(done) == len(spans), timeout_s=self.timeout_s, doing=generating)
+        return ReplaySource(self.directory).submit(prompts, plan, on_sample)
+
+    def wait(self, until: object, *, timeout_s: float, doing: Doing = generating) -> None:
+        """Do nothing: samples were passed on when they were asked for."""
+
+    def poll(self) -> None:
+        """Do nothing: samples were passed on when they were asked for."""
+
+    def unfinished(self) -> list[Sample]:
+        return []
