@@ -3,20 +3,20 @@
 import os
 import signal
 import threading
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from megarl.cluster import Cluster, supervisor
-from megarl.cluster.engines import Submission, deal_again
+from megarl.cluster import Cluster
 from megarl.config import load_config
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
-from megarl.rollout.source import OnSample, RolloutSource, SamplingPlan, ignore_sample
+from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
+from megarl.train.collect import Collected
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
-from megarl.types import Prompt, RolloutBatch, Sample
+from megarl.types import Prompt, Sample
 from tests.e2e.support import RUN_FILE, move_apart
 from tests.helpers.rank_pool import RankContext
 from tools.bench.kill_resume import MEASURED
@@ -42,30 +42,33 @@ class Seen:
     weights: bytes
 
 
+@dataclass(kw_only=True)
 class DeadlySource(RolloutSource):
     """A source during whose generation, or after it, the death may come."""
 
-    def __init__(self, source: RolloutSource, kill: "Kill") -> None:
-        self._source, self._kill, self._step = source, kill, 0
+    source: RolloutSource
+    kill: "Kill"
+    step: int = 0
 
-    def submit(self, prompts: Sequence[Prompt], plan: SamplingPlan) -> None:
-        self._step = plan.step
-        self._source.submit(prompts, plan)
-
-    def collect(self, num_groups: int, *, timeout_s: float, on_sample: OnSample = ignore_sample) -> RolloutBatch:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
         def kill_at_the_first(prompt: Prompt, sample: Sample) -> None:
             on_sample(prompt, sample)
-            self._kill("generating", self._step)
+            self.kill("generating", plan.step)
 
-        batch = self._source.collect(num_groups, timeout_s=timeout_s, on_sample=kill_at_the_first)
-        self._kill("idle", self._step)
-        return batch
+        self.step = plan.step
+        return self.source.submit(prompts, plan, kill_at_the_first, begun)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._source.state_dict()
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        self.source.wait(until, timeout_s=timeout_s, doing=doing)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state)
+    def poll(self) -> None:
+        self.source.poll()
 
 
 class Kill:
@@ -100,8 +103,13 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
     recorder = RunRecorder(config)
     trainer = build_trainer(open_train_inputs(config), cluster, recorder)
     kill, num_again = Kill(cluster, death), list[int]()
-    trainer.collector = replace(trainer.collector, source=DeadlySource(trainer.collector.source, kill))
-    push = trainer.engines.push
+    trainer.rollouts.source = DeadlySource(source=trainer.rollouts.source, kill=kill)
+    take, push, start_again = trainer.rollouts.take, trainer.engines.push, cluster.engines.start_again
+
+    def deadly_take(step: int) -> Collected:
+        collected = take(step)
+        kill("idle", step)
+        return collected
 
     def deadly_push(version: int) -> dict[str, float]:
         kill("syncing", version)
@@ -109,12 +117,14 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
 
     trainer.engines.push = deadly_push  # type: ignore[method-assign]
 
-    def counted(submission: Submission, finished: Collection[int], *, exactly: bool) -> list[list[int]]:
-        num_again.append(len(submission.requests) - len(finished))
-        return deal_again(submission, finished, exactly=exactly)
+    def counted(engine: int, *, exactly: bool) -> None:
+        num_again.append(sum(each.engine == engine for each in cluster.engines._open.values()))
+        start_again(engine, exactly=exactly)
 
-    supervisor.deal_again = counted
+    trainer.rollouts.take = deadly_take  # type: ignore[method-assign]
+    cluster.engines.start_again = counted  # type: ignore[method-assign]
     trainer.fit()
+    cluster.engines.start_again = start_again  # type: ignore[method-assign]
     records = read_metrics(recorder.paths.metrics)
     return Seen(
         metrics=[{k: v for k, v in r.metrics.items() if not k.startswith(MEASURED)} for r in records],

@@ -13,7 +13,7 @@ from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.roles import actor_role
 from megarl.config import load_config
 from megarl.config.schema import Config
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import OnSample, SamplingPlan, collect, ignore_sample
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.update import RoleScorer, RoleUpdater
 from megarl.types import FloatArray, Prompt, RolloutBatch, Row
@@ -102,17 +102,9 @@ class Policy:
         temperature: float = 1.0,
         max_tokens: int = 32,
         step: int = 1,
+        on_sample: OnSample = ignore_sample,
     ) -> RolloutBatch:
         """Samples of the engine."""
-        source = self.submit(
-            prompts, num_samples=num_samples, temperature=temperature, max_tokens=max_tokens, step=step
-        )
-        return source.collect(len(prompts), timeout_s=60.0)
-
-    def submit(
-        self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float, max_tokens: int, step: int
-    ) -> VllmSource:
-        """A source with the samples of the engine on their way."""
         plan = SamplingPlan(
             step=step,
             num_samples=num_samples,
@@ -123,8 +115,7 @@ class Policy:
             run_seed=0,
         )
         source = VllmSource(self.cluster.engines)
-        source.submit(prompts, plan)
-        return source
+        return collect(source, source.submit(prompts, plan, on_sample), timeout_s=60.0)
 
     def score(self, rows: Sequence[Row], *, temperature: float = 1.0) -> list[FloatArray]:
         """The trainer's log-probs."""

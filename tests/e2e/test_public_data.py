@@ -15,7 +15,7 @@ from megarl.config.schema import DataConfig
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
-from megarl.rollout.source import SamplingPlan
+from megarl.rollout.source import SamplingPlan, collect
 from megarl.rollout.vllm_source import VllmSource
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
@@ -67,8 +67,7 @@ def test_stop_strings_and_tokens_end_responses(cluster: Cluster) -> None:
             step=1, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=48, run_seed=3, **settings
         )
         source = VllmSource(cluster.engines)
-        source.submit(prompts, plan)
-        batch = source.collect(len(prompts), timeout_s=60.0)
+        batch = collect(source, source.submit(prompts, plan), timeout_s=60.0)
         return [sample.response_token_ids.tolist() for sample in batch.samples]
 
     free = sample()

@@ -157,7 +157,6 @@ def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
     """Tokens before the switch are the old weights', those after it the new ones', on all tokens before them."""
     prompts = random_prompts([8] * 12)
     policy.update([row_from_sample(sample) for sample in policy.rollout(prompts).samples], step=1)
-    source = policy.submit(prompts, num_samples=4, temperature=1.0, max_tokens=176, step=2)
     pushed: list[object] = []
 
     def push_once(*_: object) -> None:
@@ -165,7 +164,7 @@ def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
         if not pushed:
             pushed.append(policy.sync.push(1, verify=False))
 
-    samples = source.collect(len(prompts), timeout_s=60.0, on_sample=push_once).samples
+    samples = policy.rollout(prompts, max_tokens=176, step=2, on_sample=push_once).samples
     versions = [sample.segments[1].weight_versions for sample in samples]
     assert all(np.isin(v, [0, 1]).all() and (np.diff(v) >= 0).all() for v in versions)
     assert any(v[0] == 0 and v[-1] == 1 for v in versions)
