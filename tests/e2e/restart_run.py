@@ -13,10 +13,9 @@ from megarl.config import load_config
 from megarl.record.metrics import read_metrics
 from megarl.record.recorder import RunRecorder
 from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
-from megarl.train.collect import Collected
 from megarl.train.inputs import open_train_inputs
 from megarl.train.wiring import build_trainer
-from megarl.types import Prompt, Sample
+from megarl.types import Prompt, Row, Sample
 from tests.e2e.support import RUN_FILE, move_apart
 from tests.helpers.rank_pool import RankContext
 from tools.bench.kill_resume import MEASURED
@@ -103,13 +102,13 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
     recorder = RunRecorder(config)
     trainer = build_trainer(open_train_inputs(config), cluster, recorder)
     kill, num_again = Kill(cluster, death), list[int]()
-    trainer.rollouts.source = DeadlySource(source=trainer.rollouts.source, kill=kill)
-    take, push, start_again = trainer.rollouts.take, trainer.engines.push, cluster.engines.start_again
+    source = DeadlySource(source=trainer.rollouts.source, kill=kill)
+    trainer.rollouts.source = source
+    check, push, start_again = trainer.gate.check, trainer.engines.push, cluster.engines.start_again
 
-    def deadly_take(step: int) -> Collected:
-        collected = take(step)
-        kill("idle", step)
-        return collected
+    def deadly_check(rows: Sequence[Row]) -> None:
+        kill("idle", source.step)
+        check(rows)
 
     def deadly_push(version: int) -> dict[str, float]:
         kill("syncing", version)
@@ -121,7 +120,7 @@ def _train(cluster: Cluster, settings: Sequence[str], death: Death | None) -> Se
         num_again.append(sum(each.engine == engine for each in cluster.engines._open.values()))
         start_again(engine, exactly=exactly)
 
-    trainer.rollouts.take = deadly_take  # type: ignore[method-assign]
+    trainer.gate.check = deadly_check  # type: ignore[method-assign]
     cluster.engines.start_again = counted  # type: ignore[method-assign]
     trainer.fit()
     cluster.engines.start_again = start_again  # type: ignore[method-assign]
