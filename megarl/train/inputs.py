@@ -66,7 +66,16 @@ class TrainInputs:
 
 
 def open_sampler(config: Config, train: PromptDataset) -> Sampler:
-    """Return the sampler that orders training prompts. Raises ConfigError if they are fewer than a batch needs."""
+    """Return the sampler that orders training prompts.
+
+    Raises ConfigError if they are fewer than a batch needs, or than are under way at a time.
+    """
+    under_way = (config.rollout.schedule.staleness + 1) * config.trainer.prompts_per_step
+    if config.rollout.schedule.staleness and len(train) < under_way:
+        raise ConfigError(
+            f"data.train: has {len(train)} prompts, expected at least (rollout.schedule.staleness + 1) · "
+            f"trainer.prompts_per_step = {under_way}, which are under way at a time; add prompts, or lower one of them"
+        )
     return prompt_sampler(
         config.data.train,
         train.num_prompts_by_file,
@@ -172,12 +181,6 @@ def open_train_inputs(config: Config) -> TrainInputs:
     if config.algo.cpo.difficulty == "data":
         for i in range(len(train)):
             stated_difficulty(train[i], config.algo.cpo.difficulty_field)
-    capacity = (config.rollout.schedule.staleness + 1) * config.trainer.prompts_per_step
-    if capacity > len(train):
-        raise ConfigError(
-            f"data.train: has {len(train)} prompts, expected at least (rollout.schedule.staleness + 1) · "
-            f"trainer.prompts_per_step = {capacity}, which are sampled at a time; add prompts, or lower one of them"
-        )
     if config.rollout.source != "vllm":
         assert config.rollout.replay_dir is not None
         require_records(Path(config.rollout.replay_dir), config.trainer.total_steps)

@@ -46,17 +46,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         deterministic=config.run.deterministic,
         verify=config.sync.verify,
     )
-    source: RolloutSource = VllmSource(engines)
-    scheduler = _scheduler(config)
-    if config.rollout.source != "vllm":
-        assert config.rollout.replay_dir is not None
-        directory = Path(config.rollout.replay_dir)
-        source = ReplaySource(directory)
-        if config.rollout.source == "regenerate":
-            lag, timeout_s = scheduler.max_lag, config.rollout.timeout_s
-            source = RegenerateSource(directory=directory, engines=engines, max_lag=lag, timeout_s=timeout_s)
-        # A record has what trained in each step.
-        scheduler = Scheduler(prompts_per_step=config.trainer.prompts_per_step)
+    scheduler, source = _open_source(config, engines)
     scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
     rewards, validation_rewards = _reward_managers(inputs, scorers, memory)
     rollouts = Rollouts(
@@ -101,10 +91,22 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     )
 
 
-def _scheduler(config: Config) -> Scheduler:
+def _open_source(config: Config, engines: EngineSupervisor) -> tuple[Scheduler, RolloutSource]:
+    """Open the source of the samples to train on, and return it with the scheduler that decides what it samples."""
     schedule, num_prompts = config.rollout.schedule, config.trainer.prompts_per_step
     window = max(1, int(schedule.window_frac * (schedule.staleness + 1) * num_prompts))
-    return Scheduler(prompts_per_step=num_prompts, staleness=schedule.staleness, window=window)
+    scheduler = Scheduler(prompts_per_step=num_prompts, staleness=schedule.staleness, window=window)
+    if config.rollout.source == "vllm":
+        return scheduler, VllmSource(engines)
+    assert config.rollout.replay_dir is not None, "the configuration was checked"
+    directory = Path(config.rollout.replay_dir)
+    # A record has what trained in each step: nothing runs ahead.
+    synchronous = Scheduler(prompts_per_step=num_prompts)
+    if config.rollout.source == "replay":
+        return synchronous, ReplaySource(directory)
+    return synchronous, RegenerateSource(
+        directory=directory, engines=engines, max_lag=scheduler.max_lag, timeout_s=config.rollout.timeout_s
+    )
 
 
 def _reward_managers(

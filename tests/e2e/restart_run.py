@@ -69,6 +69,9 @@ class DeadlySource(RolloutSource):
     def poll(self) -> None:
         self.source.poll()
 
+    def unfinished(self) -> list[Sample]:
+        return self.source.unfinished()
+
 
 class Kill:
     """Kills the victim of `death`, once, when its moment of the deadly step is there."""
