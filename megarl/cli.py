@@ -56,14 +56,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
-    status = commands.add_parser("status", help="say what a run is doing, from any host that sees its directory")
-    status.add_argument("run_dir", type=Path, help="the run's directory")
-    status.add_argument("--json", action="store_true", help="print JSON")
-    status.set_defaults(run=_status)
-    report = commands.add_parser("report", help="write a run's report as HTML and PNG")
-    report.add_argument("run_dir", type=Path, help="the run's directory")
-    report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
-    report.set_defaults(run=_report)
+    _add_views(commands)
     quick = commands.add_parser("quickstart", help="teach a tiny model a task, from data to report")
     quick.add_argument("--algo", default="grpo", help="a file of configs/algo")
     quick.add_argument("--task", default="sums", help="a built-in task")
@@ -96,6 +89,22 @@ def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("--config", type=Path, help="a run file for engine and layout; default: the run's own")
     command.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
     command.set_defaults(run=_eval)
+
+
+def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands that read a run's directory, whether the run goes on or has ended."""
+    status = commands.add_parser("status", help="say what a run is doing, from any host that sees its directory")
+    status.add_argument("run_dir", type=Path, help="the run's directory")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(run=_status)
+    report = commands.add_parser("report", help="write a run's report as HTML and PNG")
+    report.add_argument("run_dir", type=Path, help="the run's directory")
+    report.add_argument("others", type=Path, nargs="*", help="runs to compare it with")
+    report.set_defaults(run=_report)
+    trace = commands.add_parser("trace", help="write when trainer and engines worked, for ui.perfetto.dev")
+    trace.add_argument("run_dir", type=Path, help="the run's directory")
+    trace.add_argument("--out", type=Path, metavar="FILE", help="trace to write; default: RUN/trace.json")
+    trace.set_defaults(run=_trace)
 
 
 def _add_inspect_hints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -251,6 +260,16 @@ def _report(arguments: argparse.Namespace) -> None:
 
     paths = write_report(arguments.run_dir, arguments.others)
     print(f"wrote {paths.html}\nwrote {paths.png}")
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    from megarl.record.metrics import RunPaths
+    from megarl.record.trace import write_trace
+
+    paths = RunPaths(arguments.run_dir)
+    out = arguments.out or paths.trace
+    write_trace(paths.timeline, out)
+    print(f"wrote {out}; open it on ui.perfetto.dev")
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:

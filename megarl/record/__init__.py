@@ -1,1 +1,1 @@
-"""Record what a run does while it works: metrics, progress, profiles, sampled rollouts."""
+"""Record what a run does while it works: metrics, its timeline, progress, profiles, sampled rollouts."""

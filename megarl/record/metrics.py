@@ -32,6 +32,8 @@ class RunPaths:
         self.metrics = root / "metrics.jsonl"
         # When which side of the run worked at what; see `megarl.record.timeline`.
         self.timeline = root / "timeline.jsonl"
+        # The same for ui.perfetto.dev, written by `megarl trace`.
+        self.trace = root / "trace.json"
         # The id of the Weights & Biases run, with which a resumed run continues it.
         self.wandb_id = root / "wandb_id.txt"
         self.tensorboard = root / "tensorboard"

@@ -87,6 +87,21 @@ def _parse(raw: Any) -> Interval:
     )
 
 
+def lanes_of(intervals: Iterable[Interval]) -> list[str]:
+    """List the lanes that intervals lie in: steps, the trainer, then engines by number.
+
+    >>> busy = step_intervals(1, [Stage("gen", 0.0, 1.0)], {"10": [(0.0, 1.0)], "9": [(0.0, 1.0)]})
+    >>> lanes_of(busy)
+    ['trainer', 'engine 9', 'engine 10']
+    """
+    first = (STEP_LANE, TRAINER_LANE)
+    # Of two numbers, the one with more digits is larger.
+    return sorted(
+        {interval.lane for interval in intervals},
+        key=lambda lane: (first.index(lane) if lane in first else len(first), len(lane), lane),
+    )
+
+
 def covered_s(times: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
     """Return how many seconds of a window lie in at least one of the given times, each (start, end).
 

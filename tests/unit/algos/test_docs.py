@@ -229,6 +229,8 @@ LOGGED_IN = (
     "data/packing.py",
     "train/update.py",
     "train/supervised.py",
+    "record/performance.py",
+    "record/timeline.py",
 )
 
 
