@@ -2,7 +2,7 @@
 gives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -178,11 +178,26 @@ def draw_with_held_out(metric: str, top: float | None = None) -> Callable[[Axes,
 def draw_time(ax: Axes, runs: Sequence[Run]) -> None:
     steps, phases = time_per_phase(runs[0])
     colors = [MUTED if name == "other" else color_of(index) for index, name in enumerate(phases)]
-    names = [f"{name}  {np.mean(values):.2g} s" for name, values in phases.items()]
+    _stack(ax, steps, {f"{name}  {np.mean(values):.2g} s": values for name, values in phases.items()}, colors)
+
+
+def draw_lags(ax: Axes, runs: Sequence[Run]) -> None:
+    """Draw the shares of tokens by lag, the freshest tokens at the bottom."""
+    shares = {int(lag): series for lag, series in runs[0].under("staleness/frac_lag_").items()}
+    steps = sorted({step for series in shares.values() for step in series.steps})
+    dense = {lag: _dense(shares[lag], steps) for lag in sorted(shares)}
+    labelled = {f"lag {lag}  {np.mean(values):.0%}": values for lag, values in dense.items()}
+    _stack(ax, steps, labelled, [color_of(index) for index in range(len(dense))])
+
+
+def _stack(
+    ax: Axes, steps: Sequence[int], columns: Mapping[str, npt.NDArray[np.float64]], colors: Sequence[str]
+) -> None:
+    """Draw columns, one value per step each, as areas on top of one another, with their names on the right."""
     # A step fills the interval around its number; the last value is repeated as the right edge.
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
-    heights = [np.append(values, values[-1]) for values in phases.values()]
-    ax.stackplot(edges, *heights, colors=colors, labels=names, step="post", linewidth=0, alpha=0.9)
+    heights = [np.append(values, values[-1]) for values in columns.values()]
+    ax.stackplot(edges, *heights, colors=colors, labels=list(columns), step="post", linewidth=0, alpha=0.9)
     ax.set_ylim(bottom=0)
     handles, texts = ax.get_legend_handles_labels()
     legend = ax.legend(handles[::-1], texts[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), alignment="left")
@@ -197,8 +212,7 @@ def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float6
     timings = run.under("timing_s/")
     whole = timings.pop("step", Series())
     steps = sorted({step for series in (whole, *timings.values()) for step in series.steps})
-    in_order = [name for name in PHASES if name in timings] + sorted(set(timings) - set(PHASES))
-    columns = {name: _dense(timings[name], steps) for name in in_order}
+    columns = {name: _dense(timings[name], steps) for name in phase_order(timings)}
     claimed = np.sum(list(columns.values()), axis=0) if columns else np.zeros(len(steps))
     total = np.maximum(_dense(whole, steps), claimed)
     shown = {name: column for name, column in columns.items() if column.sum() >= MIN_PHASE_FRAC * total.sum()}
@@ -206,6 +220,21 @@ def time_per_phase(run: Run) -> tuple[list[int], dict[str, npt.NDArray[np.float6
     if other.sum() >= MIN_PHASE_FRAC * total.sum():
         shown["other"] = other
     return steps, shown
+
+
+def phase_order(names: Iterable[str]) -> list[str]:
+    """Sort names of phases by the order in which a step runs them; others follow by name."""
+    return sorted(names, key=lambda name: (PHASES.index(name) if name in PHASES else len(PHASES), name))
+
+
+def draw_idle(ax: Axes, runs: Sequence[Run]) -> None:
+    labels = []
+    for index, side in enumerate(("trainer", "engine")):
+        if series := runs[0].get(f"perf/{side}_idle_frac"):
+            _plot_smoothed(ax, series, color_of(index))
+            labels.append(EndLabel(series.values[-1], side, color_of(index)))
+    ax.set_ylim(0, 1.02)
+    label_ends(ax, labels)
 
 
 def _dense(series: Series, steps: Sequence[int]) -> npt.NDArray[np.float64]:

@@ -12,6 +12,7 @@ from megarl.report.panels import PANELS, Panel
 from megarl.report.run import Run
 from megarl.report.style import figure_style, save_png, to_svg
 from megarl.report.summary import headline
+from megarl.report.timeline import draw_timeline, timeline_inches, timeline_windows
 
 PANEL_SIZE_INCHES = (5.6, 2.9)
 NUM_COLUMNS = 2
@@ -33,18 +34,20 @@ def panel_svg(panel: Panel, runs: Sequence[Run]) -> str:
 
 
 def write_png(runs: Sequence[Run], path: Path) -> None:
-    """Draw all panels under the headlines of the runs, and write them as a PNG file."""
+    """Draw all panels, and the first run's timeline if it has one, under the headlines of the runs, as a PNG file."""
     panels = available_panels(runs)
     num_rows = -(-len(panels) // NUM_COLUMNS)
+    windows = timeline_windows(runs[0].timeline)
     sentences = [f"{run.label}: {headline(run).sentence}" for run in runs]
     title = "\n".join(textwrap.fill(sentence, TITLE_WIDTH_CHARS) for sentence in sentences)
     title_inches = TITLE_LINE_INCHES * (title.count("\n") + 2)
-    width, height = NUM_COLUMNS * PANEL_SIZE_INCHES[0], num_rows * PANEL_SIZE_INCHES[1]
+    heights = [title_inches] + [PANEL_SIZE_INCHES[1]] * num_rows + ([timeline_inches(windows)] if windows else [])
     with figure_style():
-        figure = Figure(figsize=(width, height + title_inches), layout="constrained")
-        heights = [title_inches] + [PANEL_SIZE_INCHES[1]] * num_rows
-        heading, *rows = figure.subfigures(num_rows + 1, 1, squeeze=False, height_ratios=heights)[:, 0]
+        figure = Figure(figsize=(NUM_COLUMNS * PANEL_SIZE_INCHES[0], sum(heights)), layout="constrained")
+        heading, *rows = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         heading.text(0.012, 0.5, title, va="center", fontsize=11.5)
+        if windows:
+            draw_timeline(rows.pop(), windows)
         # A cell of its own for each panel: a wide legend narrows its panel only.
         cells = [cell for row in rows for cell in row.subfigures(1, NUM_COLUMNS)]
         for panel, cell in zip(panels, cells, strict=False):

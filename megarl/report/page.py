@@ -23,6 +23,7 @@ from megarl.report.summary import (
     validation_change,
 )
 from megarl.report.template import PAGE, STYLE
+from megarl.report.timeline import timeline_svg, timeline_windows
 
 # What a reader asks first of a run: configuration key → words. Keys a run does not have are left out.
 KEY_SETTINGS = {
@@ -97,6 +98,7 @@ def render_page(runs: Sequence[Run]) -> str:
     """Render the report of `runs[0]`, compared with the other runs, as HTML."""
     run = runs[0]
     settings = dict(flatten(run.config))
+    windows = timeline_windows(run.timeline)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(PAGE)
     return template.render(
         style=Markup(STYLE),
@@ -109,6 +111,7 @@ def render_page(runs: Sequence[Run]) -> str:
         comparison=comparison_rows(runs) if len(runs) > 1 else [],
         scores=score_rows(run),
         figures=[Figure(svg=Markup(panel_svg(p, runs)), caption=p.caption) for p in available_panels(runs)],
+        timeline=Markup(timeline_svg(windows)) if windows else None,
         examples=[
             *(example_group(f"Step {rows[0].step}", rows) for rows in (run.first_rollouts, run.last_rollouts) if rows),
             *([example_group("Last validation", run.answers)] if run.answers else []),

@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from megarl.report.curves import (
     draw_advantage_changes,
     draw_good_and_bad,
+    draw_idle,
+    draw_lags,
     draw_length,
     draw_line,
     draw_mismatch,
@@ -182,5 +184,21 @@ PANELS = (
         caption="Tokens of a step over its duration.",
         needs="perf/tokens_per_s",
         draw=draw_line("perf/tokens_per_s"),
+    ),
+    Panel(
+        name="idle",
+        title="Idle time",
+        unit="share of a step",
+        caption="Of the trainer, which waits for samples and rewards, and of engines without a request, on average.",
+        needs="perf/trainer_idle_frac",
+        draw=draw_idle,
+    ),
+    Panel(
+        name="lags",
+        title="Lag of tokens",
+        unit="share of tokens",
+        caption="Weight updates between the sampling of a token and the step that trains on it.",
+        needs="staleness/frac_lag_",
+        draw=draw_lags,
     ),
 )

@@ -13,6 +13,7 @@ import yaml
 from megarl.errors import DataError
 from megarl.record.answers import Answer, read_answers
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
+from megarl.record.timeline import Interval, read_timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Run:
     """The contents of a run directory, read back for a report.
 
     elapsed_s: seconds from the first to the last metrics line, pauses included. answers: those of the last validation.
+    timeline: when trainer and engines worked; empty for runs that do not record it.
     """
 
     label: str
@@ -42,6 +44,7 @@ class Run:
     first_rollouts: tuple[RolloutRecord, ...]
     last_rollouts: tuple[RolloutRecord, ...]
     answers: tuple[Answer, ...] = ()
+    timeline: tuple[Interval, ...] = ()
 
     def get(self, name: str) -> Series:
         return self.series.get(name, Series())
@@ -93,6 +96,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         first_rollouts=tuple(read_rollouts(rollouts[0])) if rollouts else (),
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         answers=tuple(read_answers(validations[-1])) if validations else (),
+        timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
     )
 
 

@@ -125,6 +125,12 @@ PAGE = """\
 <figure>{{ figure.svg }}<figcaption>{{ figure.caption }}</figcaption></figure>
 {% endfor %}
 </div>
+{% if timeline %}
+<h2>Timeline{% if runs | length > 1 %} of {{ run.label }}{% endif %}</h2>
+<figure>{{ timeline }}<figcaption>Some steps in the middle of the run and its last ones, or all of a short run; lines
+mark where steps begin. Light grey: the trainer waits for samples or rewards. The bar of an engine: it has unfinished
+requests. <code>megarl trace RUN</code> writes the whole run for ui.perfetto.dev.</figcaption></figure>
+{% endif %}
 {% if examples %}
 <h2>Example responses</h2>
 {% if has_gains %}
