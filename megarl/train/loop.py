@@ -147,8 +147,10 @@ class Trainer:
 
     def _log(self, step: int, result: StepResult, log: MetricsLogger, progress: Progress) -> None:
         """Record the metrics and some samples of a step."""
+        idle = self.recorder.timeline(step, self.timers.stages(), {})
         collected, rows, times = result.collected, result.rows, self.timers.pop()
         metrics = {**result.metrics, **collected.metrics, **times, **self.memory.metrics(), **self.engines.metrics()}
+        metrics |= idle
         if rows:
             metrics |= batch_metrics(collected.rollout)
             metrics |= token_times(times, rows)
@@ -172,6 +174,7 @@ class Trainer:
             return None
         with self.timers("testing"):
             result = self.validator.validate(step)
+        self.recorder.timeline(step, self.timers.stages(), {})
         log.log(step, {**result.metrics} | self.timers.pop())
         progress.note(f"step {step}: {result.summary}")
         return result.score

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import ChatConfig, TaskFiles, generate_chats
 from megarl.record.metrics import RunPaths, read_metrics
+from megarl.record.timeline import read_timeline
 from tests.e2e import cli_run
 from tests.e2e.support import (
     RUN_FILE,
@@ -229,16 +231,42 @@ def test_files_of_a_run(runs: Runs) -> None:
         "versions.json",
         "checkpoints",
         "status.json",
+        "timeline.jsonl",
     }
     arguments = runs.train_arguments("rl", "logging.tensorboard=true")[2:]
     assert from_dict(Config, yaml.safe_load(paths.config.read_text())) == load_config(RUN_FILE, arguments)
 
 
 @tied_head
+def test_timeline(runs: Runs) -> None:
+    """The stages of a step lie in it, one after another, and are as long as the metrics say."""
+    timeline = read_timeline(runs.paths("rl").timeline)
+    steps = {i.step: i for i in timeline if i.lane == "step"}
+    stages = [i for i in timeline if i.lane == "trainer"]
+    assert list(steps) == [1, 2, 3]
+    logged = {r.step: r.metrics for r in read_metrics(runs.paths("rl").metrics) if "timing_s/step" in r.metrics}
+    for step, whole in steps.items():
+        inside = [i for i in stages if i.step == step and i.name not in ("testing", "save_checkpoint")]
+        assert {"gen", "reward", "ref", "old_log_prob", "adv", "update_actor", "sync"} == {i.name for i in inside}
+        for before, after in pairwise(sorted(inside, key=lambda i: i.start_s)):
+            assert before.end_s <= after.start_s
+        for name in {i.name for i in inside}:
+            seconds = sum(i.end_s - i.start_s for i in inside if i.name == name)
+            # Unix seconds are known to a quarter of a microsecond.
+            assert seconds == pytest.approx(logged[step][f"timing_s/{name}"], abs=1e-5)
+        assert whole.start_s <= min(i.start_s for i in inside)
+        assert max(i.end_s for i in inside) <= whole.end_s
+        waits = sum(i.end_s - i.start_s for i in inside if i.name in ("gen", "reward"))
+        assert waits / (whole.end_s - whole.start_s) <= logged[step]["perf/trainer_idle_frac"] + 1e-6
+        assert logged[step]["perf/trainer_idle_frac"] < 1
+    assert [i.step for i in stages if i.name == "testing"] == [0, 2, 3]
+
+
+@tied_head
 def test_report(runs: Runs) -> None:
     paths = runs.paths("rl")
     page = paths.report_html.read_text()
-    for text in ("critic/score/mean", "mismatch/abs_mean", "val/test_score"):
+    for text in ("critic/score/mean", "mismatch/abs_mean", "val/test_score", "Timeline</h2>", "Steps 1 to 3"):
         assert text in page
     picture = imread(paths.report_png)
     assert min(picture.shape[:2]) > 300
