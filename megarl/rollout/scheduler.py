@@ -10,6 +10,10 @@ pipeline has room for B = (η + 1)·P tickets.
 most B − 1 older ones before it. Each of the steps v + 1, v + 2, … takes at least P tickets, the oldest first but for
 at most W − 1 younger ones that pass. So it is taken in step s ≤ v + B/P + ⌈(W − 1)/P⌉. Versions only grow while a
 sample is written, so no token of it is older than v.
+
+Tickets that a filter removed in step v + 1 before the admission count neither among the older ones nor among those
+that the step takes. A step whose refills are used up may end with k < P groups, and so takes only k of the pipeline;
+`admissible` is told so by `step_takes`, and leaves P − k places free until the next version.
 """
 
 from collections.abc import Mapping
@@ -38,9 +42,15 @@ class Scheduler:
         """Return the bound on the lag of any token: η + ⌈(W − 1)/P⌉."""
         return self.staleness - -(self.window - 1) // self.prompts_per_step
 
-    def admissible(self, steps_left: int | None = None) -> int:
-        """Return how many tickets may be admitted now; with `steps_left`, no more than those steps will take."""
+    def admissible(self, steps_left: int | None = None, *, step_takes: int | None = None) -> int:
+        """Return how many tickets may be admitted now; with `steps_left`, no more than those steps will take.
+
+        step_takes: how many tickets of the pipeline the current step takes for certain, those included that it has
+        taken and that are still there; None: P of them, as before a step, and in one that goes on until it has P.
+        """
         capacity = self.capacity
+        if step_takes is not None:
+            capacity -= max(0, self.prompts_per_step - step_takes)
         if steps_left is not None:
             capacity = min(capacity, steps_left * self.prompts_per_step)
         return max(0, capacity - len(self.pipeline))
