@@ -13,7 +13,7 @@ from megarl.record.metrics import Stage
 # Lanes of one run: its steps, the stages of the trainer, and engines by name, such as "engine 0".
 STEP_LANE, TRAINER_LANE, ENGINE_PREFIX = "step", "trainer", "engine "
 # Stages in which the trainer waits for samples and rewards; in all others it works.
-WAITING = frozenset({"gen", "reward", "wait", "settle"})
+WAITING = frozenset({"gen", "reward", "settle"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
