@@ -46,6 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
     _add_eval(commands)
     _add_inspect_hints(commands)
+    _add_plan_async(commands)
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
@@ -116,6 +117,17 @@ def _add_inspect_hints(commands: "argparse._SubParsersAction[argparse.ArgumentPa
     command.add_argument("--num-prompts", type=int, default=8, metavar="N", help="prompts that the model answers")
     command.add_argument("--answers", choices=("sampled", "solutions"), default="sampled", help="what is scored")
     command.set_defaults(run=_inspect_hints)
+
+
+def _add_plan_async(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("plan-async", help="simulate a run with asynchronous rollouts, and recommend a split")
+    command.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, whose costs count")
+    command.add_argument("--devices", type=int, metavar="N", help="devices to split; default: as many as the run has")
+    command.add_argument(
+        "--staleness", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="to compare in flight"
+    )
+    command.add_argument("--window-frac", type=float, default=0.0, help="rollout.schedule.window_frac in flight")
+    command.set_defaults(run=_plan_async)
 
 
 def _add_serve_reward(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -215,6 +227,17 @@ def _inspect_hints(arguments: argparse.Namespace) -> None:
             num_prompts=arguments.num_prompts,
             answers=arguments.answers,
         )
+    )
+
+
+def _plan_async(arguments: argparse.Namespace) -> None:
+    from megarl.plan.plan_async import print_async_plan
+
+    print_async_plan(
+        arguments.run_dir,
+        num_devices=arguments.devices,
+        staleness=arguments.staleness,
+        window_frac=arguments.window_frac,
     )
 
 
