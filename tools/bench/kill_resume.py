@@ -1,9 +1,14 @@
 """Kill a small run with SIGKILL at random moments, resume it each time, and compare it with an uninterrupted run:
 
     python -m tools.bench.kill_resume --out DIR --kills 20 --seed 0
+    python -m tools.bench.kill_resume --out DIR --schedule async
 
 Start i draws its moment from seed `--seed` + i. Prints a line per start. Exits with 1 if metrics (times and memory
 aside), their steps, or a byte of the final weights differ, or if a killed run leaves a process or a file behind.
+
+With `--schedule async` what trains depends on time, and the uninterrupted run only gives the order of the prompts. A
+finished run is compared with a run that samples its records again (`rollout.source=regenerate`), and fails if a
+prompt was lost or repeated, or if a token is staler than the schedule allows.
 """
 
 import argparse
@@ -16,11 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from megarl.config import load_config
 from megarl.data.tasks import TASKS
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.record.metrics import MetricsRecord, RunPaths, read_metrics
+from megarl.rollout.replay import read_record, record_path
 from megarl.train.checkpoint import complete_steps
+from megarl.types import SegmentSource
 from tools.bench.killed import Killed, kill
 
 RUN_FILES = {
@@ -107,6 +117,50 @@ def make_inputs(directory: Path) -> Path:
     return directory
 
 
+# With few sequences at a time, many samples are under way at an update.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "sync": (),
+    "one_step_off": ("use.schedule=one_step_off",),
+    "async": (
+        "use.schedule=async",
+        "run.deterministic=false",
+        "rollout.record=true",
+        "rollout.max_response_tokens=200",
+        "rollout.engine.max_num_seqs=6",
+    ),
+}
+
+
+def asynchronous_faults(run: SmallRun, reference: SmallRun, num_steps: int) -> tuple[list[str], str]:
+    """What is wrong with a finished asynchronous run, and what its records hold, in words."""
+    found, num_across, num_samples, num_resumed, max_lag = [], 0, 0, 0, 0
+    for step in range(1, num_steps + 1):
+        ours, theirs = (read_record(record_path(each.paths.records, step)) for each in (run, reference))
+        if list(ours.prompts) != list(theirs.prompts):
+            found.append(f"step {step}: prompts {list(ours.prompts)}, expected {list(theirs.prompts)}")
+        for sample in ours.samples:
+            policy = [segment for segment in sample.segments if segment.source is SegmentSource.POLICY]
+            versions = np.concatenate([segment.weight_versions for segment in policy])
+            max_lag = max(max_lag, step - 1 - int(versions.min()))
+            num_samples += 1
+            num_across += len(np.unique(versions)) > 1
+            num_resumed += len(policy) > 1
+    if max_lag > (limit := load_config(RUN_FILES["train"], run.settings).rollout.schedule.staleness):
+        found.append(f"a token has a lag of {max_lag}, the limit is {limit}")
+    replay = ("rollout.record=false", "rollout.source=regenerate", f"rollout.replay_dir={run.paths.records}")
+    regenerated = SmallRun(inputs=run.inputs, name=f"{run.name}-again", settings=(*run.settings, *replay))
+    if exit_code := regenerated.start().wait():
+        found.append(f"regenerating ended with {exit_code}; see {regenerated.paths.root}.log")
+    elif _weights(regenerated) != _weights(run):
+        found.append("regenerated weights")
+    of_all = f"of {num_samples} samples {num_across} across updates, {num_resumed} resumed in their middle"
+    return found, f"{of_all}; lag at most {max_lag}"
+
+
+def _weights(run: SmallRun) -> bytes:
+    return (run.paths.export / "model.safetensors").read_bytes()
+
+
 def differences(run: SmallRun, reference: SmallRun) -> list[str]:
     """Where two finished runs differ: steps, metrics that are not measured, bytes of the exported weights."""
     found = []
@@ -114,8 +168,7 @@ def differences(run: SmallRun, reference: SmallRun) -> list[str]:
     if ours != theirs:
         found.append(f"steps: {ours} and {theirs}")
     found += differing_metrics(run, reference)
-    weights = [(each.paths.export / "model.safetensors").read_bytes() for each in (run, reference)]
-    if weights[0] != weights[1]:
+    if _weights(run) != _weights(reference):
         found.append("exported weights")
     return found
 
@@ -167,11 +220,13 @@ def kill_at(process: subprocess.Popen[bytes], run: SmallRun, moment: Moment) -> 
 class Campaign:
     """Runs that are killed and resumed until they finish, one after the other.
 
-    duration_s: what the uninterrupted run `reference` took.
+    duration_s: what the uninterrupted run `reference` took. schedule: a name in `SCHEDULES`.
     """
 
     reference: SmallRun
     duration_s: float
+    schedule: str = "sync"
+    num_steps: int = 6
     num_kills: int = 0
     num_runs: int = 0
     num_failures: int = 0
@@ -203,10 +258,16 @@ class Campaign:
             what = f"LEFT {', '.join(killed.leftovers)}" if killed.leftovers else f"gone after {killed.gone_s:.1f} s"
             when = f"{moment.delay_s:.2f} s after {moment.num_steps} more steps"
             return f"| {where} | {when} | {', '.join(killed.executing) or 'no actor'} | killed, {what} |"
-        wrong = [f"exit code {exit_code}"] if exit_code else differences(run, self.reference)
+        outcome = "finished, equal to the uninterrupted run"
+        wrong = [f"exit code {exit_code}"] if exit_code else []
+        if not wrong and self.schedule == "async":
+            wrong, held = asynchronous_faults(run, self.reference, self.num_steps)
+            outcome = f"finished, regenerated with equal bits; {held}"
+        elif not wrong:
+            wrong = differences(run, self.reference)
         self.num_failures += bool(wrong)
         self.num_runs += 1
-        outcome = f"DIFFERS: {'; '.join(wrong[:3])}" if wrong else "finished, equal to the uninterrupted run"
+        outcome = f"DIFFERS: {'; '.join(wrong[:3])}" if wrong else outcome
         return f"| {where} | | | {outcome} |"
 
 
@@ -216,13 +277,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first start's moment")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="sync")
     arguments = parser.parse_args()
     inputs = make_inputs(arguments.out)
-    reference = SmallRun(inputs=inputs, name="reference", settings=[f"trainer.total_steps={arguments.steps}"])
+    settings = (f"trainer.total_steps={arguments.steps}", *SCHEDULES[arguments.schedule])
+    reference = SmallRun(inputs=inputs, name="reference", settings=settings)
     began = time.monotonic()
     if exit_code := reference.start().wait():
         raise SystemExit(f"the reference run ended with {exit_code}; see {reference.paths.root}.log")
-    campaign = Campaign(reference=reference, duration_s=time.monotonic() - began)
+    campaign = Campaign(
+        reference=reference,
+        duration_s=time.monotonic() - began,
+        schedule=arguments.schedule,
+        num_steps=arguments.steps,
+    )
     print(f"the uninterrupted run took {campaign.duration_s:.1f} s", flush=True)
     campaign.run(arguments.kills, arguments.seed)
     verdict = f"{campaign.num_failures} FAILURES" if campaign.num_failures else "all equal, nothing left behind"
