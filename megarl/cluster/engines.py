@@ -138,10 +138,9 @@ class EngineGroup:
 
         The requests go on.
         """
-        calls = [(self.processes[i], self.processes[i].actor.call.remote("unfinished")) for i in self.living()]
-        found = wait_all(calls, timeout_s=self._timeout_s, doing="asking for unfinished samples")
+        found = self._ask("unfinished", doing="asking for unfinished samples")
         self.poll()
-        parts = {key: completion for each in found for key, completion in each.items() if key in self._open}
+        parts = {key: each for parts in found.values() for key, each in parts.items() if key in self._open}
         return [(self._open[key].tell, self._open[key].position, completion) for key, completion in parts.items()]
 
     def abort(self) -> None:
@@ -151,10 +150,15 @@ class EngineGroup:
             self._open.clear()
             self._hands.clear()
 
-    def work(self) -> list[EngineWork]:
-        """Return what each living engine did since the last call."""
-        calls = [(self.processes[i], self.processes[i].actor.call.remote("work")) for i in self.living()]
-        return wait_all(calls, timeout_s=self._timeout_s, doing="asking engines for their work")
+    def work(self) -> dict[int, EngineWork]:
+        """Return what each living engine did since the last call; that of an engine which has just died is lost."""
+        return self._ask("work", doing="asking engines for their work")
+
+    def _ask(self, method: str, *, doing: str) -> dict[int, Any]:
+        """Return the answers of the engines that live, by index."""
+        calls = {i: (self.processes[i], self.processes[i].actor.call.remote(method)) for i in self.living()}
+        wait_living(list(calls.values()), timeout_s=self._timeout_s, doing=doing)
+        return {i: ray.get(calls[i][1]) for i in self.living()}
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]], *, engine: int = 0) -> list[FloatArray]:
         """Return the log-probs that one engine gives the tokens of given sequences, at temperature 1."""

@@ -1,5 +1,6 @@
 """Keep a run going when engines die: start new ones, sync the policy, and resubmit unfinished requests."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -42,6 +43,8 @@ class EngineSupervisor:
         self._deterministic, self._verify = deterministic, verify
         self._sync: BridgeSync | None = None
         self._version, self._num_reported = 0, 0
+        # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
+        self.busy: dict[str, list[tuple[float, float]]] = {}
         # An earlier run on this cluster may have ended early.
         engines.abort()
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
@@ -102,9 +105,24 @@ class EngineSupervisor:
         self._engines.abort()
 
     def metrics(self) -> dict[str, float]:
-        """Return how many engines were restarted since the last call, as a metric."""
+        """Return metrics of the engines' work since the last call, which also renews `busy`.
+
+        rollout/engine_restarts; over all engines: perf/engine_steps (decode steps), perf/engine_sequences (sequences in
+        these steps, added up), perf/engine_busy_s and perf/engine_idle_s (time within steps and between them),
+        perf/recomputed_tokens (tokens of unfinished requests whose keys and values an update dropped).
+        """
         before, self._num_reported = self._num_reported, self._roster.num_restarts
-        return {"rollout/engine_restarts": float(self._num_reported - before)}
+        work, now = self._engines.work(), time.time()
+        self.busy = {str(engine): each.busy for engine, each in work.items()}
+        busy_s = sum(end - start for times in self.busy.values() for start, end in times)
+        return {
+            "rollout/engine_restarts": float(self._num_reported - before),
+            "perf/engine_steps": float(sum(each.num_steps for each in work.values())),
+            "perf/engine_sequences": float(sum(each.num_sequences for each in work.values())),
+            "perf/engine_busy_s": busy_s,
+            "perf/engine_idle_s": max(0.0, sum(now - each.began for each in work.values()) - busy_s),
+            "perf/recomputed_tokens": float(sum(each.recomputed_tokens for each in work.values())),
+        }
 
     def close(self) -> None:
         """Close the weight sync, which removes its shared memory."""

@@ -147,10 +147,10 @@ class Trainer:
 
     def _log(self, step: int, result: StepResult, log: MetricsLogger, progress: Progress) -> None:
         """Record the metrics and some samples of a step."""
-        idle = self.recorder.timeline(step, self.timers.stages(), {})
+        metrics = {**result.metrics, **result.collected.metrics, **self.memory.metrics(), **self.engines.metrics()}
+        metrics |= self.recorder.timeline(step, self.timers.stages(), self.engines.busy)
         collected, rows, times = result.collected, result.rows, self.timers.pop()
-        metrics = {**result.metrics, **collected.metrics, **times, **self.memory.metrics(), **self.engines.metrics()}
-        metrics |= idle
+        metrics |= times
         if rows:
             metrics |= batch_metrics(collected.rollout)
             metrics |= token_times(times, rows)

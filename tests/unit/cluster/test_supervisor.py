@@ -13,6 +13,7 @@ from megarl.cluster.supervisor import EngineSupervisor
 from megarl.errors import EngineDiedError, WorkerError
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.rollout.source import Doing
+from megarl.rollout.stepping import EngineWork
 from megarl.rollout.vllm_source import OnCompletion
 from megarl.types import FinishReason
 from megarl.types.messages import Part, Role
@@ -147,6 +148,11 @@ class Run:
     def abort(self) -> None:
         """Nothing is under way."""
 
+    def work(self) -> dict[int, EngineWork]:
+        return {
+            0: EngineWork(num_steps=3, num_sequences=7, recomputed_tokens=5, busy=[(1.0, 1.5), (2.0, 4.0)], began=0.0)
+        }
+
 
 @dataclass
 class Told:
@@ -181,7 +187,16 @@ def test_without_deaths_the_transport_is_opened_once() -> None:
     run.supervisor.push(1)
     run.supervisor.close()
     assert run.calls == [OPEN, PUSH(0), "submit [[0, 2], [1, 3]]", PUSH(1), "close"]
-    assert run.supervisor.metrics() == {"rollout/engine_restarts": 0.0}
+    metrics = run.supervisor.metrics()
+    assert metrics.pop("perf/engine_idle_s") > 1e9  # since 1970
+    assert metrics == {
+        "rollout/engine_restarts": 0.0,
+        "perf/engine_steps": 3.0,
+        "perf/engine_sequences": 7.0,
+        "perf/engine_busy_s": 2.5,
+        "perf/recomputed_tokens": 5.0,
+    }
+    assert run.supervisor.busy == {"0": [(1.0, 1.5), (2.0, 4.0)]}
 
 
 def test_a_living_engine_takes_over_what_is_unfinished() -> None:
@@ -193,8 +208,7 @@ def test_a_living_engine_takes_over_what_is_unfinished() -> None:
     assert run.calls == [OPEN, PUSH(4), "submit [[0, 2, 4], [1, 3, 5]]", "again [3, 5] on [0]"]
     run.supervisor.push(5)
     assert run.calls[4:] == [*RESTART_1, PUSH(5)]
-    assert run.supervisor.metrics() == {"rollout/engine_restarts": 1.0}
-    assert run.supervisor.metrics() == {"rollout/engine_restarts": 0.0}
+    assert [run.supervisor.metrics()["rollout/engine_restarts"] for _ in range(2)] == [1.0, 0.0]
 
 
 def test_a_deterministic_run_repeats_the_whole_hand_in_the_same_place() -> None:
