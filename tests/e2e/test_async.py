@@ -15,7 +15,7 @@ from megarl.rollout.replay import read_record, record_path
 from megarl.types import Sample
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 
-NUM_STEPS = 6
+NUM_STEPS = 12
 ASYNC = (*SCHEDULES["async"], f"trainer.total_steps={NUM_STEPS}", "data.val=[]", "checkpoint.every_steps=0")
 
 

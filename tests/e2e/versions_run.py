@@ -1,4 +1,4 @@
-"""`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, and each version of the policy in DIR/VERSION."""
+"""`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, with every version of the policy in DIR."""
 
 import sys
 from collections.abc import Sequence

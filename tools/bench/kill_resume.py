@@ -125,8 +125,8 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "use.schedule=async",
         "run.deterministic=false",
         "rollout.record=true",
-        "rollout.max_response_tokens=200",
-        "rollout.engine.max_num_seqs=6",
+        "rollout.max_response_tokens=384",
+        "rollout.engine.max_num_seqs=10",
     ),
 }
 
