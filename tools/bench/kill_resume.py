@@ -117,7 +117,7 @@ def make_inputs(directory: Path) -> Path:
     return directory
 
 
-# With few sequences at a time, many samples are under way at an update.
+# With long samples and few rows in a step, most samples are under way at an update.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "sync": (),
     "one_step_off": ("use.schedule=one_step_off",),
@@ -126,7 +126,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "run.deterministic=false",
         "rollout.record=true",
         "rollout.max_response_tokens=384",
-        "rollout.engine.max_num_seqs=10",
+        "trainer.prompts_per_step=1",
     ),
 }
 
