@@ -9,7 +9,7 @@ from torch import Tensor
 from megarl.algos import cpo
 from megarl.algos.advantages import estimator_of
 from megarl.algos.aggregation import AGGREGATIONS, global_denominator
-from megarl.algos.corrections import CORRECTION
+from megarl.algos.corrections import CORRECTION, compares_policies
 from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES
 from megarl.algos.entropy import next_entropy_state
 from megarl.algos.kl import KL_CONTROLLERS, KL_ESTIMATORS, KLObservation, apply_kl_penalty
@@ -85,7 +85,7 @@ class ComposedAlgorithm:
             scores |= {Score.VALUES}
         cfg = self.cfg
         in_choice = cfg.policy_loss.name in COVARIANCE_LOSSES
-        if in_choice or cfg.correction.name != "none" or cfg.off_policy.drop_above is not None:
+        if in_choice or compares_policies(cfg) or cfg.off_policy.drop_above is not None:
             scores |= {Score.OLD_LOGPROBS}
         return scores
 

@@ -1,7 +1,9 @@
 """Weight the policy loss by importance ratios, because the inference engine's probabilities differ from the trainer's.
 
-ρ_t = π_trainer(y_t) / π_engine(y_t), where both have the model weights that sampled y: ρ measures only what the
-engine's different kernels change. A correction combines three parts: a weight per token, a gate that accepts or rejects
+ρ_t = π_trainer(y_t) / π_engine(y_t): the trainer's probability at the start of the step, divided by the engine's when
+it sampled the token. If the sample is not stale, both have the same weights, and ρ measures only what the engine's
+different kernels change; otherwise ρ also contains the updates since then (decoupled PPO, arXiv:2505.24298). A
+correction combines three parts: a weight per token, a gate that accepts or rejects
 tokens, and a veto that drops rows. Its name selects weight and gate. Rejected tokens still count in the denominator.
 """
 
@@ -235,6 +237,20 @@ CORRECTIONS.register("sequence")(CorrectionRule(weight=truncated_row_product, op
 CORRECTIONS.register("geometric")(CorrectionRule(weight=row_geometric_mean, gate=row_within, options=_GATED | _BOUNDS))
 # With `only_negative`: off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 CORRECTIONS.register("sequence_mask")(CorrectionRule(weight=one, gate=row_kl_within, options=_GATED | {"max_kl_nats"}))
+
+
+def compares_policies(cfg: AlgoConfig) -> bool:
+    """Return whether a correction needs the trainer's log-probs from before the update.
+
+    `rollout_ratio` puts the engine's log-probs in their place, so it needs them only for a veto, and on demonstration
+    tokens, which no engine sampled.
+
+    >>> compares_policies(AlgoConfig(correction=CorrectionConfig(name="rollout_ratio")))
+    False
+    """
+    if CORRECTIONS.get(cfg.correction.name).rollout_ratio:
+        return cfg.correction.veto is not None or cfg.demonstrations.strategy != "none"
+    return cfg.correction.name != "none"
 
 
 def compute_correction(x: CorrectionInputs, cfg: CorrectionConfig) -> Correction:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from megarl.algos import cpo
-from megarl.algos.corrections import CORRECTION, CorrectionInputs, compute_correction
+from megarl.algos.corrections import CORRECTION, CorrectionInputs, compares_policies, compute_correction
 from megarl.algos.covariance import CHOSEN, COVARIANCE_LOSSES, choose_tokens, token_covariance
 from megarl.algos.masked import summary
 from megarl.algos.mixed_groups import demonstration_mask, mixed_metrics, weight_advantages, without_truncated
@@ -90,6 +90,9 @@ def correct_for_engine(advantages: Tensor, x: ShapingInputs) -> Advantages:
     """
     if x.cfg.correction.name == "none":
         return Advantages(values=advantages)
+    if Score.OLD_LOGPROBS not in x.batch.scores and not compares_policies(x.cfg):
+        # Every token has weight 1; the policy loss's ratio is to the engine's log-probs.
+        return Advantages(values=advantages, scores={Score.OLD_LOGPROBS: x.batch.score("rollout_logprobs")})
     inputs = CorrectionInputs(
         old_logprobs=x.batch.score(Score.OLD_LOGPROBS),
         rollout_logprobs=x.batch.score("rollout_logprobs"),

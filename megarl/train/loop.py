@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megarl.cluster import Cluster, EngineSupervisor, residency
 from megarl.cluster.processes import in_background
-from megarl.config.batches import batch_counts
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
 from megarl.record.metrics import MetricsLogger, Timers
@@ -22,13 +21,13 @@ from megarl.seeds import batch_seed
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, RunState
 from megarl.train.collect import Collected, Rollouts
 from megarl.train.export import export_model
-from megarl.train.gate import MismatchGate, mismatch_of
+from megarl.train.gate import MismatchGate, engine_metrics
 from megarl.train.inputs import TrainInputs
 from megarl.train.rows import training_rows
-from megarl.train.score import ScoringPasses, with_advantages
+from megarl.train.score import ScoringPasses, needed_scores, with_advantages
 from megarl.train.update import UpdateStage
 from megarl.train.validate import Validator
-from megarl.types import AlgoState, FinishReason, Row, Score, scored_batch
+from megarl.types import AlgoState, FinishReason, Row, scored_batch
 from megarl.types.messages import LoadRequest, Role
 
 
@@ -119,24 +118,21 @@ class Trainer:
         replayed = inputs.spec.dims if config.actor.moe.replay_routing else None
         self.rollouts.admit(version=step - 1)
         collected = self.rollouts.take(step)
-        training = training_rows(collected, config.algo, replayed=replayed)
+        stale_at = step if config.rollout.schedule.staleness else None
+        training = training_rows(collected, config.algo, stale_at=stale_at, replayed=replayed)
         rows, metrics = training.rows, {"filter/skipped_updates": 1.0}
         if rows:
-            needed = inputs.algorithm.requires()
-            # A single optimizer step needs no old log-probs: the current ones are the same.
-            if batch_counts(config).optimizer_steps_per_step > 1 or not self.gate.passed:
-                needed |= {Score.OLD_LOGPROBS}
+            needed = needed_scores(config, inputs.algorithm, gate_passed=self.gate.passed)
             rows, metrics = self.scoring.score(rows, collected.rollout.prompts, needed, seed=seed, step=step)
             self.gate.check(rows)
             with self.timers("adv"):
                 truncated = [reason is FinishReason.LENGTH for reason in training.finish_reasons]
                 batch = scored_batch(rows, training.rewards, truncated=truncated, step=step, seed=seed)
                 advantages = inputs.algorithm.advantages(batch, self.state)
-            rows = with_advantages(rows, advantages)
+            scored, rows = rows, with_advantages(rows, advantages)
             updated, before = self.updates.update(rows, self.state, step=step)
             if before is not None:
-                old = [row.scores.get(Score.OLD_LOGPROBS, before[i]) for i, row in enumerate(rows)]
-                updated |= mismatch_of(rows, old).metrics()
+                updated |= engine_metrics(scored, before)
             metrics |= {**advantages.metrics, **updated}
             self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
         self.rollouts.settle()

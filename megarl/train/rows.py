@@ -8,6 +8,7 @@ import numpy as np
 
 from megarl.algos.cpo import DIFFICULTY
 from megarl.algos.mixed_groups import unneeded_demonstrations
+from megarl.algos.staleness import LAG
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
 from megarl.rollout.prefixes import demonstration_scores
@@ -59,9 +60,12 @@ def stated_difficulty(prompt: Prompt, field: str | None) -> np.float32:
     return np.float32(value)
 
 
-def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | None = None) -> TrainingRows:
+def training_rows(
+    collected: Collected, cfg: AlgoConfig, *, stale_at: int | None = None, replayed: Dims | None = None
+) -> TrainingRows:
     """Make one row per sample, and mark the tokens that come from a demonstration.
 
+    stale_at: the step that trains on the rows if samples may be stale; they then know the lag of each token.
     Samples are left out if their group does not need its demonstration (`algo.demonstrations.max_group_accuracy`).
     replayed: the model whose expert routing is replayed, or None; DataError for rows that recorded no experts of this
     model.
@@ -69,6 +73,11 @@ def training_rows(collected: Collected, cfg: AlgoConfig, *, replayed: Dims | Non
     samples, rewards = collected.rollout.samples, collected.rewards
     rows = [row_from_sample(sample) for sample in samples]
     kept = list(range(len(rows)))
+    if stale_at is not None:
+        versions = [np.concatenate([s.weight_versions for s in sample.segments[1:]]) for sample in samples]
+        # Tokens of a demonstration or an environment, of version -1, are not stale.
+        lags = [np.where(v < 0, 0, stale_at - 1 - v).astype(np.float32) for v in versions]
+        rows = [row.with_scores(**{LAG: lag}) for row, lag in zip(rows, lags, strict=True)]
     if cfg.demonstrations.strategy != "none":
         prompts = collected.rollout.prompts
         rows = [

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl.algos.corrections import CORRECTIONS
 from megarl.algos.cpo import EXCLUDED
 from megarl.cluster import residency
 from megarl.config.algo import CpoConfig
+from megarl.config.batches import batch_counts
+from megarl.config.schema import Config
 from megarl.data.answer_span import answer_mask
 from megarl.data.chat import response_decoder
 from megarl.data.hints import HintPlacer, donors, hinted_rows
 from megarl.record.metrics import Timers
 from megarl.train.update import RoleScorer
-from megarl.types import Advantages, FloatArray, Prompt, Row, Score
+from megarl.types import Advantages, Algorithm, FloatArray, Prompt, Row, Score
 from megarl.types.messages import Role
 
 if TYPE_CHECKING:
@@ -56,6 +59,21 @@ HINT_SCORES = frozenset(score for score, source in SOURCES.items() if source.var
 # The roles that score, in order, with the names of their timers, which are those of verl. The actor scores last, so
 # that it is still on its devices for its update.
 _TIMERS = {Role.REFERENCE: "ref", Role.CRITIC: "values", Role.ACTOR: "old_log_prob"}
+
+
+def needed_scores(config: Config, algorithm: Algorithm, *, gate_passed: bool) -> frozenset[Score]:
+    """Return the scores that a step computes before its update: what the algorithm requires, and perhaps the old
+    log-probs.
+
+    Several optimizer steps, or samples that may be stale, need these for the policy ratio, unless it is to the engine's
+    log-probs. A single step on fresh samples needs none: the current log-probs are the same. The first step needs them
+    to compare engine and trainer.
+    """
+    several = batch_counts(config).optimizer_steps_per_step > 1 or config.rollout.schedule.staleness > 0
+    to_engine = CORRECTIONS.get(config.algo.correction.name).rollout_ratio
+    if not gate_passed or (several and not to_engine):
+        return algorithm.requires() | {Score.OLD_LOGPROBS}
+    return algorithm.requires()
 
 
 def with_scores(rows: Sequence[Row], scores: Mapping[Any, Sequence[FloatArray]]) -> list[Row]:

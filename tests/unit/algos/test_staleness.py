@@ -1,0 +1,30 @@
+"""Lags and drift of a step, with numbers by hand."""
+
+import pytest
+import torch
+
+from megarl.algos.staleness import staleness_metrics
+
+
+def test_shares_drift_and_rows_across_versions() -> None:
+    lag = torch.tensor([[2.0, 2.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0]])
+    # The 9 is no loss token, and the second row has a single one.
+    sampled = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    rollout = torch.tensor([[-1.0, -2.0, -3.0, -9.0], [-1.0, -9.0, -9.0, -9.0]])
+    old = torch.tensor([[-1.5, -1.0, -3.0, 0.0], [-1.25, 0.0, 0.0, 0.0]])
+    assert staleness_metrics(lag, sampled, rollout_logprobs=rollout, old_logprobs=old) == {
+        "staleness/lag_mean": 1.0,
+        "staleness/lag_max": 2.0,
+        "staleness/spanning_frac": 0.5,
+        "staleness/frac_lag_0": 0.5,
+        "staleness/frac_lag_1": 0.0,
+        "staleness/frac_lag_2": 0.5,
+        # |−0.5| and |1|.
+        "staleness/drift_abs_mean_lag_2": 0.75,
+    }
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 3)])
+def test_without_sampled_tokens_there_is_nothing_to_measure(shape: tuple[int, int]) -> None:
+    zeros = torch.zeros(shape)
+    assert staleness_metrics(zeros, zeros > 0, rollout_logprobs=zeros, old_logprobs=zeros) == {}
