@@ -148,8 +148,7 @@ class Trainer:
         collected, rows, times = result.collected, result.rows, self.timers.pop()
         metrics |= times
         if rows:
-            metrics |= batch_metrics(collected.rollout)
-            metrics |= token_times(times, rows)
+            metrics |= batch_metrics(collected.rollout) | token_times(times, rows)
         if (update_s := times.get("timing_s/update_actor")) is not None:
             metrics |= self.meter.metrics(rows, update_s)
         log.log(step, metrics | resident_memory(self.cluster.pids))
@@ -189,12 +188,10 @@ class Trainer:
     def _run_state(self, step: int, score: float | None, directory: Path) -> RunState:
         """Return the state of the driver for the checkpoint of a step that is about to be written."""
         self.memory.enter(residency.checkpointing(self.inputs.roles))
-        num_optimizer_steps, num_critic_steps = self.updates.steps()
         return RunState(
             command="train",
             step=step,
-            num_optimizer_steps=num_optimizer_steps,
-            num_critic_steps=num_critic_steps,
+            **self.updates.steps(),
             gate_passed=self.gate.passed,
             sampler=self.rollouts.queue.state_dict(),
             algo=self.state,

@@ -191,10 +191,10 @@ class UpdateStage:
     enter: Callable[[residency.Phase], None]
     timers: Timers
 
-    def steps(self) -> tuple[int, int]:
-        """Return the numbers of optimizer steps that the actor and the critic have taken."""
+    def steps(self) -> dict[str, int]:
+        """Return the numbers of optimizer steps that the actor and the critic have taken, as `RunState` names them."""
         taken = {role: updater.num_optimizer_steps for role, updater in self.updaters.items()}
-        return taken[Role.ACTOR], taken.get(Role.CRITIC, 0)
+        return {"num_optimizer_steps": taken[Role.ACTOR], "num_critic_steps": taken.get(Role.CRITIC, 0)}
 
     def set_steps(self, num_actor: int, num_critic: int) -> None:
         """Go on after these numbers of optimizer steps of the actor and the critic."""
