@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 NUM_SKIPPED, LEAST_STEPS = 1, 2
 # In these the trainer waits for engines, or they wait for each other; all else of a step is the trainer's own work.
 _NOT_TRAINING = ("timing_s/gen", "timing_s/settle", "timing_s/sync")
-_COUNTERS = ("rollout/engine_steps", "rollout/engine_seqs", "rollout/engine_busy_s")
+_COUNTERS = ("perf/engine_steps", "perf/engine_sequences", "perf/engine_busy_s")
 _ALWAYS = ("timing_s/step", "timing_s/gen", "timing_s/sync", "timing_s/update_actor", "perf/tokens_per_s")
 _LENGTHS = ("response_length/mean", "response_length/max", "prompt_length/mean")
 
@@ -116,7 +116,7 @@ def _decode_costs(
     """Return the seconds of a decode step, of each sequence in it, and of a recomputed token if the run had some."""
     if all(name in step for step in steps for name in _COUNTERS):
         counts, seqs, busy = (_column(steps, name) for name in _COUNTERS)
-        recomputed = _column(steps, "rollout/recomputed_tokens")
+        recomputed = _column(steps, "perf/recomputed_tokens")
         has_recomputed = bool(recomputed.any())
         columns = [counts, seqs, *([recomputed] if has_recomputed else [])]
         a, c, *rest = fit_non_negative(np.stack(columns, axis=1), busy)

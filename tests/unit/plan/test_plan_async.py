@@ -43,7 +43,7 @@ def step_metrics(step: int, *, counted: bool, staleness: int = 0) -> dict[str, f
     if counted:
         counters = {"steps": longest, "seqs": num_response, "busy_s": busy_s, "idle_s": 0.0}
         metrics |= {f"rollout/engine_{name}": value for name, value in counters.items()}
-        metrics["rollout/recomputed_tokens"] = recomputed
+        metrics["perf/recomputed_tokens"] = recomputed
     return metrics
 
 
@@ -126,7 +126,7 @@ def test_a_run_in_flight_measures_what_it_recomputes(tmp_path: Path) -> None:
 
 
 def test_a_run_in_flight_without_counters_says_too_little(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"got no rollout/engine_steps, .*staleness=2, whose timing_s/gen says only"):
+    with pytest.raises(DataError, match=r"got no perf/engine_steps, .*staleness=2, whose timing_s/gen says only"):
         measure(make_run(tmp_path / "run", counted=False, staleness=2))
 
 
