@@ -41,7 +41,7 @@ def step_metrics(step: int, *, counted: bool, staleness: int = 0) -> dict[str, f
         "prompt_length/mean": PROMPT,
     }
     if counted:
-        counters = {"steps": longest, "seqs": num_response, "busy_s": busy_s, "idle_s": 0.0}
+        counters = {"steps": longest, "sequences": num_response, "busy_s": busy_s, "idle_s": 0.0}
         metrics |= {f"perf/engine_{name}": value for name, value in counters.items()}
         metrics["perf/recomputed_tokens"] = recomputed
     return metrics
@@ -53,7 +53,7 @@ def make_run(root: Path, *overrides: str, counted: bool = True, staleness: int =
     settings = (
         "trainer.prompts_per_step=8",
         "rollout.num_samples=4",
-        "rollout.engine.max_num_sequences=64",
+        "rollout.engine.max_num_seqs=64",
         "actor.layout.dp=2",
         f"rollout.schedule.staleness={staleness}",
     )
@@ -172,7 +172,7 @@ def measured_by(costs: Costs, *lengths: int) -> Measured:
 COSTS = Costs(
     decode_step_s=1.0,
     decode_sequence_s=0.0,
-    max_num_sequences=8,
+    max_num_seqs=8,
     recompute_s=0.0,
     train_step_s=10.0,
     train_token_s=0.0,
