@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megarl.config.batches import batch_counts
 from megarl.config.load import read_yaml, saved_config
 from megarl.config.schema import Config
 from megarl.errors import DataError
@@ -62,6 +63,11 @@ def measure(run_dir: Path) -> Measured:
     decode, notes = _decode_costs(steps, config)
     tokens = _column(steps, "timing_s/step") * _column(steps, "perf/tokens_per_s")
     trained_s = _column(steps, "timing_s/step") - sum(_column(steps, name) for name in _NOT_TRAINING)
+    scored_s = _column(steps, "timing_s/old_log_prob")
+    # With one optimizer step, only corrections of stale samples need old log-probs: that pass is not part of others.
+    is_extra = batch_counts(config).optimizer_steps_per_step == 1
+    if is_extra:
+        trained_s = trained_s - scored_s
     train_step_s, train_token_s = fit_non_negative(np.stack([np.ones_like(tokens), tokens], axis=1), trained_s)
     num_trainers = config.actor.layout.world_size
     update_s = float(np.median(_column(steps, "timing_s/update_actor") / tokens))
@@ -71,9 +77,10 @@ def measure(run_dir: Path) -> Measured:
     if recompute_s is None:
         recompute_s = forward_s / config.rollout.engine.tp
         notes.append("recomputing after an update: estimated as a third of a token's update, as the run did none")
-    is_scored = sum("timing_s/old_log_prob" in step for step in steps) > len(steps) / 2
-    if not is_scored:
-        notes.append("scoring old log-probs with staleness: estimated as a third of an update, as the run did without")
+    scoring_s = float(np.median(scored_s / tokens)) * num_trainers
+    if not scoring_s:
+        scoring_s = forward_s
+        notes.append("scoring old log-probs of updates in flight: estimated as a third of an update, the run had none")
     if config.placement.offload:
         notes.append("moving models between devices and hosts counts as training, also for splits, which need none")
     costs = Costs(
@@ -83,7 +90,7 @@ def measure(run_dir: Path) -> Measured:
         recompute_s=recompute_s,
         train_step_s=train_step_s,
         train_token_s=train_token_s * num_trainers,
-        scoring_token_s=0.0 if is_scored else forward_s,
+        scoring_token_s=scoring_s if is_extra else 0.0,
         sync_s=float(np.median(_column(steps, "timing_s/sync"))),
     )
     return Measured(config=config, costs=costs, workload=workload, notes=tuple(notes))

@@ -127,7 +127,7 @@ def plan_lines(plan: AsyncPlan) -> Iterator[str]:
     )
     yield (
         f"train      {costs.train_step_s:.4g} s per step + {1e6 * costs.train_token_s:.4g} µs × devices per token; "
-        f"with staleness {1e6 * costs.scoring_token_s:.4g} more; sync {costs.sync_s:.4g} s"
+        f"with updates in flight {1e6 * costs.scoring_token_s:.4g} more; sync {costs.sync_s:.4g} s"
     )
     yield (
         f"samples    {workload.prompts_per_step} × {workload.num_samples} per step; responses of {min(lengths)} to "

@@ -25,8 +25,9 @@ class Costs:
     decode_step_s, decode_sequence_s: a decode step of b sequences takes decode_step_s + b · decode_sequence_s.
     max_num_seqs: how many sequences an engine decodes at a time; others wait. recompute_s: per token whose keys and
     values an engine computes again after an update. train_step_s: per step, whatever its tokens. train_token_s:
-    seconds × devices per token of prompts and responses. scoring_token_s: seconds × devices per token that a step with
-    staleness needs on top, to score old log-probs. sync_s: pause of engines and trainer at an update.
+    seconds × devices per token of prompts and responses. scoring_token_s: seconds × devices per token that a step needs
+    on top with updates in flight, to score old log-probs; samples of one version are corrected without. sync_s: pause
+    of engines and trainer at an update.
     """
 
     decode_step_s: float
@@ -226,7 +227,7 @@ class _Simulation:
             scheduler.take(number)
             num_tokens += self._tokens.pop(number)
             self.lags.append(step - 1 - scheduler.pipeline[number])
-        token_s = costs.train_token_s + (costs.scoring_token_s if setting.staleness else 0.0)
+        token_s = costs.train_token_s + (0.0 if setting.finish else costs.scoring_token_s)
         self._run_until(self._now + costs.train_step_s + num_tokens * token_s / setting.num_trainers)
         if setting.finish:
             self._wait(lambda: not self._open)

@@ -44,6 +44,10 @@ def step_metrics(step: int, *, counted: bool, staleness: int = 0) -> dict[str, f
         counters = {"steps": longest, "sequences": num_response, "busy_s": busy_s, "idle_s": 0.0}
         metrics |= {f"perf/engine_{name}": value for name, value in counters.items()}
         metrics["perf/recomputed_tokens"] = recomputed
+    if staleness:
+        metrics["timing_s/old_log_prob"] = 0.000012 * num_tokens
+        metrics["timing_s/step"] += metrics["timing_s/old_log_prob"]
+        metrics["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
     return metrics
 
 
@@ -107,7 +111,7 @@ def test_costs_are_those_of_the_counted_steps(tmp_path: Path) -> None:
     )
     assert [note.split(":")[0] for note in measured.notes] == [
         "recomputing after an update",
-        "scoring old log-probs with staleness",
+        "scoring old log-probs of updates in flight",
     ]
 
 
@@ -118,11 +122,23 @@ def test_without_counters_decoding_is_estimated_from_the_longest_and_from_all_to
     assert measured.notes[0].startswith("decoding: estimated from timing_s/gen")
 
 
-def test_a_run_in_flight_measures_what_it_recomputes(tmp_path: Path) -> None:
+def test_a_run_in_flight_measures_what_it_recomputes_and_scores(tmp_path: Path) -> None:
     measured = measure(make_run(tmp_path / "run", staleness=2))
     assert measured.costs.decode_step_s == pytest.approx(0.01)
     assert measured.costs.decode_sequence_s == pytest.approx(0.0005)
     assert measured.costs.recompute_s == pytest.approx(0.0001)
+    # Scoring is not part of the 0.2 s + 40 µs per token: a synchronous run would not do it.
+    assert measured.costs.train_step_s == pytest.approx(0.2)
+    assert measured.costs.train_token_s == pytest.approx(0.00008)
+    assert measured.costs.scoring_token_s == pytest.approx(0.000024)
+    assert measured.notes == ()
+
+
+def test_scoring_that_every_step_does_is_part_of_training(tmp_path: Path) -> None:
+    """Two optimizer steps need old log-probs whatever the schedule: 40 + 12 µs per token."""
+    measured = measure(make_run(tmp_path / "run", "trainer.mini_batch_prompts=4", staleness=2))
+    assert measured.costs.train_token_s == pytest.approx(0.000104)
+    assert measured.costs.scoring_token_s == 0.0
 
 
 def test_a_run_in_flight_without_counters_says_too_little(tmp_path: Path) -> None:
