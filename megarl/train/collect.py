@@ -299,9 +299,12 @@ class Rollouts:
             wanted = refill_count(num_prompts, num_kept=num_kept, num_sampled=len(sampled))
             with self.timers("gen"):
                 return self._start(wanted, step - 1, sampled=sampled)
-        self.admit(step - 1)
-        allowed = (1 + max_refills) * num_prompts - len(sampled)
-        return min(num_prompts - num_kept, allowed, len(self.groups))
+        count = min(num_prompts - num_kept, (1 + max_refills) * num_prompts - len(sampled))
+        steps_left = self.config.trainer.total_steps - step + 1
+        with self.timers("gen"):
+            admissible = self.scheduler.admissible(steps_left, step_takes=num_kept + count)
+            self._start(admissible, step - 1, sampled=sampled)
+        return min(count, len(self.groups))
 
     def _require_groups(self, sampled: Sequence[JudgedGroup], kept: Sequence[JudgedGroup]) -> None:
         """Raise RunError if the latest `algo.filter.max_skipped_steps` steps, this one included, kept no group."""

@@ -19,8 +19,9 @@ from megarl.config.algo import AdvantageConfig
 from megarl.errors import DataError
 from megarl.types import ScoredBatch
 
+# Rounding leaves about 1e-17 on a token that should be 0.
+ZERO = 1e-12
 # Makes groups of equal rewards give 0 instead of 0/0; small compared with the spread of rewards that carry a signal.
-_ZERO = 1e-12
 _STD_EPS = 1e-6
 _GROUP_NORM_EPS = 1e-9
 
@@ -201,7 +202,7 @@ def gdpo(batch: ScoredBatch, cfg: AdvantageConfig) -> Tensor:
     of_batch = group_stats(total, [""] * len(total))
     shifted = total - of_batch.mean
     # Rounding leaves about 1e-17 where the mean is met; its sign would depend on the order of rows.
-    return torch.where(shifted.abs() < _ZERO, 0.0, shifted) / (of_batch.std + _STD_EPS)
+    return torch.where(shifted.abs() < ZERO, 0.0, shifted) / (of_batch.std + _STD_EPS)
 
 
 def _by_group(rewards: Tensor, uids: Sequence[str], estimate: Callable[[Tensor], Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from megarl.algos.advantages.estimator import (
     Estimator,
     required_detail,
 )
-from megarl.algos.advantages.group import centred, equal_rewards, leave_one_out
+from megarl.algos.advantages.group import ZERO, centred, equal_rewards, leave_one_out
 from megarl.algos.masked import group_index, group_stats, masked_sum
 from megarl.algos.token_rewards import returns_to_go, token_rewards
 from megarl.config.algo import AdvantageConfig
@@ -28,8 +28,6 @@ _MIN_VARIANCE = 1e-8
 _EPS = 1e-8
 _MAX_SCALE = 10.0
 _MAX_NEGATIVE_SQUARES = 1e8
-# Rounding leaves about 1e-17 on a token that should be 0.
-_ZERO = 1e-12
 
 
 def _returns(batch: ScoredBatch, rewards: Tensor, gamma: float = 1.0) -> Estimate:
@@ -130,7 +128,7 @@ def max_normalised(advantages: Tensor, batch: ScoredBatch, cfg: AdvantageConfig)
         rows = tokens.double().sum(dim=-1)
         return rows.new_zeros(num_groups).index_add(0, index, rows)[index]
 
-    positive, negative = advantages > _ZERO, advantages < -_ZERO
+    positive, negative = advantages > ZERO, advantages < -ZERO
     sum_pos, sum_neg = group_sum(advantages * positive), group_sum(advantages * negative)
     has_both = (sum_pos >= _EPS) & (sum_neg <= -_EPS)
     if cfg.uniform_scale:

@@ -135,3 +135,41 @@ def test_engine_tp_must_divide_heads_and_mlp(tp: int) -> None:
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
         check_model(config(engine={"tp": tp}), HF_CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "message"),
+    [
+        ({"window_frac": 0.5}, {}, "rollout.schedule.window_frac: got 0.5 with rollout.schedule.staleness=0"),
+        ({"staleness": 1}, {"placement": {"mode": "colocated"}}, "staleness: got 1 with placement.mode=colocated"),
+        ({"staleness": 1}, {"algo": {}}, "staleness: got 1 with algo.correction.name=none"),
+        ({"staleness": 2}, {}, "staleness: got 2 with rollout.schedule.on_update=finish, but engines are empty"),
+        (
+            {"staleness": 1, "on_update": "continue"},
+            {"run": {"deterministic": True}},
+            "run.deterministic: got true with rollout.schedule.on_update=continue",
+        ),
+    ],
+)
+def test_schedules_that_do_not_suit_the_run(schedule: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    tree = {
+        "model": {"path": "models/tiny"},
+        "data": {"train": ["train.parquet"]},
+        "placement": {"mode": "split"},
+        "algo": {"correction": {"name": "tis_upper"}},
+        "rollout": {"schedule": schedule},
+    }
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_train(from_dict(Config, {**tree, **changes}))
+
+
+@pytest.mark.parametrize("schedule", [{}, {"staleness": 1}, {"staleness": 4, "on_update": "continue"}])
+def test_schedules_that_suit_the_run(schedule: dict[str, Any]) -> None:
+    tree = {
+        "model": {"path": "models/tiny"},
+        "data": {"train": ["train.parquet"]},
+        "placement": {"mode": "split"},
+        "algo": {"correction": {"name": "tis_upper"}},
+        "rollout": {"schedule": schedule},
+    }
+    check_train(from_dict(Config, tree))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.stepping import Stepper
+from megarl.rollout.stepping import EngineWork, Stepper
 
 TIMEOUT_S = 30.0
 
@@ -108,3 +108,41 @@ def test_two_threads_get_their_own_outputs() -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert answers == {"a": ["a", "aa"], "b": ["b", "bb"]}
+
+
+def test_added_prompts_are_served_until_the_engine_closes() -> None:
+    """While another thread waits for prompts of its own."""
+    engine = CountingEngine()
+    stepper, served = Stepper(engine), dict[int, str]()
+    more = threading.Event()
+
+    def serve() -> None:
+        for part in stepper.serve():
+            served.update({key: output.text for key, output in part.items()})
+            if len(served) == 3:
+                more.set()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    stepper.add([10, 20], [5, 50], ["a", "b"])
+    assert texts(stepper.finish([20], ["own"])) == ["own"]
+    stepper.add([30], [1], ["c"])
+    assert more.wait(TIMEOUT_S)
+    assert served == {10: "a", 20: "b", 30: "c"}
+    stepper.close()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+
+
+def test_work_is_counted() -> None:
+    engine = CountingEngine()
+    stepper = Stepper(engine, max_num_seqs=2)
+    stepper.finish([2, 2, 3], ["a", "b", "c"])
+    # Three sequences in each of two steps, of which an engine takes two at a time, then one.
+    assert (stepper.work.num_steps, stepper.work.num_sequences) == (3, 5)
+    ((start, end),) = stepper.work.busy
+    assert start <= end
+    work = EngineWork()
+    for start, end in ((1.0, 2.0), (2.01, 3.0), (4.0, 5.0)):
+        work.add_step(start, end, 1)
+    assert work.busy == [(1.0, 3.0), (4.0, 5.0)]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megarl.algos.advantages import compute_advantages
 from megarl.cluster.residency import Phase
 from megarl.config.algo import AdvantageConfig, AlgoConfig, FilterConfig
-from megarl.config.generation import RolloutConfig
+from megarl.config.generation import RolloutConfig, ScheduleConfig
 from megarl.config.schema import Config, TrainerConfig
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.errors import RunError
@@ -142,7 +142,7 @@ class World(RolloutSource):
         begun: Sequence[Sample] = (),
     ) -> Batch:
         """Two samples of each, in an order of their own; with `demonstrated` the first starts with a demonstration."""
-        step, self.plan = plan.step, plan
+        step, self.plan, self.begun = plan.step, plan, begun
         indices = [prompt.token_ids[0] for prompt in prompts]
         self.asked.append((step, indices))
         samples = [
@@ -185,13 +185,20 @@ class World(RolloutSource):
         return DROPPED if score is LOST else Reward(score=score, correct=score > 0.5)
 
     def collector(
-        self, cfg: FilterConfig, num_prompts: int, *, queue: PromptQueue | None = None, timers: Timers | None = None
+        self,
+        cfg: FilterConfig,
+        num_prompts: int,
+        *,
+        queue: PromptQueue | None = None,
+        timers: Timers | None = None,
+        schedule: ScheduleConfig | None = None,
     ) -> Rollouts:
+        schedule = schedule or ScheduleConfig()
         return Rollouts(
-            scheduler=Scheduler(prompts_per_step=num_prompts),
+            scheduler=Scheduler(prompts_per_step=num_prompts, staleness=schedule.staleness),
             config=Config(
                 algo=AlgoConfig(filter=cfg),
-                rollout=RolloutConfig(num_samples=len(self.scores[0])),
+                rollout=RolloutConfig(num_samples=len(self.scores[0]), schedule=schedule),
                 trainer=TrainerConfig(prompts_per_step=num_prompts),
             ),
             queue=queue or queue_of(len(self.scores)),
@@ -207,6 +214,9 @@ class World(RolloutSource):
 
 class WorldJudging:
     """Judges what it was told of; checks that it was told of everything once."""
+
+    def absorb(self, other: "WorldJudging") -> None:
+        self.told += other.told
 
     def __init__(self, world: World) -> None:
         self.world, self.told = world, list[Sample]()
@@ -466,3 +476,98 @@ def test_times_of_generation_and_judging_add_up_over_refills() -> None:
 )
 def test_refills_ask_for_as_many_as_are_likely_to_do(wanted: int, kept: int, sampled: int, expected: int) -> None:
     assert refill_count(wanted, num_kept=kept, num_sampled=sampled) == expected
+
+
+# --- ahead of training
+
+AHEAD = ScheduleConfig(staleness=1, on_update="continue")
+
+
+def test_a_step_takes_the_oldest_groups_and_the_pipeline_is_filled_again() -> None:
+    world = World([MIXED] * 9)
+    rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
+    rollouts.admit(0)
+    # The plan's step is the one that will train on the prompts.
+    assert world.asked == [(1, [0, 1]), (2, [2, 3])]
+    assert prompts_of(rollouts.take(1)) == [0, 1]
+    rollouts.release()
+    rollouts.admit(1)
+    assert world.asked[2:] == [(3, [4, 5])]
+    assert prompts_of(rollouts.take(2)) == [2, 3]
+    assert rollouts.scheduler.pipeline == {2: 0, 3: 0, 4: 1, 5: 1}
+
+
+def test_the_pipeline_replaces_what_the_filter_removes() -> None:
+    world = World([WRONG, MIXED, RIGHT, MIXED, MIXED, MIXED, MIXED, MIXED])
+    cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=2)
+    rollouts = world.collector(cfg, 2, schedule=AHEAD)
+    rollouts.admit(0)
+    collected = rollouts.take(1)
+    # 0 is removed, and 2 after it; their places are filled at once by 4 and 5.
+    assert prompts_of(collected) == [1, 3]
+    assert collected.metrics["filter/num_refills"] == 2
+    assert world.asked == [(1, [0, 1]), (2, [2, 3]), (3, [4]), (3, [5])]
+    assert rollouts.scheduler.pipeline == {1: 0, 3: 0, 4: 0, 5: 0}
+
+
+def test_no_prompt_is_under_way_twice() -> None:
+    """The next epoch begins with 0, which the step that is under way has taken."""
+    world = World([MIXED, WRONG, MIXED, MIXED])
+    cfg = FilterConfig(mean_score=(0.0, 1.0), max_refills=1)
+    rollouts = world.collector(cfg, 2, schedule=AHEAD, queue=queue_of(4))
+    rollouts.admit(0)
+    assert prompts_of(rollouts.take(1)) == [0, 2]
+    assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
+
+
+def test_the_last_steps_admit_no_more_than_they_take() -> None:
+    world = World([MIXED] * 9)
+    rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
+    rollouts.config = replace(rollouts.config, trainer=replace(rollouts.config.trainer, total_steps=2))
+    for step in (1, 2):
+        rollouts.admit(step - 1)
+        rollouts.take(step)
+        rollouts.release()
+    assert [index for _, indices in world.asked for index in indices] == [0, 1, 2, 3]
+    assert rollouts.scheduler.pipeline == {}
+
+
+@pytest.mark.parametrize(("on_update", "finished"), [("finish", 4), ("continue", 2)])
+def test_only_finish_waits_for_all_samples_before_new_weights(on_update: Any, finished: int) -> None:
+    world = World([MIXED] * 9)
+    rollouts = world.collector(FilterConfig(), 2, schedule=ScheduleConfig(staleness=1, on_update=on_update))
+    rollouts.admit(0)
+    rollouts.take(1)
+    rollouts.settle()
+    assert 4 - 2 * len(world.pending) == finished
+
+
+def test_a_checkpoint_keeps_the_pipeline(tmp_path: Path) -> None:
+    """Finished groups are not sampled again, unfinished ones go on, and both train in their turn."""
+    world, again = World([MIXED] * 12), World([MIXED] * 12)
+    finish = ScheduleConfig(staleness=1)
+    rollouts = world.collector(FilterConfig(), 2, schedule=finish)
+    collect(rollouts, 1)
+    rollouts.admit(1)
+    queue = json.loads(json.dumps(rollouts.queue.state_dict()))
+    state = json.loads(json.dumps(rollouts.save(tmp_path)))
+    resumed = again.collector(FilterConfig(), 2, schedule=finish)
+    resumed.queue.load_state_dict(queue)
+    resumed.restore(state, tmp_path, step=1)
+    # 2 and 3 were finished: their samples are handed over. 4 and 5 had no sample yet.
+    assert {sample.uid for sample in again.begun} == {"q:2", "q:3"}
+    assert again.asked == [(2, [2, 3]), (3, [4, 5])]
+    assert resumed.scheduler.pipeline == rollouts.scheduler.pipeline
+    for step, prompts in ((2, [2, 3]), (3, [4, 5]), (4, [6, 7])):
+        assert prompts_of(collect(resumed, step)) == prompts
+
+
+def test_a_changed_schedule_samples_the_pipeline_anew(tmp_path: Path) -> None:
+    world, again = World([MIXED] * 9), World([MIXED] * 9)
+    rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
+    collect(rollouts, 1)
+    state = rollouts.save(tmp_path)
+    resumed = again.collector(FilterConfig(), 2)
+    resumed.queue.load_state_dict(rollouts.queue.state_dict())
+    resumed.restore(state, tmp_path, step=1)
+    assert prompts_of(collect(resumed, 2)) == [2, 3]

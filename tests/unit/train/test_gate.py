@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.schema import Config, ModelConfig, TrainerConfig
 from megarl.errors import MismatchError
-from megarl.train.gate import MismatchGate, mismatch_of
+from megarl.train.gate import MismatchGate, engine_metrics, mismatch_of
 from megarl.types import Row
 
 
@@ -91,3 +91,16 @@ def test_rows_that_no_engine_sampled_prove_nothing() -> None:
     assert not checked.passed
     with pytest.raises(MismatchError):
         checked.check([make_row([-1.0], [-1.25])])
+
+
+def test_the_mismatch_is_that_of_fresh_tokens() -> None:
+    """Stale ones differ because of training; their drift is measured apart."""
+    row = make_row([-1.0, -2.0, -3.0], [-1.5, -4.0, -3.25])
+    stale = row.with_scores(lag=np.array([0, 1, 0], np.float32))
+    metrics = engine_metrics([stale], [np.zeros(3, np.float32)])
+    assert metrics["mismatch/abs_mean"] == pytest.approx(0.375)
+    assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(2.0)
+    assert metrics["staleness/spanning_frac"] == 1.0
+    # A row that nobody scored before the update is compared by what its first mini-batch computed.
+    unscored = row.only({"rollout_logprobs"})
+    assert engine_metrics([unscored], [np.array([-1.0, -2.0, -4.5], np.float32)])["mismatch/abs_mean"] == 0.5

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from megarl.algos.build import build_algorithm
 from megarl.cluster.residency import Phase
-from megarl.config.algo import CpoConfig, HintConfig
+from megarl.config.algo import AlgoConfig, CorrectionConfig, CpoConfig, HintConfig
+from megarl.config.generation import RolloutConfig, ScheduleConfig
+from megarl.config.schema import Config, TrainerConfig
 from megarl.data.chat import encode_chats
 from megarl.data.hints import hinted_rows
 from megarl.data.records import Message
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.record.metrics import Timers
-from megarl.train.score import HintWriter, ScoringPasses
+from megarl.train.score import HintWriter, ScoringPasses, needed_scores
 from megarl.train.update import RoleScorer
 from megarl.types import FloatArray, Prompt, Row, Score
 from megarl.types.messages import Role
@@ -358,3 +361,30 @@ def test_no_hint_reaches_what_is_trained(
     got, _ = Bench(writer(tokenizer)).run(rows, prompts, HINTED)
     assert [row.token_ids.tolist() for row in got] == [row.token_ids.tolist() for row in rows]
     assert [row.num_prompt_tokens for row in got] == [row.num_prompt_tokens for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("correction", "staleness", "mini_batches", "gate_passed", "needed"),
+    [
+        # One optimizer step on fresh samples: the current log-probs are the old ones.
+        ("none", 0, 1, True, False),
+        ("none", 0, 2, True, True),
+        ("none", 0, 1, False, True),
+        ("tis_upper", 1, 1, True, True),
+        # The ratio is to the engine's log-probs.
+        ("rollout_ratio", 1, 1, True, False),
+        ("rollout_ratio", 0, 2, True, False),
+        ("rollout_ratio", 1, 1, False, True),
+    ],
+)
+def test_old_logprobs_are_computed_where_the_ratio_needs_them(
+    correction: str, staleness: int, mini_batches: int, gate_passed: bool, needed: bool
+) -> None:
+    algo = AlgoConfig(correction=CorrectionConfig(name=correction))
+    config = Config(
+        algo=algo,
+        rollout=RolloutConfig(schedule=ScheduleConfig(staleness=staleness)),
+        trainer=TrainerConfig(prompts_per_step=4, mini_batch_prompts=4 // mini_batches),
+    )
+    algorithm = build_algorithm(algo, max_response_tokens=8, vocab_size=None)
+    assert (Score.OLD_LOGPROBS in needed_scores(config, algorithm, gate_passed=gate_passed)) is needed

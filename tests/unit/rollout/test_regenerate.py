@@ -1,0 +1,73 @@
+"""How a recorded sample is taken apart into what one request sampled from one version, and put to the test."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.errors import DataError
+from megarl.rollout.engine import Completion
+from megarl.rollout.regenerate import spans_of
+from megarl.rollout.source import SamplingPlan
+from megarl.types import FinishReason, Sample, Segment, SegmentSource, prompt_segment
+from tests.helpers.segments import demonstration_segment
+
+PLAN = SamplingPlan(step=3, num_samples=2, temperature=0.7, top_p=1.0, top_k=-1, max_response_tokens=9, run_seed=0)
+
+
+def written(token_ids: list[int], versions: list[int]) -> Segment:
+    n = len(token_ids)
+    return Segment(
+        source=SegmentSource.POLICY,
+        token_ids=np.asarray(token_ids),
+        loss_mask=np.ones(n, dtype=np.bool_),
+        weight_versions=np.asarray(versions),
+        rollout_logprobs=-np.arange(n, dtype=np.float32),
+    )
+
+
+def sample() -> Sample:
+    """A prefix, a request that an update came to, and another request after a resume, by the same version."""
+    segments = (
+        prompt_segment([1, 2]),
+        demonstration_segment([9]),
+        written([5, 6, 7], [2, 2, 3]),
+        written([8, 4], [3, 3]),
+    )
+    return Sample(uid="q", sample_index=1, seed=77, segments=segments, finish_reason=FinishReason.STOP)
+
+
+def test_a_span_is_a_request_of_its_own() -> None:
+    spans = list(spans_of(Path("r"), sample()))
+    assert [(span.start, span.end, span.before, span.num_before) for span in spans] == [
+        (0, 2, (1, 2, 9), 0),
+        (2, 3, (1, 2, 9, 5, 6), 2),
+        (0, 2, (1, 2, 9, 5, 6, 7), 3),
+    ]
+    request = spans[1].request(PLAN)
+    assert (request.token_ids, request.num_before, request.max_tokens) == ((1, 2, 9, 5, 6), 2, 1)
+    assert (request.seed, request.temperature) == (77, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "message"),
+    [
+        ([8, 4], [0.0, -1.0], None),
+        ([8, 3], [0.0, -1.0], "generated token 4, by version 3, is token 3 with log-prob -1, and was 4 with -1"),
+        ([8, 4], [0.5, -1.0], "generated token 3, by version 3, is token 8 with log-prob 0.5, and was 8 with -0"),
+        ([8], [0.0], "generated token 4, by version 3, is nothing, and was 4 with -1"),
+    ],
+)
+def test_differences_are_named(tokens: list[int], logprobs: list[float], message: str | None) -> None:
+    last = list(spans_of(Path("r"), sample()))[-1]
+    completion = Completion(
+        token_ids=np.asarray(tokens),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+        finish_reason=FinishReason.LENGTH,
+        weight_versions=np.full(len(tokens), 3),
+    )
+    if message is None:
+        last.compare(completion)
+    else:
+        with pytest.raises(DataError, match=f"r: sample q/1 is sampled differently now: {message}"):
+            last.compare(completion)
