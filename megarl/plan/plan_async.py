@@ -15,6 +15,8 @@ from megarl.text_table import align
 PICTURE = "plan_async.png"
 # A faster setting is recommended over one with less staleness only if it saves more than this share of a step.
 WORTH = 0.05
+# A simulation measures at least so many steps, and so many groups.
+LEAST_STEPS, LEAST_GROUPS = 8, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +83,22 @@ def plan_async(
     for eta in staleness:
         window = max(1, int(window_frac * (eta + 1) * config.trainer.prompts_per_step))
         schedules[f"in flight, staleness {eta}"] = (eta, False, window)
+    # Small batches differ more from one another: more steps of them count.
+    num_steps = max(LEAST_STEPS, -(-LEAST_GROUPS // config.trainer.prompts_per_step))
     choices = []
     for name, (eta, finish, window) in schedules.items():
         for trainers, engines in possible:
             setting = Setting(
                 num_engines=engines // per_engine, num_trainers=trainers, staleness=eta, finish=finish, window=window
             )
-            outcome = simulate(measured.workload, measured.costs, setting)
+            outcome = simulate(measured.workload, measured.costs, setting, num_steps=num_steps)
             choices.append(Choice(schedule=name, devices=(trainers, engines), setting=setting, outcome=outcome))
     together = Setting(num_engines=max(1, num_devices // per_engine), num_trainers=num_devices)
     return AsyncPlan(
         run=config.run.name,
         num_devices=num_devices,
         measured=measured,
-        colocated=simulate(measured.workload, measured.costs, together),
+        colocated=simulate(measured.workload, measured.costs, together, num_steps=num_steps),
         choices=tuple(choices),
     )
 
