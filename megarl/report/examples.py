@@ -64,7 +64,7 @@ def gain_text(tokens: Sequence[str], gains: Sequence[float], notes: Sequence[str
 
 
 def visible_text(text: str) -> Markup:
-    """Escape text for HTML, with special tokens marked and control characters shown as pictures."""
+    """Escape text for HTML, with special tokens marked and control characters replaced by visible symbols such as ␛."""
     # re.split with one group alternates plain text and matches.
     pieces = enumerate(_SPECIAL_TOKEN.split(text.translate(_CONTROL_PICTURES)))
     marked = Markup('<span class="token">{}</span>')

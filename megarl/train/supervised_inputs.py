@@ -64,10 +64,11 @@ class TrainPreferenceInputs:
 
 
 def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:
-    """Check that the examples fill a batch, and express a length in epochs as a number of optimizer steps.
+    """Check that the examples fill a batch, and turn `total_epochs` into a number of optimizer steps.
 
-    Batches have `batch_size` examples each and may contain the end of one epoch and the start of the next, so that only
-    at the end of the last epoch fewer examples than a batch are left out. Returned notes say how many.
+    Every batch has `batch_size` examples. One that starts at the end of an epoch is filled from the next epoch, so no
+    examples are left out but those after the last full batch of the last epoch. Returned notes give the number of steps
+    and of examples left out.
     """
     require_batch(num_examples, settings.batch_size)
     if (epochs := settings.total_epochs) is None:

@@ -71,7 +71,7 @@ class WeightGradient:
         self._sum = main if wanted else None
 
     def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add the product dzᵀ·h of one chunk to the sum."""
+        """Add a chunk's part of the gradient: its logits' gradient, transposed, times its hidden states."""
         if self._sum is None or not grad_logits.shape[1]:
             return
         target = self._sum[: grad_logits.shape[1]]
