@@ -1,0 +1,36 @@
+"""Run `megarl ARGUMENTS` with response lengths that are drawn from a log-normal distribution.
+
+    python -m tools.bench.async_run MEAN SIGMA CAP ARGUMENTS
+
+Every request may have as many tokens as its seed draws; a model of random weights rarely ends a response earlier.
+"""
+
+import math
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.device.platform import apply_environment
+
+apply_environment()
+
+from megarl import cli  # noqa: E402
+from megarl.rollout import vllm_source  # noqa: E402
+from megarl.rollout.engine import GenerationRequest  # noqa: E402
+
+
+def main(argv: Sequence[str]) -> None:
+    mean, sigma, cap = map(float, argv[:3])
+
+    def drawn(*, seed: int, max_tokens: int, **given: Any) -> GenerationRequest:
+        length = random.Random(seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+        limit = int(min(cap, max_tokens, max(4.0, length)))
+        return GenerationRequest(seed=seed, max_tokens=limit, **given)
+
+    vllm_source.GenerationRequest = drawn  # type: ignore[assignment, misc]
+    cli.main(list(argv[3:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
