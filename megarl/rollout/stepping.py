@@ -41,7 +41,8 @@ class Stepper:
 
     def __init__(self, llm: Any, *, max_num_seqs: int = 256) -> None:
         self._llm, self._max_num_seqs = llm, max_num_seqs
-        self._turn = threading.Condition()
+        self._turn, self._counting = threading.Condition(), threading.Lock()
+        # Threads that wait for their turn between two steps, or have it.
         self._holders = 0
         self._finished: dict[str, Any] = {}
         # Requests whose outputs `serve` yields: the caller's id by vLLM's.
@@ -51,9 +52,8 @@ class Stepper:
 
     def add(self, ids: Sequence[int], prompts: Sequence[Any], params: Sequence[Any]) -> None:
         """Queue prompts, each with an id of the caller's, and return at once; `serve` yields their outputs."""
-        with self._turn:
+        with self._between_steps():
             self._served |= dict(zip(self._enqueue(prompts, params), ids, strict=True))
-            self._turn.notify_all()
 
     def serve(self) -> Iterator[dict[int, Any]]:
         """Yield vLLM's output for each added prompt by its id, as soon as it has finished, until `close`."""
@@ -68,7 +68,7 @@ class Stepper:
 
     def finish(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
         """Wait for all prompts, and return vLLM's outputs in their order."""
-        with self._turn:
+        with self._between_steps():
             waiting = {request_id: i for i, request_id in enumerate(self._enqueue(prompts, params))}
         found: dict[int, Any] = {}
         while waiting:
@@ -82,7 +82,7 @@ class Stepper:
         """Return vLLM's output so far for each added prompt that is not finished, by its id; all of them go on."""
         from vllm.v1.engine import FinishReason as Reason
 
-        with self._turn:
+        with self._between_steps():
             states = self._llm.llm_engine.output_processor.request_states
             waiting = {request_id.partition("-")[0]: state for request_id, state in states.items()}
             # vLLM makes an output only of what has ended; the state itself does not change.
@@ -94,7 +94,7 @@ class Stepper:
 
     def abort(self) -> None:
         """Forget all added prompts that are not finished."""
-        with self._turn:
+        with self._between_steps():
             states = self._llm.llm_engine.output_processor.request_states
             ids = [request_id for request_id in states if request_id.partition("-")[0] in self._served]
             self._llm.llm_engine.abort_request(ids, internal=True)
@@ -107,8 +107,7 @@ class Stepper:
         """Keep the engine from stepping inside this context. Yields whether unfinished requests can continue
         afterwards.
         """
-        self._holders += 1
-        with self._turn:
+        with self._between_steps():
             busy = self._llm.llm_engine.has_unfinished_requests()
             if busy:
                 self._llm.sleep(level=0, mode="keep")
@@ -117,14 +116,24 @@ class Stepper:
             finally:
                 if busy:
                     self._llm.wake_up(tags=["scheduling"])
-                self._holders -= 1
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Hold the lock within this context. Threads that step let this one go first: a lock alone is not fair."""
+        with self._counting:
+            self._holders += 1
+        with self._turn:
+            try:
+                yield
+            finally:
+                with self._counting:
+                    self._holders -= 1
                 self._turn.notify_all()
 
     def close(self) -> None:
         """Make `serve` end."""
-        with self._turn:
+        with self._between_steps():
             self._closed = True
-            self._turn.notify_all()
 
     def _enqueue(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[str]:
         # vLLM appends a random suffix to the ids that it returns here, but not to those in its outputs.

@@ -12,8 +12,10 @@ from megarl.cluster import Cluster
 from megarl.cluster.roles import actor_role
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine import engine_spec
+from megarl.rollout.source import SamplingPlan, collect
+from megarl.rollout.vllm_source import VllmSource
 from megarl.train.export import export_model
-from megarl.types import FinishReason, row_from_sample
+from megarl.types import FinishReason, Sample, row_from_sample
 from megarl.types.messages import LoadRequest
 from megarl.weights.families import read_model_spec
 from tests.e2e import engines
@@ -178,6 +180,46 @@ def test_requests_in_flight_go_on_by_the_new_weights(policy: Policy) -> None:
         tokens, owned, others = ([a[i] for a, i in zip(x, of_version, strict=True)] for x in (sampled, own, other))
         assert largest_difference(tokens, owned) <= NATS
         assert mean_difference(tokens, others) > 1e-3
+
+
+@tied_head
+def test_unfinished_samples_are_looked_at_and_go_on(policy: Policy) -> None:
+    """What they have so far is the beginning of what they end as, to the bit; and it can be gone on with elsewhere."""
+    seen: list[Sample] = []
+    source = VllmSource(policy.cluster.engines)
+
+    def look_once(*_: object) -> None:
+        if not seen:
+            seen.extend(source.unfinished())
+
+    prompts = random_prompts([8] * 12)
+    rollout = policy.rollout(prompts, max_tokens=176, step=3, on_sample=look_once)
+    whole = {(sample.uid, sample.sample_index): sample for sample in rollout.samples}
+    assert len(seen) > 12
+    assert {part.finish_reason for part in seen} == {FinishReason.ABORT}
+    for part in seen:
+        tokens, logprobs, end = part.response_token_ids, part.rollout_logprobs, whole[part.uid, part.sample_index]
+        assert 0 < len(tokens) < 176
+        assert np.array_equal(tokens, end.response_token_ids[: len(tokens)])
+        assert np.array_equal(logprobs, end.rollout_logprobs[: len(tokens)])
+    finished = [
+        sample
+        for sample in rollout.samples
+        if all((sample.uid, sample.sample_index) != (p.uid, p.sample_index) for p in seen)
+    ]
+    plan = SamplingPlan(
+        step=3, num_samples=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=176, run_seed=0
+    )
+    resumed = collect(source, source.submit(prompts, plan, begun=[*seen, *finished]), timeout_s=60.0).samples
+    parts = {(part.uid, part.sample_index): part for part in seen}
+    for sample in resumed:
+        if part := parts.get((sample.uid, sample.sample_index)):
+            first, second = sample.segments[1:]
+            assert np.array_equal(first.token_ids, part.response_token_ids)
+            assert len(first.token_ids) + len(second.token_ids) <= 176
+    rows = [row_from_sample(sample) for sample in resumed]
+    sampled = [row.scores["rollout_logprobs"] for row in rows]
+    assert largest_difference(sampled, policy.score(rows)) <= NATS
 
 
 @tied_head

@@ -146,3 +146,22 @@ def test_work_is_counted() -> None:
     for start, end in ((1.0, 2.0), (2.01, 3.0), (4.0, 5.0)):
         work.add_step(start, end, 1)
     assert work.busy == [(1.0, 3.0), (4.0, 5.0)]
+
+
+def test_prompts_are_added_between_two_steps_of_a_busy_engine() -> None:
+    stepper, served = Stepper(CountingEngine()), list[int]()
+
+    def serve() -> None:
+        for part in stepper.serve():
+            served.extend(part)
+            if len(served) == 20:
+                stepper.close()
+
+    stepper.add([0], [10**5], ["long"])
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for key in range(1, 20):
+        stepper.add([key], [1], ["short"])
+    thread.join(TIMEOUT_S)
+    # The engine was not asked to finish first what it had.
+    assert (sorted(served), served[-1]) == ([*range(20)], 0)
