@@ -11,20 +11,16 @@ from torch import Tensor
 LAG = "lag"
 
 
-def staleness_metrics(
-    lag: Tensor, sampled: Tensor, *, rollout_logprobs: Tensor, old_logprobs: Tensor
-) -> dict[str, float]:
-    """Compute the metrics staleness/* of a step over the tokens that engines sampled; nothing without such tokens.
+def staleness_metrics(lag: Tensor, sampled: Tensor) -> dict[str, float]:
+    """Compute how old the weights are that sampled a step's tokens; nothing if engines sampled none.
 
     lag: [B, T]; sampled: bool [B, T]. lag_mean, lag_max and frac_lag_{k}, the share of tokens of lag k, for every k up
-    to the largest. spanning_frac: share of rows with tokens of several versions. drift_abs_mean_lag_{k}, k ≥ 1: the
-    mean of |old_logprobs − rollout_logprobs| in nats over tokens of lag k, which the updates since then have caused.
+    to the largest. spanning_frac: share of rows with tokens of several versions.
 
     >>> lag, both = tensor([[1.0, 0.0], [1.0, 1.0]]), tensor([[True, True], [True, True]])
-    >>> zeros = torch.zeros(2, 2)
-    >>> metrics = staleness_metrics(lag, both, rollout_logprobs=zeros, old_logprobs=zeros - 0.5)
-    >>> metrics["staleness/lag_mean"], metrics["staleness/spanning_frac"], metrics["staleness/drift_abs_mean_lag_1"]
-    (0.75, 0.5, 0.5)
+    >>> metrics = staleness_metrics(lag, both)
+    >>> metrics["staleness/lag_mean"], metrics["staleness/spanning_frac"]
+    (0.75, 0.5)
     """
     if not sampled.any():
         return {}
@@ -37,10 +33,22 @@ def staleness_metrics(
         "lag_max": float(lags.max()),
         "spanning_frac": float((largest > smallest)[rows].double().mean()),
     }
-    drift = (old_logprobs.double() - rollout_logprobs.double()).abs()[sampled]
     for k in range(int(lags.max()) + 1):
-        of_lag = lags == k
-        found[f"frac_lag_{k}"] = float(of_lag.double().mean())
-        if k and of_lag.any():
-            found[f"drift_abs_mean_lag_{k}"] = float(drift[of_lag].mean())
+        found[f"frac_lag_{k}"] = float((lags == k).double().mean())
+    return {f"staleness/{name}": value for name, value in found.items()}
+
+
+def drift_metrics(lag: Tensor, sampled: Tensor, *, rollout_logprobs: Tensor, old_logprobs: Tensor) -> dict[str, float]:
+    """Compute how far the updates since a token was sampled have moved its log-prob, by lag; [B, T] each.
+
+    drift_abs_mean_lag_{k}, k ≥ 1: the mean of |old_logprobs − rollout_logprobs| in nats over sampled tokens of lag k,
+    for every k that occurs.
+
+    >>> lag, both, zeros = tensor([[1.0, 0.0]]), tensor([[True, True]]), torch.zeros(1, 2)
+    >>> drift_metrics(lag, both, rollout_logprobs=zeros, old_logprobs=zeros - 0.5)
+    {'staleness/drift_abs_mean_lag_1': 0.5}
+    """
+    drift = (old_logprobs.double() - rollout_logprobs.double()).abs()
+    lags = sorted({int(k) for k in lag[sampled].tolist() if k})
+    found = {f"drift_abs_mean_lag_{k}": float(drift[sampled & (lag == k)].mean()) for k in lags}
     return {f"staleness/{name}": value for name, value in found.items()}

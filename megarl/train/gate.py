@@ -1,12 +1,14 @@
 """Measure the mismatch between engine and trainer, and stop a run before its first update if it is too large."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from megarl.algos.corrections import CORRECTIONS, CorrectionInputs, compute_correction
 from megarl.algos.mismatch import MismatchSums, mismatch_sums
 from megarl.algos.prefixes import DEMONSTRATION
-from megarl.algos.staleness import LAG, staleness_metrics
+from megarl.algos.staleness import LAG, drift_metrics, staleness_metrics
+from megarl.config.algo import CorrectionConfig
 from megarl.config.schema import Config
 from megarl.errors import MismatchError
 from megarl.types import BoolArray, FloatArray, Row, Score, pad_rows
@@ -26,21 +28,43 @@ def mismatch_of(rows: Sequence[Row], logprobs: Sequence[FloatArray]) -> Mismatch
     )
 
 
-def engine_metrics(rows: Sequence[Row], before: Sequence[FloatArray]) -> dict[str, float]:
+def engine_metrics(
+    rows: Sequence[Row], before: Mapping[int, FloatArray], correction: CorrectionConfig
+) -> dict[str, float]:
     """Return how far the engine's log-probs are from the trainer's old ones: mismatch/* on fresh tokens, staleness/* if
-    rows know their lags.
+    rows know their lags, and is/* if the correction did not know the old log-probs when it was computed.
 
-    before: the trainer's log-probs of each row from before its first optimizer step, for rows without old log-probs.
+    before: the trainer's log-probs from before its first optimizer step, by row index. They stand in for the old ones;
+    a row that has neither is not compared.
     """
-    old = [row.scores.get(Score.OLD_LOGPROBS, logprobs) for row, logprobs in zip(rows, before, strict=True)]
-    metrics = mismatch_of(rows, old).metrics()
+    known = {i: row.scores.get(Score.OLD_LOGPROBS, before.get(i)) for i, row in enumerate(rows)}
+    compared = [rows[i] for i, logprobs in known.items() if logprobs is not None]
+    logprobs = [values for values in known.values() if values is not None]
+    metrics: dict[str, float] = {}
+    sums = mismatch_of(compared, logprobs)
+    # Where no token is fresh, 0 would look like perfect agreement.
+    if sums.num_tokens or LAG not in rows[0].scores:
+        metrics |= sums.metrics()
+    old, rollout = (
+        pad_rows(values, dtype=torch.float32)
+        for values in (logprobs, [row.scores["rollout_logprobs"] for row in compared])
+    )
+    sampled = pad_rows([_sampled(row) for row in compared], dtype=torch.bool)
     if LAG in rows[0].scores:
-        metrics |= staleness_metrics(
-            pad_rows([row.scores[LAG] for row in rows], dtype=torch.float32),
-            pad_rows([_sampled(row) for row in rows], dtype=torch.bool),
-            rollout_logprobs=pad_rows([row.scores["rollout_logprobs"] for row in rows], dtype=torch.float32),
-            old_logprobs=pad_rows(old, dtype=torch.float32),
+        lag = pad_rows([row.scores[LAG] for row in rows], dtype=torch.float32)
+        metrics |= staleness_metrics(lag, pad_rows([_sampled(row) for row in rows], dtype=torch.bool))
+        lag = pad_rows([row.scores[LAG] for row in compared], dtype=torch.float32)
+        metrics |= drift_metrics(lag, sampled, rollout_logprobs=rollout, old_logprobs=old)
+    if CORRECTIONS.get(correction.name).rollout_ratio and Score.OLD_LOGPROBS not in rows[0].scores:
+        inputs = CorrectionInputs(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            # Only rejected tokens' advantages count, and only a veto, which needs old log-probs, would reject any.
+            advantages=torch.zeros_like(old),
+            loss_mask=sampled,
+            demonstration_mask=torch.zeros_like(sampled),
         )
+        metrics |= compute_correction(inputs, correction).metrics
     return metrics
 
 

@@ -132,7 +132,7 @@ class Trainer:
             scored, rows = rows, with_advantages(rows, advantages)
             updated, before = self.updates.update(rows, self.state, step=step)
             if before is not None:
-                updated |= engine_metrics(scored, before)
+                updated |= engine_metrics(scored, before, config.algo.correction)
             metrics |= {**advantages.metrics, **updated}
             self.state = inputs.algorithm.after_step(self.state, metrics, len(rows))
         self.rollouts.settle()

@@ -138,11 +138,12 @@ class RoleUpdater(RoleScorer):
 class BatchUpdate:
     """The result of a batch's optimizer steps.
 
-    metrics: means over the steps. before: what the role computed for each row in its first mini-batch.
+    metrics: means over the steps. before: what the role computed before its first step, by index of the rows in the
+    first mini-batch; nothing is known of the other rows, as the policy has moved when their turn comes.
     """
 
     metrics: Mapping[str, float]
-    before: Sequence[FloatArray]
+    before: Mapping[int, FloatArray]
 
 
 def update_on_batch(
@@ -154,10 +155,7 @@ def update_on_batch(
     mini_batch_prompts: int,
     num_epochs: int,
 ) -> BatchUpdate:
-    """Take every optimizer step that uses a batch: `num_epochs` times each mini-batch of `mini_batch_prompts` groups.
-
-    `before` comes from each row's first mini-batch, so in later mini-batches it reflects the steps on earlier ones.
-    """
+    """Take every optimizer step on a batch: `num_epochs` times one per mini-batch of `mini_batch_prompts` groups."""
     uids = list(dict.fromkeys(row.uid for row in rows))
     sums: dict[str, float] = {}
     before: dict[int, FloatArray] = {}
@@ -167,15 +165,12 @@ def update_on_batch(
             members = set(uids[start : start + mini_batch_prompts])
             indices = [i for i, row in enumerate(rows) if row.uid in members]
             result = updater.update([rows[i] for i in indices], state, step=step)
+            if num_steps == 0:
+                before = {i: result.before[place] for place, i in enumerate(indices)}
             num_steps += 1
             for name, value in result.metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
-            for place, i in enumerate(indices):
-                before.setdefault(i, result.before[place])
-    return BatchUpdate(
-        metrics={name: value / num_steps for name, value in sums.items()},
-        before=[before[i] for i in range(len(rows))],
-    )
+    return BatchUpdate(metrics={name: value / num_steps for name, value in sums.items()}, before=before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +199,8 @@ class UpdateStage:
 
     def update(
         self, rows: Sequence[Row], state: AlgoState, *, step: int
-    ) -> tuple[dict[str, float], Sequence[FloatArray] | None]:
-        """Update the trained roles; return metrics, and the actor's log-probs from before its first optimizer step.
+    ) -> tuple[dict[str, float], Mapping[int, FloatArray] | None]:
+        """Update the trained roles; return metrics, and the actor's log-probs as in `BatchUpdate.before`.
 
         The log-probs are None before step `critic.warmup_steps`, when only the critic is updated.
         """

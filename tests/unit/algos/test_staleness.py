@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.algos.staleness import staleness_metrics
+from megarl.algos.staleness import drift_metrics, staleness_metrics
 
 
 def test_shares_drift_and_rows_across_versions() -> None:
@@ -12,19 +12,21 @@ def test_shares_drift_and_rows_across_versions() -> None:
     sampled = torch.tensor([[True, True, True, False], [True, False, False, False]])
     rollout = torch.tensor([[-1.0, -2.0, -3.0, -9.0], [-1.0, -9.0, -9.0, -9.0]])
     old = torch.tensor([[-1.5, -1.0, -3.0, 0.0], [-1.25, 0.0, 0.0, 0.0]])
-    assert staleness_metrics(lag, sampled, rollout_logprobs=rollout, old_logprobs=old) == {
+    assert staleness_metrics(lag, sampled) == {
         "staleness/lag_mean": 1.0,
         "staleness/lag_max": 2.0,
         "staleness/spanning_frac": 0.5,
         "staleness/frac_lag_0": 0.5,
         "staleness/frac_lag_1": 0.0,
         "staleness/frac_lag_2": 0.5,
-        # |−0.5| and |1|.
-        "staleness/drift_abs_mean_lag_2": 0.75,
     }
+    # |−0.5| and |1|; no token has lag 1, and what differs at lag 0 is no drift.
+    drift = drift_metrics(lag, sampled, rollout_logprobs=rollout, old_logprobs=old)
+    assert drift == {"staleness/drift_abs_mean_lag_2": 0.75}
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (2, 3)])
 def test_without_sampled_tokens_there_is_nothing_to_measure(shape: tuple[int, int]) -> None:
     zeros = torch.zeros(shape)
-    assert staleness_metrics(zeros, zeros > 0, rollout_logprobs=zeros, old_logprobs=zeros) == {}
+    assert staleness_metrics(zeros, zeros > 0) == {}
+    assert drift_metrics(zeros + 1, zeros > 0, rollout_logprobs=zeros, old_logprobs=zeros + 1) == {}

@@ -6,16 +6,23 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from megarl.config.algo import CorrectionConfig
 from megarl.config.schema import Config, ModelConfig, TrainerConfig
 from megarl.errors import MismatchError
 from megarl.train.gate import MismatchGate, engine_metrics, mismatch_of
 from megarl.types import Row
 
+TIS, ROLLOUT_RATIO = CorrectionConfig(name="tis_upper"), CorrectionConfig(name="rollout_ratio")
 
-def make_row(engine: list[float], trainer: list[float], *, mask: list[bool] | None = None, given: int = 0) -> Row:
-    """A row with log-probs of both; its first `given` tokens are a demonstration's."""
+
+def make_row(
+    engine: list[float], trainer: list[float] | None = None, *, mask: list[bool] | None = None, given: int = 0
+) -> Row:
+    """A row with log-probs of the engine and perhaps of the trainer; its first `given` tokens are a demonstration's."""
     n = len(engine)
-    scores = {"rollout_logprobs": np.array(engine, np.float32), "old_logprobs": np.array(trainer, np.float32)}
+    scores = {"rollout_logprobs": np.array(engine, np.float32)}
+    if trainer is not None:
+        scores["old_logprobs"] = np.array(trainer, np.float32)
     if given:
         scores["demonstration"] = (np.arange(n) < given).astype(np.float32)
     return Row(
@@ -97,10 +104,47 @@ def test_the_mismatch_is_that_of_fresh_tokens() -> None:
     """Stale ones differ because of training; their drift is measured apart."""
     row = make_row([-1.0, -2.0, -3.0], [-1.5, -4.0, -3.25])
     stale = row.with_scores(lag=np.array([0, 1, 0], np.float32))
-    metrics = engine_metrics([stale], [np.zeros(3, np.float32)])
+    metrics = engine_metrics([stale], {0: np.zeros(3, np.float32)}, TIS)
     assert metrics["mismatch/abs_mean"] == pytest.approx(0.375)
     assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(2.0)
     assert metrics["staleness/spanning_frac"] == 1.0
-    # A row that nobody scored before the update is compared by what its first mini-batch computed.
-    unscored = row.only({"rollout_logprobs"})
-    assert engine_metrics([unscored], [np.array([-1.0, -2.0, -4.5], np.float32)])["mismatch/abs_mean"] == 0.5
+    # The weights of a correction that knew the old log-probs were measured with it.
+    assert not [name for name in metrics if name.startswith("is/")]
+
+
+def test_no_mismatch_is_claimed_where_no_token_is_fresh() -> None:
+    row = make_row([-1.0], [-1.5]).with_scores(lag=np.array([1], np.float32))
+    metrics = engine_metrics([row], {}, TIS)
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+    assert metrics["staleness/frac_lag_1"] == 1.0
+    assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(0.5)
+
+
+def test_without_old_logprobs_the_first_mini_batch_tells_the_difference() -> None:
+    """Nothing can be said of the second row: the policy had moved when its log-probs were computed."""
+    rows = [
+        make_row([-1.0, -2.0, -3.0], mask=[True, True, False]),
+        make_row([-1.0]),
+    ]
+    before = {0: np.array([-1.0, -2.0 - math.log(2), 9.0], np.float32)}
+    metrics = engine_metrics(rows, before, ROLLOUT_RATIO)
+    assert metrics["mismatch/abs_mean"] == pytest.approx(math.log(2) / 2)
+    # ρ is 1 and 1/2: mean ρ² − 1 = −3/8, the product's square − 1 = −3/4, and −mean ln ρ.
+    assert metrics["is/chi2_token"] == pytest.approx(-3 / 8)
+    assert metrics["is/chi2_seq"] == pytest.approx(-3 / 4)
+    assert metrics["is/k3"] == pytest.approx((math.log(2) - 0.5) / 2)
+    assert metrics["is/log_ppl_gap"] == pytest.approx(math.log(2) / 2)
+    # No token is weighted or rejected.
+    for name in ("accept_frac", "w_mean", "w_max", "ess"):
+        assert metrics[f"is/{name}"] == 1.0
+    for name in ("rejected_advantage_pos", "rejected_advantage_neg", "veto_frac"):
+        assert metrics[f"is/{name}"] == 0.0
+
+
+def test_lags_are_those_of_all_rows_and_drifts_those_of_compared_ones() -> None:
+    first, second = (make_row([-1.0]) for _ in range(2))
+    rows = [first.with_scores(lag=np.array([1], np.float32)), second.with_scores(lag=np.array([2], np.float32))]
+    metrics = engine_metrics(rows, {0: np.array([-1.25], np.float32)}, ROLLOUT_RATIO)
+    assert (metrics["staleness/lag_mean"], metrics["staleness/frac_lag_2"]) == (1.5, 0.5)
+    assert metrics["staleness/drift_abs_mean_lag_1"] == pytest.approx(0.25)
+    assert "staleness/drift_abs_mean_lag_2" not in metrics
