@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from megarl.algos import build_algorithm
-from megarl.config.algo import AdvantageConfig, AlgoConfig, KLConfig
+from megarl.config.algo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    DemonstrationConfig,
+    KLConfig,
+    PolicyLossConfig,
+)
 from megarl.errors import DataError
-from megarl.types import Algorithm, AlgoState, Score, ScoredBatch
+from megarl.types import Algorithm, AlgoState, PolicyOutputs, RowBatch, Score, ScoredBatch
 
 MakeScored = Callable[..., ScoredBatch]
 REWARD_KL = "actor/reward_kl_penalty"
@@ -38,6 +45,42 @@ def test_requires(where: Literal["none", "loss", "reward", "both"], scores: set[
     algo = algorithm(kl=KLConfig(where=where, coef=0.0 if where == "none" else 0.25))
     assert algo.requires() == scores
     assert algo.initial_state().kl_coef == (0.0 if where == "none" else 0.25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, False),
+        ({"kl": KLConfig(where="loss", coef=0.25)}, False),
+        ({"correction": CorrectionConfig(name="rollout_ratio", veto=9.0)}, True),
+        ({"demonstrations": DemonstrationConfig(strategy="fixed", num_prefixed=1)}, True),
+        ({"kl": KLConfig(where="reward", coef=0.25)}, True),
+        ({"policy_loss": PolicyLossConfig(name="clip_cov")}, True),
+    ],
+)
+def test_a_ratio_to_the_engine_needs_no_old_logprobs_of_its_own(settings: dict[str, Any], needed: bool) -> None:
+    algo = algorithm(**{"correction": CorrectionConfig(name="rollout_ratio"), **settings})
+    assert (Score.OLD_LOGPROBS in algo.requires()) is needed
+
+
+def test_a_ratio_to_the_engine_is_the_same_without_old_logprobs(
+    make_scored: MakeScored, make_batch: Callable[..., RowBatch]
+) -> None:
+    """r = e^{−1}/e^{−1.5} is above the clip at 1.2, and e^{−2}/e^{−1.9} is below 1: the loss is −1.2·1 + e^{−0.1}·1."""
+    rollout, current = f64([[-1.5], [-1.9]]), f64([[-1.0], [-2.0]])
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    algo = algorithm(
+        correction=CorrectionConfig(name="rollout_ratio"),
+        advantage=AdvantageConfig(norm_by_std=False),
+        policy_loss=PolicyLossConfig(clip_high=0.2),
+    )
+    for known in ({}, {"old_logprobs": f64([[-7.0], [-3.0]])}):
+        step = make_scored(["a", "a"], [2.0, 0.0], mask, rollout_logprobs=rollout, **known)
+        advantages = algo.advantages(step, AlgoState())
+        assert advantages.values.tolist() == [[1.0], [-1.0]]
+        rows = make_batch(mask, advantages=advantages.values, **advantages.scores)
+        sums = algo.loss(rows, PolicyOutputs(logprobs=current, entropy=None), AlgoState())
+        assert float(sums.objective["loss"]) == pytest.approx(-1.2 + math.exp(-0.1))
 
 
 def test_entropy_needs_a_gradient_only_with_a_coefficient() -> None:
