@@ -3,8 +3,8 @@
 ρ_t = π_trainer(y_t) / π_engine(y_t): the trainer's probability at the start of the step, divided by the engine's when
 it sampled the token. If the sample is not stale, both have the same weights, and ρ measures only what the engine's
 different kernels change; otherwise ρ also contains the updates since then (decoupled PPO, arXiv:2505.24298). A
-correction combines three parts: a weight per token, a gate that accepts or rejects
-tokens, and a veto that drops rows. Its name selects weight and gate. Rejected tokens still count in the denominator.
+correction combines three parts: a weight per token, a gate that accepts or rejects tokens, and a veto that drops rows.
+Its name selects weight and gate. Rejected tokens still count in the denominator.
 """
 
 from collections.abc import Callable
