@@ -61,13 +61,13 @@ def check_schedule(config: Config) -> None:
             f"{ahead} with placement.mode=colocated, but engines that share the trainer's devices cannot generate "
             "while it works; set placement.mode=split, or staleness=0"
         )
-    if config.rollout.source != "vllm":
-        return
     if config.algo.correction.name == "none":
         raise ConfigError(
             f"{ahead} with algo.correction.name=none, but then ratios would be to weights that did not sample; set "
             "algo.correction.name, as use.schedule=one_step_off (rollout_ratio) and use.schedule=async (tis_upper) do"
         )
+    if config.rollout.source != "vllm":
+        return
     if schedule.on_update == "finish" and schedule.staleness > 1:
         raise ConfigError(
             f"{ahead} with rollout.schedule.on_update=finish, but engines are empty at every update, so more than 1 "

@@ -143,6 +143,12 @@ def test_engine_tp_must_divide_heads_and_mlp(tp: int) -> None:
         ({"window_frac": 0.5}, {}, "rollout.schedule.window_frac: got 0.5 with rollout.schedule.staleness=0"),
         ({"staleness": 1}, {"placement": {"mode": "colocated"}}, "staleness: got 1 with placement.mode=colocated"),
         ({"staleness": 1}, {"algo": {}}, "staleness: got 1 with algo.correction.name=none"),
+        # Samples of a record are as stale as they were when they were sampled.
+        (
+            {"staleness": 1},
+            {"algo": {}, "rollout": {"schedule": {"staleness": 1}, "source": "replay", "replay_dir": "records"}},
+            "staleness: got 1 with algo.correction.name=none",
+        ),
         ({"staleness": 2}, {}, "staleness: got 2 with rollout.schedule.on_update=finish, but engines are empty"),
         (
             {"staleness": 1, "on_update": "continue"},
