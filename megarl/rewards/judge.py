@@ -75,6 +75,9 @@ class JudgeSession(Protocol):
     def add(self, item: FinishedSample) -> None:
         """Accept a finished sample and start to judge it, without waiting for its reward."""
 
+    def is_ready(self) -> bool:
+        """Return whether all rewards that were asked for have come; `finish` may still have to ask for others."""
+
     def absorb(self, other: Self) -> None:
         """Take over all samples of another session of this judge, after this session's own; the other one is void."""
 

@@ -83,6 +83,10 @@ class BatchJudging:
             self.sessions[name].add(item)
         self.items.append(item)
 
+    def is_ready(self) -> bool:
+        """Return whether all rewards that were asked for have come."""
+        return all(session.is_ready() for session in self.sessions.values())
+
     def absorb(self, other: "BatchJudging") -> None:
         """Take over all samples of another batch's judging, so that both batches are judged as one."""
         for name, session in self.sessions.items():

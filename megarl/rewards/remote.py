@@ -129,6 +129,9 @@ class RemoteSession:
             self._send(self._waiting)
             self._waiting = []
 
+    def is_ready(self) -> bool:
+        return all(pending.done() for _, pending in self._requests)
+
     def absorb(self, other: Self) -> None:
         # Rewards are in the order of the requests.
         if self._waiting:

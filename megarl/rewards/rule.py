@@ -165,6 +165,9 @@ class RuleSession:
         self._items.append(item)
         self._pending.append(self.judge.submit(question))
 
+    def is_ready(self) -> bool:
+        return all(pending.done() for pending in self._pending)
+
     def absorb(self, other: Self) -> None:
         self._items += other._items
         self._pending += other._pending

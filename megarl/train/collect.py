@@ -7,6 +7,7 @@ already holds what replaces a removed group.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from megarl.rollout.source import RolloutSource, SamplingPlan
 from megarl.train.groups import Group, JudgedGroup, filter_groups, judge_groups, refill_count, rollout_of
 from megarl.types import Prompt, Reward, RolloutBatch, Sample
 
+# How often, while rewards are waited for, finished samples are looked for.
+POLL_S = 0.01
 # The samples of the pipeline in a checkpoint's directory.
 SAMPLES_FILE = "rollouts.parquet"
 
@@ -118,6 +121,10 @@ class Rollouts:
         while count:
             taken = self._take_done(count)
             with self.timers("reward"):
+                # Samples of later groups that finish meanwhile are handed to the judges, too.
+                while self.scheduler.staleness and not all(group.judging.is_ready() for group in taken):
+                    time.sleep(POLL_S)
+                    self.source.poll()
                 judged, tally = judge_groups(taken, self.config)
             sampled += judged
             tallies.append(tally)

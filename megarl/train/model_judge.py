@@ -114,6 +114,9 @@ class ModelJudging:
     def add(self, item: FinishedSample) -> None:
         self._items.append(item)
 
+    def is_ready(self) -> bool:
+        return True
+
     def absorb(self, other: Self) -> None:
         self._items += other._items
 

@@ -215,6 +215,9 @@ class World(RolloutSource):
 class WorldJudging:
     """Judges what it was told of; checks that it was told of everything once."""
 
+    def is_ready(self) -> bool:
+        return True
+
     def absorb(self, other: "WorldJudging") -> None:
         self.told += other.told
 
