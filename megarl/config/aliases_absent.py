@@ -6,7 +6,7 @@ and says what to do. `aliases` looks options up here last.
 
 from collections.abc import Iterable, Mapping
 
-_ASYNC = "asynchronous training; leave it out: every step trains on samples of the current policy"
+_ASYNC = "asynchronous training in this form; choose use.schedule=one_step_off or use.schedule=async, see docs/async.md"
 _MULTI_TURN = "multi-turn rollouts, tools and agents; leave it out: a response is one turn"
 _LORA = "LoRA; leave it out: all weights are trained"
 _IMAGES = "images, audio and video; leave it out: prompts are text"

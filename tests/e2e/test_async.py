@@ -92,6 +92,7 @@ def test_a_recorded_run_is_executed_again_to_the_bit(recorded: SmallRun) -> None
     assert faults == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
     spoiled = recorded.inputs / "runs" / "spoiled"

@@ -104,10 +104,11 @@ def test_every_alias_leads_to_a_key_of_the_schema_and_is_none_itself() -> None:
             {"critic_learning_rate": 1e-5},
             "unknown key 'critic_learning_rate', OpenRLHF's name for 'critic.optimizer.lr'",
         ),
-        (  # a feature that does not exist
+        (  # a feature that exists only in another form
             {"async_training": {"staleness_threshold": 0.5}},
             "unknown key 'async_training.staleness_threshold', of verl, asks for what is not supported here: "
-            "asynchronous training; leave it out: every step trains on samples of the current policy",
+            "asynchronous training in this form; choose use.schedule=one_step_off or use.schedule=async, see "
+            "docs/async.md",
         ),
         (  # the first section left out
             {"rollout": {"n": 8}},
