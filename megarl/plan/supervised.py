@@ -13,7 +13,8 @@ from megarl.plan.devices import plan_shard
 from megarl.plan.render import role_lines, shard_lines
 from megarl.plan.run_plan import RolePlan, ShardPlan
 from megarl.train.checkpoint import Command
-from megarl.train.tasks import SUPERVISED, Examples
+from megarl.train.supervised_inputs import Examples
+from megarl.train.tasks import SUPERVISED
 from megarl.weights.families import read_model_spec
 
 
@@ -82,8 +83,8 @@ def plan_supervised(command: Command, config: Config) -> SupervisedPlan:
             for role, spec in zip(roles, specs, strict=True)
             for stage in range(role.layout.pp)
         ),
-        notes=tuple(inputs.notes),
-        warnings=tuple(inputs.warnings),
+        notes=inputs.notes,
+        warnings=inputs.warnings,
     )
 
 

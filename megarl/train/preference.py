@@ -10,13 +10,13 @@ from megarl.cluster.roles import actor_role, reference_role
 from megarl.data.preferences import ResponsePairDataset, mismatched_rows
 from megarl.train.score import with_scores
 from megarl.train.supervised import Scorers, SupervisedTask
-from megarl.train.supervised_inputs import TrainPreferenceInputs
+from megarl.train.supervised_inputs import SupervisedInputs
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, PolicyOutputs, Row, Score, pad_rows, row_batch
 from megarl.types.messages import Role
 
 
-def train_preference_task(inputs: TrainPreferenceInputs) -> SupervisedTask:
+def train_preference_task(inputs: SupervisedInputs[ResponsePairDataset]) -> SupervisedTask:
     """Make the task that trains up to step `train_preference.total_steps`, on `train_preference.batch_size` pairs a
     step.
     """

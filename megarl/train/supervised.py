@@ -22,7 +22,7 @@ from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
 from megarl.train.checkpoint import Checkpoint, CheckpointManager, Command, RunState
 from megarl.train.export import export_model
-from megarl.train.supervised_inputs import SftInputs, TrainRewardInputs
+from megarl.train.supervised_inputs import SupervisedInputs
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater
 from megarl.train.validate import Validation
 from megarl.types import AlgoState, FloatArray, Row
@@ -158,7 +158,7 @@ class SupervisedTrainer:
         return result.score
 
 
-def sft_task(inputs: SftInputs) -> SupervisedTask:
+def sft_task(inputs: SupervisedInputs[SftDataset]) -> SupervisedTask:
     """Make the task that trains up to step `sft.total_steps`, on `sft.batch_size` rows a step."""
     config, val = inputs.config, inputs.val
     return SupervisedTask(
@@ -192,7 +192,7 @@ def validate_sft(data: SftDataset, scorer: RoleScorer, *, step: int) -> Validati
     )
 
 
-def train_reward_task(inputs: TrainRewardInputs) -> SupervisedTask:
+def train_reward_task(inputs: SupervisedInputs[PreferenceDataset]) -> SupervisedTask:
     """Make the task that trains up to step `train_reward.total_steps`, on `train_reward.batch_size` pairs a step."""
     settings, val = inputs.config.train_reward, inputs.val
     return SupervisedTask(

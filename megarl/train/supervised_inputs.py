@@ -1,7 +1,8 @@
 """Open and check what supervised training reads (demonstrations or preference pairs) before any process starts."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from megarl.algos.preference import BATCH_KL, preference_objective
 from megarl.cluster.roles import reference_role, reward_role
@@ -14,53 +15,43 @@ from megarl.data.preferences import PreferenceDataset, ResponsePairDataset
 from megarl.data.sampler import require_batch
 from megarl.errors import DataError
 from megarl.train.inputs import check_role_models, open_model
-from megarl.types import Score
+from megarl.types import Row, Score
 from megarl.weights.hub import with_local_models
 
+
+class Examples(Protocol):
+    """A data set of supervised training, whose examples are one row each or, as preference pairs, two.
+
+    num_dropped: how many examples of the files were left out because they are over a length limit.
+    """
+
+    num_dropped: int
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Return the rows of the examples with these indices."""
+
+
+Data = TypeVar("Data", bound=Examples, covariant=True)
 Settings = TypeVar("Settings", SftConfig, TrainRewardConfig, TrainPreferenceConfig)
+Section: TypeAlias = Literal["sft", "train_reward", "train_preference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftInputs:
-    """The checked inputs of `megarl sft`: all that it needs besides a cluster."""
+class SupervisedInputs(Generic[Data]):
+    """The checked inputs of a supervised command: all that it needs besides a cluster.
+
+    config: in it, a length in epochs has become a number of steps; `notes` say how. val: the held-out examples, if
+    there are any. warnings: what is most likely not as the user wishes.
+    """
 
     config: Config
-    train: SftDataset
-    val: SftDataset | None
-    # How the length of the run came out of a number of epochs.
-    notes: tuple[str, ...] = ()
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return a warning for each data set that lost rows, or ends of rows, to the length limit."""
-        found = []
-        for key, data in (("sft.train", self.train), ("sft.val", self.val)):
-            if data is not None and (data.num_dropped or data.num_cut):
-                lost = f"dropped {data.num_dropped} and cut {data.num_cut}"
-                found.append(f"{key}: {lost} of {data.num_dropped + len(data)} rows over {data.limits}")
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRewardInputs:
-    """The checked inputs of `megarl train-reward`: all that it needs besides a cluster."""
-
-    config: Config
-    train: PreferenceDataset
-    val: PreferenceDataset | None
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainPreferenceInputs:
-    """The checked inputs of `megarl train-preference`: all that it needs besides a cluster."""
-
-    config: Config
-    train: ResponsePairDataset
-    val: ResponsePairDataset | None
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    train: Data
+    val: Data | None
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:
@@ -79,14 +70,15 @@ def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str
     return replace(settings, total_steps=steps, total_epochs=None), (note,)
 
 
-def open_sft_inputs(config: Config) -> SftInputs:
+def open_sft_inputs(config: Config) -> SupervisedInputs[SftDataset]:
     """Check the configuration, the model and the data of a supervised run."""
     check_sft(config)
     config = with_local_models(config)
     open_model(config, for_sft=True)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
-    train, val = (
-        SftDataset(
+
+    def read(files: Sequence[str]) -> SftDataset:
+        return SftDataset(
             files,
             tokenizer,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -94,76 +86,89 @@ def open_sft_inputs(config: Config) -> SftInputs:
             settings=config.sft,
             form=config.data,
         )
-        if files
-        else None
-        for files in (config.sft.train, config.sft.val)
-    )
-    assert train is not None, "the configuration was checked"
-    settings, notes = in_steps(config.sft, len(train))
-    config = replace(config, sft=settings)
-    check_sft(config)
-    return SftInputs(config=config, train=train, val=val, notes=notes)
+
+    return _checked(config, "sft", check_sft, _read_both(config.sft, read), _lost_rows)
 
 
-def dropped_pairs(section: str, **sets: PreferenceDataset | ResponsePairDataset | None) -> tuple[str, ...]:
-    """Return a warning for each data set that left out pairs over the length limits."""
-    return tuple(
-        f"{section}.{name}: dropped {data.num_dropped} of {data.num_dropped + len(data)} pairs over "
-        "data.max_prompt_tokens or rollout.max_response_tokens"
-        for name, data in sets.items()
-        if data is not None and data.num_dropped
-    )
-
-
-def open_train_reward_inputs(config: Config) -> TrainRewardInputs:
+def open_train_reward_inputs(config: Config) -> SupervisedInputs[PreferenceDataset]:
     """Check the configuration, the model and the pairs of a reward model's training."""
     check_train_reward(config)
     config = with_local_models(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     check_role_models(config, [reward_role(config)], tokenizer)
-    train, val = (
-        PreferenceDataset(files, tokenizer, max_tokens=max_row_tokens(config), on_long=config.train_reward.on_long)
-        if files
-        else None
-        for files in (config.train_reward.train, config.train_reward.val)
+    settings, max_tokens = config.train_reward, max_row_tokens(config)
+    sets = _read_both(
+        settings, lambda files: PreferenceDataset(files, tokenizer, max_tokens=max_tokens, on_long=settings.on_long)
     )
-    assert train is not None, "the configuration was checked"
-    settings, notes = in_steps(config.train_reward, len(train))
-    config = replace(config, train_reward=settings)
-    check_train_reward(config)
-    warnings = dropped_pairs("train_reward", train=train, val=val)
-    return TrainRewardInputs(config=config, train=train, val=val, notes=notes, warnings=warnings)
+    return _checked(config, "train_reward", check_train_reward, sets, _dropped_pairs)
 
 
-def open_train_preference_inputs(config: Config) -> TrainPreferenceInputs:
+def open_train_preference_inputs(config: Config) -> SupervisedInputs[ResponsePairDataset]:
     """Check the configuration, the models and the pairs of a policy's training on preferences."""
     check_train_preference(config)
     config = with_local_models(config)
-    objective = preference_objective(config.train_preference)
+    settings = config.train_preference
+    objective = preference_objective(settings)
     open_model(config)
     tokenizer = load_tokenizer(config.model.path, arguments=config.data.chat_template)
     if Score.REF_LOGPROBS in objective.reads:
         check_role_models(config, [reference_role(config)], tokenizer)
-    train, val = (
-        ResponsePairDataset(
+
+    def read(files: Sequence[str]) -> ResponsePairDataset:
+        return ResponsePairDataset(
             files,
             tokenizer,
             max_prompt_tokens=config.data.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
-            on_long=config.train_preference.on_long,
+            on_long=settings.on_long,
         )
-        if files
-        else None
-        for files in (config.train_preference.train, config.train_preference.val)
-    )
-    assert train is not None, "the configuration was checked"
+
+    train, val = _read_both(settings, read)
     if val is not None and len(val) == 1 and BATCH_KL in objective.reads:
         raise DataError(
-            f"train_preference.val: has one pair, but train_preference.objective={config.train_preference.objective} "
+            f"train_preference.val: has one pair, but train_preference.objective={settings.objective} "
             "estimates a KL with the responses of other pairs; hold out more, or set train_preference.val=[]"
         )
-    settings, notes = in_steps(config.train_preference, len(train))
-    config = replace(config, train_preference=settings)
-    check_train_preference(config)
-    warnings = dropped_pairs("train_preference", train=train, val=val)
-    return TrainPreferenceInputs(config=config, train=train, val=val, notes=notes, warnings=warnings)
+    return _checked(config, "train_preference", check_train_preference, (train, val), _dropped_pairs)
+
+
+def _read_both(
+    settings: SftConfig | TrainRewardConfig | TrainPreferenceConfig, read: Callable[[Sequence[str]], Data]
+) -> tuple[Data, Data | None]:
+    """Read the examples to train on, of which the checks require some, and the held-out ones if there are any."""
+    return read(settings.train), read(settings.val) if settings.val else None
+
+
+def _checked(
+    config: Config,
+    section: Section,
+    check: Callable[[Config], None],
+    sets: tuple[Data, Data | None],
+    lost: Callable[[str, Data], Iterator[str]],
+) -> SupervisedInputs[Data]:
+    """Express the length in steps, check again the rules that read `total_steps`, and make the inputs.
+
+    lost: yields warnings about a data set, given the key of its files.
+    """
+    train, val = sets
+    settings, notes = in_steps(getattr(config, section), len(train))
+    config = replace(config, **{section: settings})
+    check(config)
+    warnings = list(lost(f"{section}.train", train))
+    if val is not None:
+        warnings += lost(f"{section}.val", val)
+    return SupervisedInputs(config=config, train=train, val=val, notes=notes, warnings=tuple(warnings))
+
+
+def _lost_rows(key: str, data: SftDataset) -> Iterator[str]:
+    if data.num_dropped or data.num_cut:
+        lost = f"dropped {data.num_dropped} and cut {data.num_cut}"
+        yield f"{key}: {lost} of {data.num_dropped + len(data)} rows over {data.limits}"
+
+
+def _dropped_pairs(key: str, data: Examples) -> Iterator[str]:
+    if data.num_dropped:
+        yield (
+            f"{key}: dropped {data.num_dropped} of {data.num_dropped + len(data)} pairs over "
+            "data.max_prompt_tokens or rollout.max_response_tokens"
+        )
