@@ -2,45 +2,38 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from megarl.algos.preference import preference_objective
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig, TrainPreferenceConfig
+from megarl.config.schema import LayoutConfig, TrainPreferenceConfig
 from megarl.data.packing import plan_micro_batches
-from megarl.types import AlgoState, Row
-from megarl.types.messages import MicroBatchPlan, Role, RoleSpec, UpdateRequest
-from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files, weight_specs
+from megarl.types import Row
+from megarl.types.messages import MicroBatchPlan
 from tests.helpers.compare import assert_within
-from tests.helpers.critic_ranks import CriticCase, run_critic
+from tests.helpers.critic_ranks import CriticCase
 from tests.helpers.dense_trainer import DensePreference
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.layout_training import (
+    LAYOUTS,
+    LOSS,
+    OUTPUT,
+    Pools,
+    assert_same_files,
+    assert_same_grad_norm,
+    run_training,
+    trained_role,
+    training_case,
+    update_requests,
+)
 from tests.helpers.replays import ADAM, LEARNING_RATES, merge
 from tests.helpers.rows import random_rows
 
-LOSS = 1e-5
-LOGPROB = 1e-5
-GRAD_NORM_RELATIVE = 1e-4
-WEIGHT = 1e-6
 BETA = 0.5
 # Both of a pair, and not all pairs at once.
 SPLIT = 90
 
-Pools: TypeAlias = Callable[[int], RankPool]
-
-LAYOUTS = {
-    "tp1": LayoutConfig(),
-    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
-    "pp2": LayoutConfig(pp=2),
-    "cp2": LayoutConfig(cp=2),
-    "dp2": LayoutConfig(dp=2),
-    "tp2-sp cp2": LayoutConfig(tp=2, sequence_parallel=True, cp=2),
-    "pp2 dp2": LayoutConfig(pp=2, dp=2),
-}
 OBJECTIVES = ("dpo", "ipo", "kto", "orpo")
 # Two ranks that split the vocabulary, and pairs in several micro-batches.
 DEFAULT = ("tp2-sp", "kto", SPLIT)
@@ -64,36 +57,12 @@ def preference_pairs() -> list[Row]:
     ]
 
 
-def training_case(path: Path, layout: LayoutConfig, objective: str, tokens: int, directory: Path) -> CriticCase:
-    optimizer = OptimizerConfig(
-        betas=ADAM.betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay, clip_grad_norm=ADAM.clip_grad_norm
-    )
-    spec = RoleSpec(
-        role=Role.ACTOR,
-        model=ModelConfig(path=str(path), dtype="float32"),
-        settings=ActorConfig(layout=layout, optimizer=optimizer, micro_batch_tokens=tokens),
-    )
+def preference_case(path: Path, layout: LayoutConfig, objective: str, tokens: int, directory: Path) -> CriticCase:
     rows, loss = preference_pairs(), preference_objective(TrainPreferenceConfig(objective=objective, beta=BETA))
     lengths = [a.num_tokens + b.num_tokens for a, b in zip(rows[:7], rows[7:], strict=True)]
     plan = MicroBatchPlan(plan_micro_batches(lengths, layout.dp, tokens)).paired(7).ranks
-    specs = weight_specs(read_model_spec(spec.model.path), "float32")
-    return CriticCase(
-        critic=spec,
-        rows=[row.only(loss.reads) for row in rows],
-        micro_batches=plan,
-        requests=[
-            UpdateRequest(
-                step=step,
-                objective=loss,
-                state=AlgoState(),
-                denominators=loss.denominators(rows),
-                temperature=1.0,
-                lr=lr,
-            )
-            for step, lr in enumerate(LEARNING_RATES)
-        ],
-        files=[[str(file) for file in create_model_files(directory / str(i), specs)] for i in range(2)],
-    )
+    read = [row.only(loss.reads) for row in rows]
+    return training_case(trained_role(path, layout, tokens), read, plan, update_requests(loss, rows), directory)
 
 
 @pytest.mark.parametrize(("name", "objective", "tokens"), CASES)
@@ -101,24 +70,20 @@ def test_every_layout_trains_as_plain_torch(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, name: str, objective: str, tokens: int
 ) -> None:
     path, layout = checkpoint(tied=False), LAYOUTS[name]
-    case = training_case(path, layout, objective, tokens, tmp_path)
+    case = preference_case(path, layout, objective, tokens, tmp_path)
     assert tokens > SPLIT or all(len(batches) > 1 for batches in case.micro_batches)
-    outcomes = [o for o in rank_pool(layout.world_size).run(run_critic, case) if o.scored is not None]
-    assert len(outcomes) == layout.dp
+    outcomes = run_training(rank_pool, case)
     rows = preference_pairs()
     dense, judge = (DensePreference(path, ADAM, objective=objective, beta=BETA) for _ in range(2))
-    for number, (lr, (file,)) in enumerate(zip(LEARNING_RATES, case.files, strict=True)):
+    for number, (lr, files) in enumerate(zip(LEARNING_RATES, case.files, strict=True)):
         step = dense.step(rows, lr)
         results = [outcome.updates[number] for outcome in outcomes]
         metrics = results[0].metrics
         assert_within("loss", metrics["actor/loss"], step.loss, atol=LOSS)
-        assert_within("grad norm", metrics["actor/grad_norm"], step.grad_norm, atol=GRAD_NORM_RELATIVE * step.grad_norm)
+        assert_same_grad_norm(metrics["actor/grad_norm"], step)
         # With the ranks' own weights: that these are rounded to float32 shows in log-probs by more than the tolerance.
         before: Sequence[np.ndarray] = merge([result.before for result in results], len(rows))
         expected = [judge.logprobs(row).detach().numpy() for row in rows]
-        assert_within("log-probs", np.concatenate(before), np.concatenate(expected), atol=LOGPROB)
-        weights = load_file(file)
-        assert weights.keys() == step.weights.keys()
-        worst = max((w.double() - step.weights[n]).abs().max().item() for n, w in weights.items())
-        assert_within("weights", worst, 0.0, atol=WEIGHT)
-        judge.model.load_state_dict({name: value.double() for name, value in weights.items()})
+        assert_within("log-probs", np.concatenate(before), np.concatenate(expected), atol=OUTPUT)
+        assert_same_files(files, step)
+        judge.model.load_state_dict({name: value.double() for name, value in load_file(files[0]).items()})

@@ -3,48 +3,42 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from megarl.algos.preference import BradleyTerry
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import LayoutConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.train.update import RoleUpdater
 from megarl.types import AlgoState, Row, row_read_at_end
 from megarl.types.messages import Head, MicroBatchPlan, Role, RoleSpec, UpdateRequest, UpdateResult
-from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files, weight_specs
+from tests.helpers import layout_training
 from tests.helpers.checkpoints import VOCAB_SIZE, add_value_head
 from tests.helpers.compare import assert_within
 from tests.helpers.critic_ranks import CriticCase, run_critic
 from tests.helpers.dense_trainer import DenseRewardModel, DenseStep
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.layout_training import (
+    LOSS,
+    OUTPUT,
+    Pools,
+    assert_same_files,
+    assert_same_grad_norm,
+    run_training,
+    trained_role,
+    training_case,
+)
 from tests.helpers.replays import ADAM, LEARNING_RATES, merge
 
-SCORE = 1e-5
-LOSS = 1e-5
-GRAD_NORM_RELATIVE = 1e-4
-WEIGHT = 1e-6
 # Both of a pair, and not all pairs at once.
 MICRO_BATCH_TOKENS = 90
 
-Pools: TypeAlias = Callable[[int], RankPool]
-
 LAYOUTS = {
-    "tp1": LayoutConfig(),
-    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
-    "pp2": LayoutConfig(pp=2),
-    "cp2": LayoutConfig(cp=2),
-    "dp2": LayoutConfig(dp=2),
+    **layout_training.LAYOUTS,
     "tp2": LayoutConfig(tp=2),
     "pp2 vpp2": LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True),
-    "tp2-sp cp2": LayoutConfig(tp=2, sequence_parallel=True, cp=2),
-    "pp2 dp2": LayoutConfig(pp=2, dp=2),
 }
 
 
@@ -74,13 +68,8 @@ def pairs() -> list[Row]:
     ]
 
 
-def role(path: Path, layout: LayoutConfig, *, trainable: bool = True, micro_batch_tokens: int = 90) -> RoleSpec:
-    optimizer = OptimizerConfig(
-        betas=ADAM.betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay, clip_grad_norm=ADAM.clip_grad_norm
-    )
-    settings = ActorConfig(layout=layout, optimizer=optimizer, micro_batch_tokens=micro_batch_tokens)
-    model = ModelConfig(path=str(path), dtype="float32")
-    return RoleSpec(role=Role.REWARD, model=model, settings=settings, head=Head.SCALAR, trainable=trainable)
+def role(path: Path, layout: LayoutConfig, *, trainable: bool = True, tokens: int = MICRO_BATCH_TOKENS) -> RoleSpec:
+    return trained_role(path, layout, tokens, role=Role.REWARD, head=Head.SCALAR, trainable=trainable)
 
 
 def padded_scores(path: Path, tokens: Sequence[np.ndarray]) -> np.ndarray:
@@ -107,8 +96,8 @@ def test_scores_are_those_of_transformers(rank_pool: Pools, model: Path, name: s
     outcomes = rank_pool(layout.world_size).run(run_critic, case)
     scored = merge([o.scored.scores["values"] for o in outcomes if o.scored is not None], len(rows))
     expected = padded_scores(model, tokens)
-    assert expected.std() > 1000 * SCORE
-    assert_within("scores", np.concatenate(scored), expected, atol=SCORE)
+    assert expected.std() > 1000 * OUTPUT
+    assert_within("scores", np.concatenate(scored), expected, atol=OUTPUT)
 
 
 @dataclass(slots=True)
@@ -125,31 +114,13 @@ class Recorder:
         return UpdateResult(metrics={}, before={i: np.zeros(1, np.float32) for i in range(len(rows))})
 
 
-def training_case(spec: RoleSpec, pairs: Sequence[Row], directory: Path) -> CriticCase:
+def reward_case(spec: RoleSpec, pairs: Sequence[Row], directory: Path) -> CriticCase:
     """Two steps as the trainer asks for them, but for their rates."""
     recorder = Recorder()
     updater = RoleUpdater(recorder, spec, BradleyTerry(), total_steps=2)  # type: ignore[arg-type]
     for step in range(2):
         updater.update(pairs, AlgoState(), step=step, paired=True)
-    specs = weight_specs(read_model_spec(spec.model.path), "float32", scalar_head=True)
-    return CriticCase(
-        critic=spec,
-        rows=recorder.rows,
-        micro_batches=recorder.plan,
-        requests=[
-            UpdateRequest(
-                role=asked.role,
-                step=asked.step,
-                objective=asked.objective,
-                state=asked.state,
-                denominators=asked.denominators,
-                temperature=asked.temperature,
-                lr=lr,
-            )
-            for asked, lr in zip(recorder.requests, LEARNING_RATES, strict=True)
-        ],
-        files=[[str(file) for file in create_model_files(directory / str(step), specs)] for step in range(2)],
-    )
+    return training_case(spec, recorder.rows, recorder.plan, recorder.requests, directory)
 
 
 def expected_metrics(step: DenseStep) -> Mapping[str, float]:
@@ -186,19 +157,15 @@ def test_every_layout_trains_as_plain_torch(
     micro_batch_tokens: int,
 ) -> None:
     layout = LAYOUTS[name]
-    case = training_case(role(model, layout, micro_batch_tokens=micro_batch_tokens), pairs, tmp_path)
+    case = reward_case(role(model, layout, tokens=micro_batch_tokens), pairs, tmp_path)
     assert micro_batch_tokens > 90 or all(len(batches) > 1 for batches in case.micro_batches)
-    outcomes = [o for o in rank_pool(layout.world_size).run(run_critic, case) if o.scored is not None]
-    assert len(outcomes) == layout.dp
-    for number, (step, (file,)) in enumerate(zip(dense, case.files, strict=True)):
+    outcomes = run_training(rank_pool, case)
+    for number, (step, files) in enumerate(zip(dense, case.files, strict=True)):
         results = [outcome.updates[number] for outcome in outcomes]
         got = {k.removeprefix("reward_model/"): v for k, v in results[0].metrics.items()}
         for metric, value in expected_metrics(step).items():
             assert_within(metric, got[metric], value, atol=LOSS)
-        assert_within("grad norm", got["grad_norm"], step.grad_norm, atol=GRAD_NORM_RELATIVE * step.grad_norm)
+        assert_same_grad_norm(got["grad_norm"], step)
         before = merge([result.before for result in results], len(pairs))
-        assert_within("scores", np.concatenate(before), np.concatenate(step.before), atol=SCORE)
-        weights = load_file(file)
-        assert weights.keys() == step.weights.keys()
-        worst = max((w.double() - step.weights[n]).abs().max().item() for n, w in weights.items())
-        assert_within("weights", worst, 0.0, atol=WEIGHT)
+        assert_within("scores", np.concatenate(before), np.concatenate(step.before), atol=OUTPUT)
+        assert_same_files(files, step)

@@ -3,48 +3,40 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 from megarl.algos.sft import SftAlgorithm
-from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from megarl.config.schema import LayoutConfig
 from megarl.data.demonstrations import SftDataset
 from megarl.data.packing import plan_micro_batches
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.train.supervised import validate_sft
 from megarl.train.update import RoleScorer
-from megarl.types import AlgoState, FloatArray, Row
-from megarl.types.messages import Role, RoleSpec, UpdateRequest
-from megarl.weights.families import read_model_spec
-from megarl.weights.safetensors_map import create_model_files, weight_specs
+from megarl.types import FloatArray, Row
+from tests.helpers import layout_training
 from tests.helpers.compare import assert_within
-from tests.helpers.critic_ranks import CriticCase, run_critic
+from tests.helpers.critic_ranks import CriticCase
 from tests.helpers.dense_trainer import DenseSft
-from tests.helpers.rank_pool import RankPool
+from tests.helpers.layout_training import (
+    LOSS,
+    OUTPUT,
+    Pools,
+    assert_same_files,
+    assert_same_grad_norm,
+    run_training,
+    trained_role,
+    training_case,
+    update_requests,
+)
 from tests.helpers.replays import ADAM, LEARNING_RATES, merge
 
-LOSS = 1e-5
-LOGPROB = 1e-5
-GRAD_NORM_RELATIVE = 1e-4
-WEIGHT = 1e-6
 # The longest chat has 90 tokens, all seven have 278.
 SPLIT, ALONE = 100, 1000
 
-Pools: TypeAlias = Callable[[int], RankPool]
-
-LAYOUTS = {
-    "tp1": LayoutConfig(),
-    "tp2-sp": LayoutConfig(tp=2, sequence_parallel=True),
-    "pp2": LayoutConfig(pp=2),
-    "cp2": LayoutConfig(cp=2),
-    "dp2": LayoutConfig(dp=2),
-    "dp4": LayoutConfig(dp=4),
-    "tp2-sp cp2": LayoutConfig(tp=2, sequence_parallel=True, cp=2),
-    "pp2 dp2": LayoutConfig(pp=2, dp=2),
-}
+LAYOUTS = {**layout_training.LAYOUTS, "dp4": LayoutConfig(dp=4)}
 # Two ranks with different numbers of rows, in several micro-batches.
 DEFAULT = ("dp2", SPLIT)
 CASES = [
@@ -68,33 +60,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> SftDataset:
     return SftDataset([path], make_byte_tokenizer(), max_prompt_tokens=100, max_response_tokens=200)
 
 
-def training_case(path: Path, layout: LayoutConfig, tokens: int, rows: list[Row], directory: Path) -> CriticCase:
-    optimizer = OptimizerConfig(
-        betas=ADAM.betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay, clip_grad_norm=ADAM.clip_grad_norm
-    )
-    spec = RoleSpec(
-        role=Role.ACTOR,
-        model=ModelConfig(path=str(path), dtype="float32"),
-        settings=ActorConfig(layout=layout, optimizer=optimizer, micro_batch_tokens=tokens),
-    )
-    loss, specs = SftAlgorithm(), weight_specs(read_model_spec(spec.model.path), "float32")
-    return CriticCase(
-        critic=spec,
-        rows=rows,
-        micro_batches=plan_micro_batches([row.num_tokens for row in rows], layout.dp, tokens),
-        requests=[
-            UpdateRequest(
-                step=step,
-                objective=loss,
-                state=AlgoState(),
-                denominators=loss.denominators(rows),
-                temperature=1.0,
-                lr=lr,
-            )
-            for step, lr in enumerate(LEARNING_RATES)
-        ],
-        files=[[str(file) for file in create_model_files(directory / str(i), specs)] for i in range(2)],
-    )
+def sft_case(path: Path, layout: LayoutConfig, tokens: int, rows: list[Row], directory: Path) -> CriticCase:
+    plan = plan_micro_batches([row.num_tokens for row in rows], layout.dp, tokens)
+    requests = update_requests(SftAlgorithm(), rows)
+    return training_case(trained_role(path, layout, tokens), rows, plan, requests, directory)
 
 
 class Scored:
@@ -114,12 +83,11 @@ def test_every_layout_trains_as_plain_torch(
     path, layout, rows = checkpoint(tied=False), LAYOUTS[name], chats.rows(range(len(chats)))
     # Answers that are left out lie between others.
     assert any((np.diff(np.flatnonzero(row.loss_mask)) > 1).any() for row in rows)
-    case = training_case(path, layout, tokens, rows, tmp_path)
+    case = sft_case(path, layout, tokens, rows, tmp_path)
     per_rank = [sum(map(len, batches)) for batches in case.micro_batches]
     assert layout.dp == 1 or len(set(per_rank)) > 1
     assert tokens == ALONE or layout.dp > 2 or all(len(batches) > 1 for batches in case.micro_batches)
-    outcomes = [o for o in rank_pool(layout.world_size).run(run_critic, case) if o.scored is not None]
-    assert len(outcomes) == layout.dp
+    outcomes = run_training(rank_pool, case)
     dense = DenseSft(path, ADAM)
 
     nll = np.concatenate([-dense.logprobs(row).detach().numpy()[row.loss_mask] for row in rows])
@@ -129,20 +97,17 @@ def test_every_layout_trains_as_plain_torch(
     assert_within("perplexity", result.metrics["val/sft/perplexity"] / np.exp(nll.mean()), 1.0, atol=LOSS)
     assert result.metrics["val/sft/num_tokens"] == len(nll)
 
-    for number, (lr, (file,)) in enumerate(zip(LEARNING_RATES, case.files, strict=True)):
+    for number, (lr, files) in enumerate(zip(LEARNING_RATES, case.files, strict=True)):
         step = dense.step(rows, lr)
         metrics = outcomes[0].updates[number].metrics
         assert_within("loss", metrics["actor/loss"], step.loss, atol=LOSS)
         assert_within("nll", metrics["sft/nll"], step.loss, atol=LOSS)
-        assert_within("grad norm", metrics["actor/grad_norm"], step.grad_norm, atol=GRAD_NORM_RELATIVE * step.grad_norm)
+        assert_same_grad_norm(metrics["actor/grad_norm"], step)
         if number == 0:
             before = merge([outcome.updates[0].before for outcome in outcomes], len(rows))
             for row, got, expected in zip(rows, before, step.before, strict=True):
-                assert_within("log-probs", got[row.loss_mask], expected[row.loss_mask], atol=LOGPROB)
-        weights = load_file(file)
-        assert weights.keys() == step.weights.keys()
-        worst = max((w.double() - step.weights[n]).abs().max().item() for n, w in weights.items())
-        assert_within("weights", worst, 0.0, atol=WEIGHT)
+                assert_within("log-probs", got[row.loss_mask], expected[row.loss_mask], atol=OUTPUT)
+        assert_same_files(files, step)
 
 
 @pytest.mark.long
@@ -150,8 +115,8 @@ def test_a_replica_without_rows_keeps_in_step(
     rank_pool: Pools, checkpoint: Callable[..., Path], chats: SftDataset, tmp_path: Path
 ) -> None:
     path, rows = checkpoint(tied=False), chats.rows([0])
-    case = training_case(path, LAYOUTS["dp2"], SPLIT, rows, tmp_path)
-    outcomes = [o for o in rank_pool(2).run(run_critic, case) if o.scored is not None]
+    case = sft_case(path, LAYOUTS["dp2"], SPLIT, rows, tmp_path)
+    outcomes = run_training(rank_pool, case)
     assert sorted(len(outcome.scored.scores["logprobs"]) for outcome in outcomes if outcome.scored) == [0, 1]
     dense = DenseSft(path, ADAM)
     for number, lr in enumerate(LEARNING_RATES):
