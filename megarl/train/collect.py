@@ -165,9 +165,9 @@ class Rollouts:
 
     def save(self, directory: Path) -> dict[str, Any]:
         """Write the samples of the pipeline, finished or not, to a checkpoint's directory; return the other state."""
-        unfinished = [sample for sample in self.source.unfinished() if self._is_open(sample)]
-        finished = [sample for group in self.groups.values() for sample in group.samples.values()]
         if self.groups:
+            unfinished = [sample for sample in self.source.unfinished() if self._is_open(sample)]
+            finished = [sample for group in self.groups.values() for sample in group.samples.values()]
             prompts = {group.prompt.uid: group.prompt for group in self.groups.values()}
             batch = RolloutBatch(prompts=prompts, samples=(*finished, *unfinished))
             write_record(directory / SAMPLES_FILE, batch)
@@ -179,12 +179,12 @@ class Rollouts:
 
         If the schedule has changed, the prompts of the pipeline are sampled anew, before all others.
         """
-        scheduler = self.scheduler
-        scheduler.next_number = max(scheduler.next_number, step * scheduler.prompts_per_step)
+        scheduler, saved = self.scheduler, state.get("scheduler", {})
+        # Seeds follow the numbers: none may come twice.
+        scheduler.next_number = max(step * scheduler.prompts_per_step, saved.get("next_number", 0))
         tickets = [tuple(map(int, ticket)) for ticket in state.get("tickets", ())]
         if not tickets:
             return
-        saved = state["scheduler"]
         if (saved["staleness"], saved["window"]) != (scheduler.staleness, scheduler.window):
             self.queue.give_back([index for _, index, _ in tickets])
             return
