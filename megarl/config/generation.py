@@ -53,10 +53,10 @@ class RolloutConfig:
     max_response_tokens: int = setting(1024, AT_LEAST_1)  # Maximum response length; longer responses are truncated.
     stop: tuple[str, ...] = ()  # Texts that end a response, such as </answer>; the response ends with the text.
     stop_token_ids: tuple[int, ...] = setting((), AT_LEAST_0)  # Tokens besides the eos token that end a response.
-    # Time limit of one step's generation, and of one call to the trainer's ranks.
+    # Time limit of one call to the trainer's ranks, and of the time in which no engine finishes a sample.
     timeout_s: float = setting(3600.0, POSITIVE, affects=("workers",))
-    # Number of engine crashes that a run survives: each time the engine is restarted and its unfinished samples
-    # are generated again.
+    # Number of engine crashes that a run survives: each time the unfinished samples are generated again, and the engine
+    # is restarted.
     max_engine_restarts: int = setting(3, AT_LEAST_0)
     record: bool = False  # Record every step's rollout under RUN/records, for replay.
     replay_dir: str | None = None  # RUN/records of the run to replay or to regenerate.
