@@ -1,8 +1,14 @@
-"""`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, with every version of the policy in DIR."""
+"""`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, with every version of the policy in DIR.
+
+Requests after the first ones reach the engine just before an update, so that it finds their samples under way, whatever
+the machine's speed; no step needs them before the next but one.
+"""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.device.platform import apply_environment
 
@@ -16,20 +22,40 @@ from megarl.train.export import export_model  # noqa: E402
 from megarl.train.inputs import TrainInputs  # noqa: E402
 from megarl.train.loop import Trainer  # noqa: E402
 
+# In this time an engine samples some tokens, and few whole responses.
+BEGIN_S = 0.15
+
 
 def main(argv: Sequence[str]) -> None:
     build_trainer = wiring.build_trainer
 
     def build(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) -> Trainer:
         trainer = build_trainer(inputs, cluster, recorder)
-        push = trainer.engines.push
+        push, submit = trainer.engines.push, trainer.engines.submit
+        held: list[tuple[Any, ...]] = []
+        is_first = True
+
+        def submit_later(*given: Any) -> None:
+            nonlocal is_first
+            if is_first:
+                submit(*given)
+            else:
+                held.append(given)
 
         def push_and_export(version: int) -> dict[str, float]:
+            nonlocal is_first
+            is_first &= version == 0
+            for given in held:
+                submit(*given)
+            if held:
+                time.sleep(BEGIN_S)
+            held.clear()
             metrics = push(version)
             export_model(cluster.workers, inputs.roles[0], Path(argv[0]) / str(version))
             return metrics
 
         trainer.engines.push = push_and_export  # type: ignore[method-assign]
+        trainer.engines.submit = submit_later  # type: ignore[method-assign]
         return trainer
 
     wiring.build_trainer = build
