@@ -6,20 +6,21 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from megarl.cluster.actors import RankActor
 from megarl.cluster.bridge import BridgeSync
-from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids
+from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids, wait_started
 from megarl.cluster.engines import EngineGroup
-from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement
+from megarl.cluster.judge_servers import JudgeServerActor
+from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
 from megarl.cluster.processes import locate, wait_all
 from megarl.cluster.ray_session import open_ray
 from megarl.cluster.roles import actor_role, by_layout, check_serves
-from megarl.cluster.roster import Roster
+from megarl.cluster.roster import Process, Roster
 from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import Config
@@ -37,7 +38,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class Cluster:
-    """The remote processes of a run: Ray, trainer ranks (if `with_trainer`) and vLLM engines (if `with_engine`).
+    """The remote processes of a run: Ray, trainer ranks (if `with_trainer`), vLLM engines (if `with_engine`) and the
+    servers of judges (if `with_judges`).
 
     roles: the models that the ranks will host, the actor first; every distinct layout among them gets ranks of its own.
     By default there are only ranks for the actor's layout.
@@ -50,8 +52,13 @@ class Cluster:
         roles: Sequence[RoleSpec] = (),
         with_engine: bool = True,
         with_trainer: bool = True,
+        with_judges: bool = False,
         log_dir: Path | None = None,
     ) -> None:
+        self._with_judges = with_judges
+        self._judge_servers: dict[str, list[Process]] = {}
+        # The base URLs of the servers of each entry of `rewards.judge_servers`.
+        self.judge_urls: Mapping[str, tuple[str, ...]] = {}
         self._config, self._log_dir, self._closed = config, log_dir, False
         self._roles = by_layout(roles or [actor_role(config)]) if with_trainer else {}
         environment = apply_environment()
@@ -93,14 +100,22 @@ class Cluster:
             other_layouts=other_layouts,
             engine_ranks=shared,
         )
+        if self._with_judges:
+            plan = with_judge_servers(plan, self._config, device)
         open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
+        judges = self._begin_judge_servers()
         # Engines take longest: start them first, wait for them last.
         engines = [(p, self._seats.begin(i, p)) for i, p in enumerate(self.engines.processes)]
         self.pids = self._join_ranks(plan)
-        started = wait_all(engines, timeout_s=cluster.start_timeout_s, doing="starting the engines")
+        started = wait_started(engines, timeout_s=cluster.engine_start_timeout_s, doing="starting the engines")
         for process, pids in zip(self.engines.processes, started, strict=True):
             self.pids |= engine_pids(process.name, pids)
+            self._seats.watch(process)
+        urls = iter(wait_all(judges, timeout_s=cluster.start_timeout_s, doing="starting the judges' servers"))
+        self.judge_urls = {
+            name: tuple(itertools.islice(urls, len(processes))) for name, processes in self._judge_servers.items()
+        }
 
     def _create_processes(self, plan: PlacementPlan) -> None:
         cluster = self._config.cluster
@@ -113,14 +128,31 @@ class Cluster:
             for name, its_seats in zip(names, seats, strict=True)
             for i, seat in enumerate(its_seats)
         }
-        processes = iter(locate(actors | self._seats.create(), timeout_s=self._config.cluster.start_timeout_s))
+        judges = {
+            f"{seats[0].group} replica {i}": create_actor(JudgeServerActor, reservation, seat)
+            for seats in plan.judges.values()
+            for i, seat in enumerate(seats)
+        }
+        processes = iter(locate(actors | judges | self._seats.create(), timeout_s=self._config.cluster.start_timeout_s))
         timeout_s = self._config.rollout.timeout_s
         groups = [
             RankGroup(layout=layout, processes=list(itertools.islice(processes, layout.world_size)))
             for layout in self._roles
         ]
         self.workers = RoleWorkers(groups, timeout_s=timeout_s)
+        self._judge_servers = {
+            name: list(itertools.islice(processes, len(seats))) for name, seats in plan.judges.items()
+        }
         self.engines = EngineGroup(list(processes), timeout_s=timeout_s)
+
+    def _begin_judge_servers(self) -> list[tuple[Process, Any]]:
+        """Make all judges' servers start, and return the pending remote calls."""
+        timeout_s = self._config.cluster.start_timeout_s
+        return [
+            (process, process.actor.start.remote(self._config.rewards.judge_servers[name], timeout_s=timeout_s))
+            for name, processes in self._judge_servers.items()
+            for process in processes
+        ]
 
     def _shared_devices(self, seat: Seat) -> list[str]:
         ranks = self.workers.processes
@@ -195,6 +227,7 @@ class Cluster:
             if ray.is_initialized():
                 if not failed:
                     processes = [*self.workers.processes, *self.engines.processes]
+                    processes += itertools.chain(*self._judge_servers.values())
                     refs = [p.actor.call.remote("close") for p in processes]
                     with contextlib.suppress(RayTaskError, ActorDiedError, ActorUnavailableError, GetTimeoutError):
                         ray.get(refs, timeout=CLOSE_TIMEOUT_S)

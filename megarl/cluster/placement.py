@@ -7,8 +7,9 @@ otherwise the driver's host first. The trainer's nodes come before those of engi
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -51,13 +52,15 @@ class Seat:
 class PlacementPlan:
     """A plan that assigns every process of a run to a node group and a place (`Seat`) there.
 
-    ranks: places of the ranks in the actor's layout; other_ranks: places of the ranks in each further layout.
+    ranks: places of the ranks in the actor's layout; other_ranks: places of the ranks in each further layout. judges:
+    places of the servers of each entry of `rewards.judge_servers`.
     """
 
     groups: Mapping[str, NodeGroup]
     ranks: tuple[Seat, ...]
     other_ranks: tuple[tuple[Seat, ...], ...] = ()
     engines: tuple[Seat, ...] = ()
+    judges: Mapping[str, tuple[Seat, ...]] = field(default_factory=dict)
 
     @property
     def num_cpus(self) -> float:
@@ -131,17 +134,36 @@ def plan_placement(
     return replace(plan, engines=tuple(replace(own, bundle=i) for i in range(engine.num_engines)))
 
 
+def with_judge_servers(plan: PlacementPlan, config: Config, device: Mapping[str, float]) -> PlacementPlan:
+    """Add devices for the servers of `rewards.judge_servers` to a plan."""
+    groups, judges = dict(plan.groups), dict[str, tuple[Seat, ...]]()
+    for name, server in config.rewards.judge_servers.items():
+        group = f"judge server {name}"
+        bundle = {resource: amount * server.tp for resource, amount in device.items()}
+        per_node = server.replicas // server.num_nodes
+        groups[group] = NodeGroup(num_nodes=server.num_nodes, bundles_per_node=per_node, bundle=bundle)
+        judges[name] = tuple(
+            Seat(group=group, bundle=i, num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0))
+            for i in range(server.replicas)
+        )
+    return replace(plan, groups=groups, judges=judges)
+
+
 class Reservation:
     """The Ray placement groups that a plan needs; creating this object reserves them in a running cluster."""
 
     def __init__(self, plan: PlacementPlan, *, hosts: Sequence[str], timeout_s: float) -> None:
-        """Reserve the placement groups. `hosts`: names of Ray's hosts, in the order in which they get nodes."""
+        """Reserve the placement groups. `hosts`: names of Ray's hosts, in the order in which they get nodes.
+
+        Raises:
+            ConfigError: a host has too few devices, or too few are free.
+        """
         self._groups = plan.groups
-        addresses = itertools.cycle(hosts_in_order(ray.nodes(), hosts, ray.util.get_node_ip_address()))
-        self._nodes = {
-            name: _reserve(name, group, list(itertools.islice(addresses, group.num_nodes)), timeout_s)
-            for name, group in plan.groups.items()
-        }
+        nodes = ray.nodes()
+        in_turn = itertools.cycle(hosts_in_order(nodes, hosts, ray.util.get_node_ip_address()))
+        addresses = {name: list(itertools.islice(in_turn, group.num_nodes)) for name, group in plan.groups.items()}
+        require_devices(plan.groups, addresses, nodes)
+        self._nodes = {name: _reserve(name, group, addresses[name], timeout_s) for name, group in plan.groups.items()}
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Return the Ray actor options (scheduling strategy, CPUs, GPUs) that put an actor into its place."""
@@ -157,6 +179,32 @@ def hosts_in_order(nodes: Sequence[Mapping[str, Any]], hosts: Sequence[str], dri
     alive = [(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in nodes if node["Alive"]]
     ordered = sorted(alive, key=lambda node: (place.get(node[0], len(place)), node[1] != driver, node[1]))
     return [address for _, address in ordered]
+
+
+def require_devices(
+    groups: Mapping[str, NodeGroup], addresses: Mapping[str, Sequence[str]], nodes: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ConfigError if a node has fewer resources than the groups take whose `addresses` name it.
+
+    nodes: Ray's nodes (`ray.nodes()`). Waiting would not help: what a node has does not grow.
+    """
+    for node in nodes:
+        address, has = node["NodeManagerAddress"], node["Resources"]
+        if not node["Alive"]:
+            continue
+        here = {name: count for name, its in addresses.items() if (count := list(its).count(address))}
+        needs = Counter[str]()
+        for name, count in here.items():
+            needs.update({key: n * groups[name].bundles_per_node * count for key, n in groups[name].bundle.items()})
+        if any(amount > has.get(resource, 0) for resource, amount in needs.items()):
+            wanted, offered = (
+                ", ".join(f"{amounts.get(resource, 0):g} {resource}" for resource in needs) for amounts in (needs, has)
+            )
+            raise ConfigError(
+                f"placement: host {node['NodeManagerHostname']} ({address}) has {offered}, expected {wanted} for "
+                f"{' and '.join(here)}; use larger hosts, spread over more of them (placement.*.num_nodes), lower "
+                f"actor.layout or rollout.engine, or, if CPUs are missing, raise cluster.num_cpus"
+            )
 
 
 def _reserve(name: str, group: NodeGroup, addresses: Sequence[str], timeout_s: float) -> list[PlacementGroup]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
+from megarl.config.check_judges import check_judges, judge_key
 from megarl.config.rewards import HybridPartConfig, RewardsConfig, SourceConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -17,18 +18,45 @@ def check_rewards(config: Config) -> None:
     _check_custom(rewards)
     _check_hybrid(rewards)
     _check_remote(rewards)
+    check_judges(rewards)
+    for key, urls in ((f"rewards.judges.{name}", judge.endpoint.urls) for name, judge in rewards.judges.items()):
+        for url in urls:
+            _check_url(f"{key}.endpoint.urls", url)
 
 
 def check_group_scores(config: Config) -> None:
     """Raise ConfigError if the hybrid mixture standardises rewards within a group (z-score) but groups have one
     sample.
     """
+    if config.rewards.manager == "judge" and config.rollout.num_samples < 2:
+        _require_groups(config, judge_key(config.rewards))
     for key, part in _parts(config.rewards):
+        if part.manager == "judge" and config.rollout.num_samples < 2:
+            _require_groups(config, judge_key(config.rewards, key.rpartition(".")[2]))
         if part.transform == "group_zscore" and config.rollout.num_samples < 2:
             raise ConfigError(
                 f"{key}.transform: got 'group_zscore' with rollout.num_samples=1, whose z-scores are all 0; raise "
                 "rollout.num_samples, or choose another transform"
             )
+
+
+def check_policy_judges(config: Config) -> None:
+    """Raise ConfigError for a judge that asks the policy in a run whose samples are replayed, without engines."""
+    for name, judge in config.rewards.judges.items():
+        if judge.use_policy and config.rollout.source != "vllm":
+            raise ConfigError(
+                f"rewards.judges.{name}.use_policy: got true with rollout.source={config.rollout.source}, which may "
+                "have no engines; set rollout.source=vllm"
+            )
+
+
+def _require_groups(config: Config, judge: str) -> None:
+    """Raise ConfigError for a judge that compares the responses of a group, if groups have one."""
+    if config.rewards.judges[judge].mode == "pairwise":
+        raise ConfigError(
+            f"rewards.judges.{judge}.mode: got 'pairwise' with rollout.num_samples=1, so there is nothing to compare; "
+            "raise rollout.num_samples, or set mode=pointwise"
+        )
 
 
 def judges(rewards: RewardsConfig, manager: str) -> bool:
@@ -52,17 +80,34 @@ def _check_verifier(rewards: RewardsConfig) -> None:
 
 
 def _check_custom(rewards: RewardsConfig) -> None:
-    path = rewards.custom.path
-    if path is None:
-        return
-    if not path.endswith(".py"):
-        raise ConfigError(f"rewards.custom.path: got {path!r}, expected a Python file (.py)")
+    custom, functions = rewards.custom, rewards.custom.all_functions()
+    if custom.path is not None and custom.name in custom.functions:
+        raise ConfigError(
+            f"rewards.custom.functions.{custom.name}: rewards.custom.path has a function of this name; rename this one"
+        )
+    for name, function in functions.items():
+        key = f"rewards.custom.functions.{name}" if name in custom.functions else "rewards.custom"
+        if not function.path.endswith(".py"):
+            raise ConfigError(f"{key}.path: got {function.path!r}, expected a Python file (.py)")
+    _check_fallback("rewards.custom", custom.on_error, custom.value)
+    named = {source for function in functions.values() for source in function.sources}
+    takes_rest = any(not function.sources for function in functions.values())
     for name, source in rewards.sources.items():
-        if source.scorer is None and source != SourceConfig():
+        if source.scorer is None and source != SourceConfig() and (takes_rest or name in named):
             raise ConfigError(
-                f"rewards.sources.{name}: says how a scorer judges this source, but rewards.custom.path judges it; set "
+                f"rewards.sources.{name}: says how a scorer judges this source, but rewards.custom judges it; set "
                 f"rewards.sources.{name}.scorer, or remove the other keys"
             )
+
+
+def _check_fallback(key: str, on_error: str, value: float | None) -> None:
+    """Raise ConfigError unless the section `key` has a `value` exactly if `on_error` is `value`."""
+    if (on_error == "value") != (value is not None):
+        given = "is not set" if value is None else f"got {value}"
+        raise ConfigError(
+            f"{key}.value: {given}, but {key}.on_error={on_error}; on_error=value takes a number, other choices take "
+            "none"
+        )
 
 
 def _check_hybrid(rewards: RewardsConfig) -> None:
@@ -128,12 +173,7 @@ def _check_route(key: str, route: tuple[str, ...], parts: Mapping[str, HybridPar
 
 def _check_remote(rewards: RewardsConfig) -> None:
     remote = rewards.remote
-    if (remote.on_error == "value") != (remote.value is not None):
-        given = "is not set" if remote.value is None else f"got {remote.value}"
-        raise ConfigError(
-            f"{_REMOTE}.value: {given}, but {_REMOTE}.on_error={remote.on_error}; on_error=value takes a number, "
-            "other choices take none"
-        )
+    _check_fallback(_REMOTE, remote.on_error, remote.value)
     asked = [key for key, part in _parts(rewards) if part.manager == "remote" and not part.urls]
     if rewards.manager == "remote":
         asked = ["rewards"]

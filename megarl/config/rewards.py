@@ -2,9 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from megarl.config.setting import ANY_NUMBER, AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, Range, section, setting
+from megarl.config.judges import JudgeConfig, JudgeServerConfig
+from megarl.config.setting import (
+    ANY_NUMBER,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    FRACTION,
+    POSITIVE,
+    Range,
+    section,
+    setting,
+)
 from megarl.sandbox.options import Limits
 
 
@@ -30,19 +41,53 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomConfig:
-    """Name a custom reward function in a Python file; it judges every data source whose `scorer` is not set."""
+class FunctionConfig:
+    """Name a reward function in a Python file, what it judges, and its weight in the reward."""
 
-    path: str | None = None  # The Python file; null: the built-in scorers judge.
-    # Name of the function: OpenRLHF's reward_func(queries, prompts, labels, **kwargs) or verl's
-    # compute_score(data_source, solution_str, ground_truth, extra_info). Its parameters show which of the two it
-    # is.
+    path: str  # The Python file.
+    # Name of the function. Its parameters show which library it was written for: verl, OpenRLHF or TRL.
     name: str = "reward_func"
+    # Data sources that it judges; []: all that have no scorer and that no other function names. For a source with
+    # a scorer in rewards.sources, the functions that name it add to the scorer's reward.
+    sources: tuple[str, ...] = ()
+    weight: float = setting(1.0, ANY_NUMBER)  # Factor of its reward in the sum over all functions of the source.
+    # Rows of one call of a function that takes lists. row: each alone; group: all responses to a prompt; batch: all.
+    per: Literal["row", "group", "batch"] = "row"
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # Further keyword arguments of every call.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomConfig:
+    """Configure your own reward functions: one by path and name, or several under `functions`."""
+
+    path: str | None = None  # A Python file with a function that judges all data sources without a scorer; null: none.
+    # Name of the function: OpenRLHF's reward_func(queries, prompts, labels, **kwargs), verl's
+    # compute_score(data_source, solution_str, ground_truth, extra_info), or TRL's with `completions`. Its
+    # parameters show which it is.
+    name: str = "reward_func"
+    per: Literal["row", "group", "batch"] = "row"  # As in functions.
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # As in functions.
+    functions: Mapping[str, FunctionConfig] = field(default_factory=dict)  # Functions by a name for metrics.
+    # If a function raises an exception, is killed or dies. raise: end the run; drop_rows: train without the rows;
+    # value: reward them with `value`. A function that fails on all rows always ends the run.
+    on_error: Literal["raise", "drop_rows", "value"] = "drop_rows"
+    value: float | None = setting(None, ANY_NUMBER)  # Reward by a function that failed, with on_error=value.
+    dry_run: bool = True  # Call each function at the start with a prompt of each data source; false: do not.
+    workers: int = setting(2, AT_LEAST_1)  # Number of processes that the functions run in.
+    timeout_s: float = setting(30.0, POSITIVE)  # Time after which a call is killed.
+    memory_mib: int = setting(16384, AT_LEAST_1)  # Limit on the growth of the address space of a process.
+
+    def all_functions(self) -> dict[str, FunctionConfig]:
+        """Return all functions by name, among them that of `path`."""
+        if self.path is None:
+            return dict(self.functions)
+        own = FunctionConfig(path=self.path, name=self.name, per=self.per, arguments=self.arguments)
+        return {self.name: own, **self.functions}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig:
-    """Configure the worker processes in which rule-based scorers and the user's own reward functions run."""
+    """Configure the worker processes in which rule-based scorers run."""
 
     workers: int = setting(2, AT_LEAST_1)  # Number of worker processes.
     # Time after which the scorer of one answer is interrupted, counted from when it starts to run.
@@ -52,12 +97,21 @@ class VerifierConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroundTruthConfig:
+    """Configure how ground truths are checked at the start: each is judged as an answer to itself."""
+
+    # Share of a data source's ground truths that may be empty or score as wrong; a larger one ends the run.
+    max_unscorable: float = setting(0.01, FRACTION)
+    max_rows: int = setting(10_000, AT_LEAST_1)  # Check at most this many ground truths, spread over the data.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
     """Configure how programs in responses are run against tests."""
 
-    # namespaces: kernel namespaces isolate programs, and nothing runs where the kernel does not grant them.
+    # auto: namespaces, or else landlock, or else programs are refused; namespaces, landlock: this one alone.
     # limits_only: no isolation; programs may read and write whatever this user can.
-    isolation: Literal["namespaces", "limits_only"] = "namespaces"
+    isolation: Literal["auto", "namespaces", "landlock", "limits_only"] = "auto"
     limits: Limits = section(Limits, POSITIVE)
     import_paths: tuple[str, ...] = ()  # Directories of packages that programs may import besides the standard library.
     # Reward of a program: the fraction of tests that it passes, or 1 if it passes all of them and 0 otherwise.
@@ -93,13 +147,14 @@ class RemoteConfig:
 class HybridPartConfig:
     """Define one part of a mixture of rewards, under a name of your choice: weight × transform(a manager's reward)."""
 
-    manager: Literal["rule", "remote", "model"]  # Who gives the term's reward; see rewards.manager.
+    manager: Literal["rule", "remote", "model", "judge"]  # Who gives the term's reward; see rewards.manager.
     weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
     # Transform of the term's reward r. identity: r; sigmoid: 1 / (1 + e^−r); group_zscore, batch_zscore: z-score
     # within the prompt's group, or within all rows of the batch that the term judged; clip: r within `clip`.
     transform: Literal["identity", "sigmoid", "group_zscore", "batch_zscore", "clip"] = "identity"
     clip: tuple[float, float] | None = None  # Lower and upper bound, with transform=clip.
     urls: tuple[str, ...] = ()  # With manager=remote: URLs of the term's own services; []: those of rewards.remote.
+    judge: str | None = None  # With manager=judge: the entry of rewards.judges; null: the only one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +171,15 @@ class RewardsConfig:
     """Choose what computes rewards. A data source's scorer, if there is one, decides which responses are correct."""
 
     # Who gives rewards. rule: scorers and custom functions; remote: an HTTP service; model: a reward model on
-    # Megatron; hybrid: a mixture of these.
-    manager: Literal["rule", "remote", "model", "hybrid"] = "rule"
+    # Megatron; judge: a language model that writes verdicts; hybrid: a mixture of these.
+    manager: Literal["rule", "remote", "model", "judge", "hybrid"] = "rule"
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # Settings of the rule by data source.
     custom: CustomConfig = field(default_factory=CustomConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
+    ground_truths: GroundTruthConfig = field(default_factory=GroundTruthConfig)
     code: CodeConfig = field(default_factory=CodeConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
+    judges: Mapping[str, JudgeConfig] = field(default_factory=dict)  # Language models that judge in words, by name.
+    # Models that the run serves for its judges, by a name that judges refer to.
+    judge_servers: Mapping[str, JudgeServerConfig] = section(dict, affects=("workers",))
     hybrid: HybridConfig = field(default_factory=HybridConfig)

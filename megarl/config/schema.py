@@ -196,6 +196,9 @@ class LoggingConfig:
     # Write sampled responses to RUN/rollouts as parquet every this many steps; 0: never.
     rollout_every_steps: int = setting(5, AT_LEAST_0)
     num_rollouts: int = setting(32, AT_LEAST_1)  # Number of samples that are written each time.
+    # Largest number of samples per step, and per validation, that are written to RUN/reward_problems.jsonl because
+    # they could not be judged or no answer was found in them.
+    num_reward_problems: int = setting(32, AT_LEAST_0)
     # Weights & Biases project to which metrics are also logged (requires the wandb package); null: none.
     wandb_project: str | None = None
     # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
@@ -212,6 +215,9 @@ class CheckpointConfig:
     # Steps between checkpoints; 0: only at the end, and when SIGTERM or SIGUSR1 stops the run.
     every_steps: int = setting(0, AT_LEAST_0)
     async_save: bool = True  # Write checkpoints while training continues.
+    # Write every checkpoint so that a run can be continued from it under any layout; the one after the last step always
+    # is. Others allow only another dp, but need no communication and less host memory; see docs/resume.md.
+    portable: bool = False
     keep_last: int = setting(2, AT_LEAST_1)  # Number of most recent checkpoints to keep.
     # Number of checkpoints with the best validation scores to keep in addition.
     keep_best: int = setting(0, AT_LEAST_0)
@@ -232,8 +238,14 @@ class ClusterConfig:
     # Size of Ray's object store, which lies in shared memory.
     object_store_mib: int = setting(256, Range(expected=">= 75", at_least=75))
     start_timeout_s: float = setting(180.0, POSITIVE)  # Time limit for processes to start and connect to each other.
-    # Time after which a rank that waits for others in a collective operation fails.
-    collective_timeout_s: float = setting(120.0, POSITIVE)
+    # Time limit for an engine to load its model, compile kernels and capture CUDA graphs; the first start of a model
+    # on a machine takes longest.
+    engine_start_timeout_s: float = setting(1800.0, POSITIVE)
+    # Time without a sign of life, also while it works, after which an engine counts as hung: it is killed and replaced.
+    heartbeat_timeout_s: float = setting(30.0, POSITIVE)
+    # Time after which a rank that waits for others in a collective operation fails. It covers the time by which ranks
+    # read their parts of a checkpoint at different speeds.
+    collective_timeout_s: float = setting(1800.0, POSITIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ class RunPaths:
         self.config = root / "config.yaml"
         # What the run ran on: package → version.
         self.versions = root / "versions.json"
+        # Samples that could not be judged or read; see `megarl.record.problems`.
+        self.problems = root / "reward_problems.jsonl"
         # What the driver is doing; see `megarl.launch.status`.
         self.status = root / "status.json"
         self.metrics = root / "metrics.jsonl"

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -33,7 +33,9 @@ from megarl.record.metrics import (
     summarize,
     write_rollouts,
 )
+from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
+from megarl.rewards.judge import Trouble
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class RunRecorder:
             raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
         self.paths = RunPaths(Path(config.run.dir) / config.run.name)
         if resumed_step is not None:
-            for lines in (self.paths.metrics, self.paths.timeline):
+            for lines in (self.paths.metrics, self.paths.timeline, self.paths.problems):
                 truncate_lines(lines, resumed_step)
             for path in [*self.paths.root.glob("rollouts/step_*.parquet"), *self.paths.records.glob("step_*.parquet")]:
                 if int(path.stem.removeprefix("step_")) > resumed_step:
@@ -93,7 +95,8 @@ class RunRecorder:
             raise ConfigError(f"run.dir: cannot make {self.paths.root}: {error.strerror}; choose another") from error
         if resumed_step is None:
             # Of a run that ended before its first metrics.
-            self.paths.timeline.unlink(missing_ok=True)
+            for lines in (self.paths.timeline, self.paths.problems):
+                lines.unlink(missing_ok=True)
         self.paths.config.write_text(dump(config))
         self.paths.versions.write_text(json.dumps(installed_versions(), indent=2) + "\n")
 
@@ -137,6 +140,14 @@ class RunRecorder:
         """
         append_timeline(self.paths.timeline, step_intervals(step, stages, engines))
         return idle_metrics(stages, engines)
+
+    def problems(
+        self, step: int, troubles: Sequence[Trouble], *, phase: Literal["train", "validation"] = "train"
+    ) -> None:
+        """Write up to `logging.num_reward_problems` of the samples that judges could not judge or read."""
+        picked = pick_problems(troubles, self._config.logging.num_reward_problems)
+        if picked:
+            append_problems(self.paths.problems, [ProblemRecord.of(each, step=step, phase=phase) for each in picked])
 
     def sample_rollouts(
         self,

@@ -11,6 +11,7 @@ from megarl.record.answers import Answer
 from megarl.record.metrics import RolloutRecord, summarize
 from megarl.report.examples import FULL_GAIN, Response, gain_text, is_right, pick_examples, visible_text
 from megarl.report.figures import available_panels, panel_svg
+from megarl.report.problems import problem_group, problem_kinds, problem_shares
 from megarl.report.run import Run
 from megarl.report.style import PALETTE
 from megarl.report.summary import (
@@ -116,6 +117,8 @@ def render_page(runs: Sequence[Run]) -> str:
             *(example_group(f"Step {rows[0].step}", rows) for rows in (run.first_rollouts, run.last_rollouts) if rows),
             *([example_group("Last validation", run.answers)] if run.answers else []),
         ],
+        problem_shares=problem_shares(run),
+        problems=[problem_group(*kind) for kind in problem_kinds(run)],
         full_gain=FULL_GAIN,
         has_gains=any(row.tokens for row in (*run.first_rollouts, *run.last_rollouts)),
         key_settings=[(label, settings[key]) for key, label in KEY_SETTINGS.items() if key in settings],

@@ -13,6 +13,7 @@ import yaml
 from megarl.errors import DataError
 from megarl.record.answers import Answer, read_answers
 from megarl.record.metrics import MetricsRecord, RolloutRecord, RunPaths, read_metrics, read_rollouts
+from megarl.record.problems import ProblemRecord, read_problems
 from megarl.record.timeline import Interval, read_timeline
 
 
@@ -32,7 +33,8 @@ class Run:
     """The contents of a run directory, read back for a report.
 
     elapsed_s: seconds from the first to the last metrics line, pauses included. answers: those of the last validation.
-    timeline: when trainer and engines worked; empty for runs that do not record it.
+    timeline: when trainer and engines worked; empty for runs that do not record it. problems: samples that could not be
+    judged or read.
     """
 
     label: str
@@ -45,6 +47,7 @@ class Run:
     last_rollouts: tuple[RolloutRecord, ...]
     answers: tuple[Answer, ...] = ()
     timeline: tuple[Interval, ...] = ()
+    problems: tuple[ProblemRecord, ...] = ()
 
     def get(self, name: str) -> Series:
         return self.series.get(name, Series())
@@ -97,6 +100,7 @@ def _load_run(run_dir: Path, label: str) -> Run:
         last_rollouts=tuple(read_rollouts(rollouts[-1])) if len(rollouts) > 1 else (),
         answers=tuple(read_answers(validations[-1])) if validations else (),
         timeline=tuple(read_timeline(paths.timeline)) if paths.timeline.is_file() else (),
+        problems=tuple(read_problems(paths.problems)),
     )
 
 

@@ -156,6 +156,38 @@ finish: {{ example.row.finish_reason }} · {{ example.row.data_source }}</span>
 </div>
 {% endfor %}
 {% endif %}
+{% if problem_shares or problems %}
+<h2>Samples without a sound verdict</h2>
+{% if problem_shares %}
+<div class="scroll"><table>
+<tr><th>share of the samples judged</th><th class="number">all steps</th><th class="number">last step</th></tr>
+{% for row in problem_shares %}
+<tr><td>{{ row.name }} (<code>{{ row.metric }}</code>)</td><td class="number">{{ row.mean }}</td>
+<td class="number">{{ row.last }}</td></tr>
+{% endfor %}
+</table></div>
+{% endif %}
+{% for group in problems %}
+<h3>{{ group.title }}</h3>
+<div class="examples">
+{% for example in group.examples %}
+<article>
+<span class="verdict">{{ example.record.outcome | replace("_", " ") }}</span>
+<span class="note">step {{ example.record.step }}, {{ example.record.phase }} · {{ example.record.data_source }} ·
+sample {{ example.record.uid }}/{{ example.record.sample_index }}</span>
+{% if example.record.reason %}<p><code>{{ example.record.reason }}</code></p>{% endif %}
+{% if example.record.output %}
+<span class="note">printed or said</span>
+<pre class="response">{{ example.output }}</pre>
+{% endif %}
+<span class="note">response</span>
+<pre class="response">{{ example.response }}</pre>
+<span class="note">expected</span> <code>{{ example.record.ground_truth }}</code>
+</article>
+{% endfor %}
+</div>
+{% endfor %}
+{% endif %}
 {% if settings %}
 <h2>Configuration</h2>
 {{ pairs(key_settings) }}

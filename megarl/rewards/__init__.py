@@ -3,7 +3,6 @@ models.
 """
 
 from megarl.rewards import code, countdown, luffy, mathematics
-from megarl.rewards.custom import load_reward_function
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS, Scorer
 from megarl.rewards.sources import SOURCES, SourceSpec, score, source_spec
 
@@ -15,7 +14,6 @@ __all__ = [
     "SourceSpec",
     "code",
     "countdown",
-    "load_reward_function",
     "luffy",
     "mathematics",
     "score",

@@ -1,22 +1,33 @@
 """Start a run's judges from the config section `rewards`, and check in advance that they can judge the run's data."""
 
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
+from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from megarl.config.check_judges import judge_key
+from megarl.config.judges import JudgeConfig
 from megarl.config.rewards import RewardsConfig
 from megarl.data.chat import response_decoder
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError, DataError
+from megarl.rewards.custom import CustomFunctions, try_functions
 from megarl.rewards.judge import Judge
+from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge, try_judge
 from megarl.rewards.manager import RULE, RewardManager
+from megarl.rewards.own_answer import check_own_answers, spread_rows
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of
 from megarl.rewards.rule import RuleJudge, Rules
 from megarl.rewards.sources import score
+from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Returns how to ask the model of an entry of `rewards.judges`, given its name and settings.
+CompletionsOf: TypeAlias = Callable[[str, JudgeConfig], Completions]
 
 
 def open_rewards(
@@ -25,11 +36,12 @@ def open_rewards(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     model: Judge | None = None,
+    completions: CompletionsOf | None = None,
 ) -> RewardManager:
     """Start the judges that the data sources need.
 
-    tokenizer: the policy's. model: judges by the run's reward model, None without one. Raises ConfigError if only a
-    reward model could judge a data source and `model` is None.
+    tokenizer: the policy's. model: judges by the run's reward model, None without one. completions: asks a language
+    model that belongs to the run. Raises ConfigError if only a model could judge a data source that is not given.
     """
     rules = Rules(rewards)
     judges: dict[str, Judge] = {}
@@ -37,7 +49,10 @@ def open_rewards(
         judges[RULE] = RuleJudge(rewards)
     for name in {name for source in sources for name in route_of(rewards, source)} - {RULE}:
         part = rewards.hybrid.parts.get(name)
-        if (part.manager if part else rewards.manager) == "remote":
+        manager = part.manager if part else rewards.manager
+        if manager == "judge":
+            judges[name] = open_judge(rewards, judge_key(rewards, name if part else None), completions, name=name)
+        elif manager == "remote":
             judges[name] = RemoteJudge(rewards.remote, (part.urls if part else ()) or rewards.remote.urls, name=name)
         elif model is None:
             raise ConfigError(
@@ -56,12 +71,26 @@ def open_rewards(
     )
 
 
+def open_judge(rewards: RewardsConfig, key: str, completions: CompletionsOf | None = None, *, name: str) -> LlmJudge:
+    """Open the judge `rewards.judges.KEY`, which is called `name` in metrics; `completions` as in `open_rewards`."""
+    cfg = rewards.judges[key]
+    if cfg.endpoint.urls:
+        return LlmJudge(cfg, EndpointCompletions(cfg, name=key), name=name, section=key)
+    if completions is None:
+        raise ConfigError(
+            f"rewards.judges.{key}: its model belongs to a run that trains; serve the model with vllm serve, list it "
+            f"in rewards.judges.{key}.endpoint.urls, or set rewards.manager=rule"
+        )
+    return LlmJudge(cfg, completions(key, cfg), name=name, section=key)
+
+
 def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
-    """Judge an empty answer to every prompt, so that unknown data sources and malformed ground truths fail at the
-    start.
+    """Judge an empty answer to every prompt, and ground truths against themselves, so that unknown data sources and
+    ground truths that no answer matches fail at the start. Warns of the share of those that cannot be scored.
     """
     check_sources(rewards, data.data_sources)
     rules = Rules(rewards)
+    by_scorer, chosen = [], spread_rows(len(data), rewards.ground_truths.max_rows)
     for index in range(len(data)):
         prompt = data[index]
         # A custom function checks ground truths only when it judges.
@@ -72,3 +101,23 @@ def check_ground_truths(rewards: RewardsConfig, data: PromptDataset) -> None:
             score(prompt.data_source, "", prompt.ground_truth, prompt.extra_info, source=spec)
         except DataError as error:
             raise DataError(f"prompt {prompt.uid}: {error}") from error
+        if index in chosen:
+            by_scorer.append((prompt, spec))
+    if warning := check_own_answers(by_scorer, rewards.ground_truths.max_unscorable):
+        print(warning, file=sys.stderr)
+    firsts = first_prompts(data)
+    if rewards.custom.dry_run:
+        try_functions(CustomFunctions(rewards), firsts)
+    for key, cfg in rewards.judges.items():
+        # A model of the run is not there yet.
+        if cfg.dry_run and cfg.endpoint.urls:
+            with closing(open_judge(rewards, key, name=key)) as judge:
+                try_judge(judge, firsts[0])
+
+
+def first_prompts(data: PromptDataset) -> list[Prompt]:
+    """Return the first prompt of each data source."""
+    found: dict[str, Prompt] = {}
+    for index in range(len(data)):
+        found.setdefault((prompt := data[index]).data_source, prompt)
+    return list(found.values())

@@ -60,13 +60,30 @@ def tally_metrics(tallies: Iterable[Mapping[str, Tally]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A sample that a judge could not judge, or in which it found no answer.
+
+    outcome: `parse_failed` (no answer was found), `timed_out`, `crashed`, `failed` (an exception), `abstained` (no
+    function has an opinion), `unanswered` (no service or model gave a verdict) or `unread` (a model wrote
+    none). reason: why, in one line. output: what the judge printed or wrote.
+    """
+
+    item: FinishedSample
+    outcome: str
+    reason: str
+    output: str = ""
+    judge: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The result of judging a batch: rewards in the order in which samples were added, and tallies to log, by metric
-    name.
+    """The result of judging a batch: rewards in the order in which samples were added, tallies to log, by metric name,
+    and the samples with troubles.
     """
 
     rewards: Sequence[Reward]
     tallies: Mapping[str, Tally] = field(default_factory=dict)
+    troubles: Sequence[Trouble] = ()
 
 
 class JudgeSession(Protocol):

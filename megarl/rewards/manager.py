@@ -127,12 +127,20 @@ class BatchJudging:
             own = decisive.own_score
             if own is None and len(heard) > 1:
                 own = decisive.score
-            rewards.append(replace(decisive, score=total[row], details=details, own_score=own))
+            notes = {key: note for opinion in heard.values() for key, note in opinion.notes.items()} | dict(
+                decisive.notes
+            )
+            rewards.append(replace(decisive, score=total[row], details=details, notes=notes, own_score=own))
         tallies: dict[str, Tally] = {name: tally for each in judged.values() for name, tally in each.tallies.items()}
         if len(opinions) > 1:
             for name, by_row in opinions.items():
                 kept = (reward.score for reward in by_row.values() if not reward.dropped)
                 tallies[f"reward/{name}/score"] = mean_of(kept)
-        tallies["reward/dropped_rows"] = Tally(total=sum(reward.dropped for reward in rewards))
+        num_dropped = sum(reward.dropped for reward in rewards)
+        tallies["reward/dropped_rows"] = Tally(total=num_dropped)
+        tallies["reward/dropped_frac"] = Tally(total=num_dropped, over=len(rewards))
+        troubles = [replace(trouble, judge=name) for name, each in judged.items() for trouble in each.troubles]
         rows = {(item.sample.uid, item.sample.sample_index): row for row, item in enumerate(self.items)}
-        return Judged(rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies)
+        return Judged(
+            rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies, troubles=troubles
+        )

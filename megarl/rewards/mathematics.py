@@ -22,7 +22,9 @@ from megarl.rewards.answers import (
     normalise,
     same_string,
 )
-from megarl.rewards.answers.guard import costly
+from megarl.rewards.answers.guard import costly, refusal
+from megarl.rewards.answers.spelling import canonical
+from megarl.rewards.answers.structure import is_balanced
 from megarl.rewards.scorers import SCORERS, Scorer, reward_of
 from megarl.types import Reward
 
@@ -33,7 +35,12 @@ ANSWER_LINE_CHARS = 300
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _LETTER = re.compile(r"[A-Za-z]")
 _LETTER_ALONE = re.compile(r"\W*([A-Za-z])(?![A-Za-z])")
+# A second choice after the first: "B or D", "B and D", "B, D".
+_ANOTHER_LETTER = re.compile(r"\s*\)?\s*(?:,|/|&|\bor\b|\band\b)\s*\(?[A-Z](?![A-Za-z])")
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*$]")
+
+# Numbers and names of one letter, but not LaTeX commands.
+_TOKEN = re.compile(r"\d+|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
 
 AnswerComparison = Callable[[str, str, AnswerOptions], Equality]
 
@@ -62,6 +69,31 @@ def compare_either(answer: str, gold: str, options: AnswerOptions) -> Equality:
     return same if same is Equality.EQUAL else compare_answers(answer, gold, options)
 
 
+def compare_with_second_opinion(answer: str, gold: str, options: AnswerOptions) -> Equality:
+    """Compare answers by meaning, and ask math-verify where that cannot read one; what it can read, it decides alone.
+
+    It counts only if it reads all of both texts. Nothing that `guard` refuses is passed on: no computation left to the
+    reader, no number that takes long.
+    """
+    verdict = compare_answers(answer, gold, options)
+    if verdict is not Equality.UNPARSED or options.textual or not (is_balanced(answer) and is_balanced(gold)):
+        return verdict
+    if any(refusal(canonical(text)) for text in (answer, gold)):
+        return verdict
+    readings = [
+        parse(rf"\boxed{{{text}}}", (LatexExtractionConfig(),), parsing_timeout=None) for text in (gold, answer)
+    ]
+    if not all(_reads_all(text, reading) for text, reading in zip((gold, answer), readings, strict=True)):
+        return verdict
+    return Equality.EQUAL if verify(*readings, timeout_seconds=None) else verdict
+
+
+def _reads_all(text: str, reading: list[Any]) -> bool:
+    """Return whether all numbers and names of a text are in what math-verify reads, which may be a part of the text."""
+    read = set(_TOKEN.findall(str(reading[0]))) if reading else set()
+    return bool(read) and set(_TOKEN.findall(text)) <= read
+
+
 def gold_letter(ground_truth: str) -> str:
     """Return the letter of the right choice in a ground truth; raise DataError if it has none or several."""
     letters: list[str] = _LETTER.findall(ground_truth)
@@ -76,6 +108,8 @@ def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
     The modes `doc` and `ref` use the first letter of any word.
     """
     found = _LETTER.search(normalise(answer)) if options.textual else _LETTER_ALONE.match(_WRAPPER.sub(" ", answer))
+    if found and not options.textual and _ANOTHER_LETTER.match(_WRAPPER.sub(" ", answer), found.end()):
+        return Equality.UNPARSED
     letter = found and _LETTER.search(found[0])
     return Equality.of(letter[0].upper() == gold.upper()) if letter else Equality.UNPARSED
 
@@ -97,10 +131,20 @@ def score_answer(
     *,
     compare: AnswerComparison,
     options: AnswerOptions,
-    read_gold: Callable[[str], str] = gold_answer,
 ) -> Reward:
     """Score 1 if the answer that the response states equals the ground truth, else 0."""
-    return reward_of_answer(extract_answer(response, options), read_gold(ground_truth), compare, options)
+    return reward_of_answer(extract_answer(response, options), gold_answer(ground_truth), compare, options)
+
+
+def score_letters(response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: AnswerOptions) -> Reward:
+    """Score 1 if the response states the letter of the right choice, else 0.
+
+    Without a box and "the answer is", the last `Answer: B` counts.
+    """
+    gold, answer = gold_letter(ground_truth), extract_answer(response, options)
+    if answer is None and (lines := _ANSWER_LINE.findall(_WRAPPER.sub(" ", response[-ANSWER_LINE_CHARS:]))):
+        answer = lines[-1]
+    return reward_of_answer(answer, gold, compare_letters, options)
 
 
 def score_answer_line(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
@@ -139,14 +183,12 @@ _LAST_NUMBER = replace(MODES["fix"], last_number=True)
 
 for _mode, _options in MODES.items():
     _suffix = "" if _mode == "fix" else f"@{_mode}"
-    for _name, _compare, _read_gold in (
-        ("math", compare_answers, gold_answer),
-        ("strict", compare_strings, gold_answer),
-        ("letters", compare_letters, gold_letter),
-    ):
-        _scorer: Scorer = partial(score_answer, compare=_compare, options=_options, read_gold=_read_gold)
+    for _name, _compare in (("math", compare_with_second_opinion), ("strict", compare_strings)):
+        _scorer: Scorer = partial(score_answer, compare=_compare, options=_options)
         SCORERS.register(f"{_name}{_suffix}")(_scorer)
-_scorer = partial(score_answer, compare=compare_answers, options=_LAST_NUMBER)
+    _scorer = partial(score_letters, options=_options)
+    SCORERS.register(f"letters{_suffix}")(_scorer)
+_scorer = partial(score_answer, compare=compare_with_second_opinion, options=_LAST_NUMBER)
 SCORERS.register("math/last_number")(_scorer)
 SCORERS.register("answer_line")(score_answer_line)
 SCORERS.register("math_verify")(score_math_verify)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,23 +14,29 @@ import httpx
 
 from megarl.config.rewards import RemoteConfig
 from megarl.errors import DataError, RunError
-from megarl.rewards.judge import FinishedSample, Judged, Tally, mean_of
+from megarl.rewards.background import BackgroundLoop
+from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
 from megarl.rewards.wire import BadReplyError, ServiceReply, decode_reply, encode_request
 from megarl.types import DROPPED, Reward
 
 # A service answers with a few numbers per row.
 MAX_REPLY_BYTES = 64 << 20
-_CLOSE_S = 5.0
+# Statuses of a wrong URL or a missing authorisation, which no retry and no other row changes.
+_REFUSALS = (401, 403, 404, 405)
 _HEADERS = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The outcome of a request: `reply` is None if every service failed each time; `failures` lists why."""
+    """The outcome of a request: `reply` is None if every service failed each time; `failures` lists why.
+
+    is_refused: every service answered with a status of `_REFUSALS`.
+    """
 
     reply: ServiceReply | None
     seconds: float
     failures: Sequence[str]
+    is_refused: bool = False
 
 
 class RemoteJudge:
@@ -49,19 +54,13 @@ class RemoteJudge:
         self._jitter = random.SystemRandom()
         # The time limit applies to a whole request, not to its phases. Reward services are not reached through a proxy.
         self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None))
-        # The event loop has its own thread, so that requests proceed while the caller works.
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="remote rewards", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("remote rewards")
 
     def begin(self) -> "RemoteSession":
         return RemoteSession(self)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(_CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        self._loop.close()
+        self._loop.close(self._client.aclose())
 
     def ask(self, rows: Sequence[FinishedSample], first: int, failed: Counter[str]) -> Future[_Answer]:
         """Send rows to a service, first to number `first`; `failed` counts the failures of each URL.
@@ -75,7 +74,7 @@ class RemoteJudge:
                 f"samples {rows[0].label} to {rows[-1].label}: their extra_info cannot be sent to a reward service: "
                 f"{error}"
             ) from error
-        return asyncio.run_coroutine_threadsafe(self._ask(body, len(rows), first, failed), self._loop)
+        return self._loop.start(self._ask(body, len(rows), first, failed))
 
     async def _ask(self, body: bytes, num_rows: int, first: int, failed: Counter[str]) -> _Answer:
         began, failures = time.monotonic(), list[str]()
@@ -84,6 +83,7 @@ class RemoteJudge:
         for attempt in range(self.cfg.retries + 1):
             if attempt:
                 await asyncio.sleep(self.cfg.backoff_s * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.5))
+            num_refusals = 0
             for url in sorted(turns, key=lambda url: failed[url]):
                 try:
                     async with asyncio.timeout(self.cfg.timeout_s):
@@ -92,6 +92,7 @@ class RemoteJudge:
                     reason = f"no answer within {self.cfg.timeout_s} s"
                 except httpx.HTTPStatusError as error:
                     reason = f"status {error.response.status_code}"
+                    num_refusals += error.response.status_code in _REFUSALS
                 except httpx.HTTPError as error:
                     reason = f"{type(error).__name__}: {error}"
                 except (BadReplyError, ValueError) as error:
@@ -100,6 +101,8 @@ class RemoteJudge:
                     return _Answer(reply=reply, seconds=time.monotonic() - began, failures=failures)
                 failed[url] += 1
                 failures.append(f"{url}: {reason}")
+            if num_refusals == len(turns):
+                return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures, is_refused=True)
         return _Answer(reply=None, seconds=time.monotonic() - began, failures=failures)
 
     async def _post(self, url: str, body: bytes) -> Any:
@@ -122,6 +125,8 @@ class RemoteSession:
     _requests: list[tuple[int, Future[_Answer]]] = field(default_factory=list)
     _waiting: list[FinishedSample] = field(default_factory=list)
     _failed: Counter[str] = field(default_factory=Counter)
+    # All rows that requests have taken, in their order.
+    _items: list[FinishedSample] = field(default_factory=list)
 
     def add(self, item: FinishedSample) -> None:
         self._waiting.append(item)
@@ -137,26 +142,38 @@ class RemoteSession:
         if self._waiting:
             self._send(self._waiting)
         self._requests += other._requests
+        self._items += other._items
         self._waiting = other._waiting
 
     def _send(self, rows: list[FinishedSample]) -> None:
+        self._items += rows
         self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))
 
     def finish(self) -> Judged:
-        """Wait for all answers; raise RunError with `on_error=raise` if no service answered a request."""
+        """Wait for all answers.
+
+        Raises RunError if all services refuse a request, which only the configuration can change or, with
+        `on_error=raise`, if none answers.
+        """
         cfg = self.judge.cfg
         size = -(-len(self._waiting) // len(self.judge.urls))
         for start in range(0, len(self._waiting), max(size, 1)):
             self._send(self._waiting[start : start + size])
         rewards: list[Reward] = []
-        num_unjudged = 0
+        troubles: list[Trouble] = []
         # Wait for all answers before raising an error, so that no request is still under way.
         answers = [(num_rows, pending.result()) for num_rows, pending in self._requests]
         for num_rows, answer in answers:
             if answer.reply is not None:
                 rewards += [answer.reply.reward(row) for row in range(num_rows)]
                 continue
-            num_unjudged += num_rows
+            rows = self._items[len(rewards) : len(rewards) + num_rows]
+            troubles += [Trouble(item=item, outcome="unanswered", reason=answer.failures[-1]) for item in rows]
+            if answer.is_refused:
+                raise RunError(
+                    f"rewards.remote: all services refuse the rows of this run, the last: {answer.failures[-1]}; "
+                    "correct rewards.remote.urls, or what the services expect of a request, and --resume"
+                )
             if cfg.on_error == "raise":
                 raise RunError(
                     f"rewards.remote: no service judged {num_rows} rows after {len(answer.failures)} attempts, the "
@@ -173,9 +190,10 @@ class RemoteSession:
         tallies = {
             f"{name}/requests": Tally(total=len(answers)),
             f"{name}/failed_attempts": Tally(total=sum(len(answer.failures) for _, answer in answers)),
-            f"{name}/unjudged_rows": Tally(total=num_unjudged),
+            f"{name}/unjudged_rows": Tally(total=len(troubles)),
+            f"{name}/unjudged_frac": Tally(total=len(troubles), over=len(rewards)),
             f"perf/reward_{self.judge.name}_latency_s": mean_of(answer.seconds for _, answer in answers),
         }
         for key in logs:
             tallies[f"{name}/{key}"] = mean_of(reward.details[key] for reward in rewards if key in reward.details)
-        return Judged(rewards=rewards, tallies=tallies)
+        return Judged(rewards=rewards, tallies=tallies, troubles=troubles)

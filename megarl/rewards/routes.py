@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megarl.config.rewards import HybridConfig, RewardsConfig
-from megarl.rewards.custom import load_reward_function
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.manager import RULE
 from megarl.rewards.rule import Rules
@@ -42,8 +41,7 @@ def without_training(rewards: RewardsConfig, sources: Collection[str]) -> Reward
 def check_sources(rewards: RewardsConfig, data_sources: Collection[str]) -> None:
     """Raise ConfigError for unknown data sources, contradictory settings, or a custom file that does not load."""
     rules = Rules(rewards)
-    if rewards.custom.path is not None:
-        load_reward_function(rewards.custom.path, rewards.custom.name, data_source="")
+    rules.custom.check()
     for source in sorted({*rewards.sources, *data_sources}):
         if RULE in route_of(rewards, source) or rules.knows(source):
             rules.spec(source)
@@ -59,6 +57,8 @@ def filter_ranges(rewards: RewardsConfig, by: str, data_sources: Collection[str]
     rules, ranges = Rules(rewards), dict[str, tuple[float, float]]()
     for source in sorted(data_sources):
         spec = rules.spec(source) if rules.knows(source) else None
+        if rules.custom.of(source):
+            continue
         if spec is not None and by == "score":
             ranges[source] = (0.0, 1.0)
         elif spec is not None and rewards.manager == RULE:

@@ -1,82 +1,81 @@
 """Judge samples by rule: run the data sources' scorers, or a user's function, in the worker processes of a pool."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self
 
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import DataError
 from megarl.rewards.code.scorer import CODE, CodeOptions, Credit
-from megarl.rewards.custom import judge_by_file
-from megarl.rewards.judge import FinishedSample, Judged, Tally, mean_of
+from megarl.rewards.custom import CustomFunctions, CustomSession
+from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of
+from megarl.rewards.question import Question, Verdict
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.rewards.sources import SOURCES, SourceSpec, judge_by_source, source_spec
-from megarl.rewards.verifier import JobOutcome, JobResult, VerifierJob, VerifierOptions, VerifierPool
+from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
 from megarl.sandbox import Isolation, SandboxOptions
 from megarl.types import DROPPED, Reward
 
-# Outcomes that have metrics `reward/…_frac`; a scored response is correct or wrong.
-_FRACTIONS = {"timed_out": "timeout", "crashed": "crashed", PARSE_FAILED: "parse_failed", "wrong": "wrong"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A response to judge, with its prompt, ground truth and further data."""
-
-    data_source: str
-    prompt: str
-    response: str
-    ground_truth: str
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+# Outcomes that have metrics `reward/…_frac`, and the names that they have there.
+FRACTIONS = {
+    "timed_out": "timeout",
+    "crashed": "crashed",
+    "failed": "failed",
+    PARSE_FAILED: "parse_failed",
+    "wrong": "wrong",
+}
 
 
 class Rules:
-    """The rule that judges each data source, as the section `rewards` says: a scorer, or a function in the user's
-    file.
+    """The rule that judges each data source, as the section `rewards` says: a scorer, functions in the user's files,
+    or both.
     """
 
     def __init__(self, cfg: RewardsConfig) -> None:
-        self.cfg = cfg
+        self.cfg, self.custom = cfg, CustomFunctions(cfg)
         self._specs: dict[str, SourceSpec] = {}
 
     def knows(self, data_source: str) -> bool:
         """Return whether a scorer or the user's file can judge a data source."""
         own = self.cfg.sources.get(data_source)
         if own is None or own.scorer is None:
-            return self.cfg.custom.path is not None or data_source in {*SOURCES, *SCORERS}
+            return bool(self.custom.of(data_source)) or data_source in {*SOURCES, *SCORERS}
         return own.scorer in {*SOURCES, *SCORERS}
 
     def spec(self, data_source: str) -> SourceSpec | None:
-        """Return how a data source is judged: by a scorer, or (None) by the user's file. ConfigError for an unknown
+        """Return how a scorer judges a data source, None if only the user's functions do. ConfigError for an unknown
         source.
         """
         own = self.cfg.sources.get(data_source)
-        if self.cfg.custom.path is not None and (own is None or own.scorer is None):
+        if (own is None or own.scorer is None) and self.custom.of(data_source):
             return None
         if data_source not in self._specs:
             changes = {} if own is None else {name: value for name, value in asdict(own).items() if value is not None}
             self._specs[data_source] = source_spec(data_source, **changes)
         return self._specs[data_source]
 
-    def reward(self, data_source: str, result: JobResult) -> Reward:
-        """Return the reward for a job's result. A response that a scorer could not judge counts as wrong.
-
-        A response that the user's function could not judge is dropped, because only that function knows the reward of a
-        wrong answer.
-        """
-        if result.reward is not None:
-            return result.reward
-        spec = self.spec(data_source)
-        return DROPPED if spec is None else Reward(score=spec.wrong, correct=False, own_score=0.0)
+    def verdict(self, data_source: str, result: JobResult) -> Verdict:
+        """Return the verdict of a scorer's job. A response that the scorer could not judge counts as wrong."""
+        reward = result.reward
+        if reward is None:
+            spec = self.spec(data_source)
+            assert spec is not None, "a scorer judged it"
+            reward = Reward(score=spec.wrong, correct=False, own_score=0.0)
+        outcome: str = result.outcome
+        if outcome == "scored":
+            outcome = "correct" if reward.correct else "wrong"
+        reason = result.reason or ("no answer was found in the response" if outcome == PARSE_FAILED else "")
+        return Verdict(reward=reward, outcome=outcome, seconds=result.seconds, reason=reason)
 
 
 class RuleJudge:
     """A judge that runs scorers in a pool of processes, for each sample as soon as it is added."""
 
     def __init__(self, cfg: RewardsConfig) -> None:
-        """Start the pool that judges texts, without waiting. The pool for programs starts with the first program."""
+        """Start the pool of processes that judge texts, without waiting for them. The pool for programs starts with the
+        first one.
+        """
         self.rules = Rules(cfg)
         options = VerifierOptions(
             num_workers=cfg.verifier.workers,
@@ -97,28 +96,22 @@ class RuleJudge:
             max_timeouts=cfg.code.max_timeouts,
         )
 
-    def submit(self, question: Question) -> Future[JobResult]:
-        """Start to judge a response, and return a future of the result; errors are those of `VerifierPool.submit`."""
-        cfg, pool = self.rules.cfg, self._texts
-        spec = self.rules.spec(question.data_source)
-        arguments: dict[str, Any] = {"data_source": question.data_source}
-        function: Callable[..., Reward] = judge_by_source
-        if spec is None:
-            function = judge_by_file
-            arguments |= {"path": cfg.custom.path, "name": cfg.custom.name, "prompt": question.prompt}
-        else:
-            is_program = spec.scorer == CODE
-            arguments |= {"source": spec, "arguments": {"options": self._program_options} if is_program else {}}
-            pool = self._program_pool() if is_program else pool
+    def submit(self, question: Question, spec: SourceSpec) -> Future[JobResult]:
+        """Start a scorer on a response, and return a future of the result, as `VerifierPool.submit` does."""
+        is_program = spec.scorer.partition("/")[0] == CODE
         job = VerifierJob(
             data_source=question.data_source,
             response=question.response,
             ground_truth=question.ground_truth,
             extra_info=question.extra_info,
-            function=f"{function.__module__}:{function.__name__}",
-            arguments=arguments,
+            function=f"{judge_by_source.__module__}:{judge_by_source.__name__}",
+            arguments={
+                "data_source": question.data_source,
+                "source": spec,
+                "arguments": {"options": self._program_options} if is_program else {},
+            },
         )
-        return pool.submit(job)
+        return (self._program_pool() if is_program else self._texts).submit(job)
 
     def _program_pool(self) -> VerifierPool:
         """Return the pool whose workers run programs, each in its own sandbox; start it on first use."""
@@ -138,67 +131,129 @@ class RuleJudge:
         return self._programs
 
     def begin(self) -> "RuleSession":
-        return RuleSession(self)
+        return RuleSession(self, self.rules.custom.begin())
 
     def close(self) -> None:
+        self.rules.custom.close()
         for pool in (self._texts, self._programs):
             if pool is not None:
                 pool.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A response in work: its name for messages, its scorer's job, and its row among those of the user's functions."""
+
+    label: str
+    data_source: str
+    job: Future[JobResult] | None
+    row: int | None
+
+
 @dataclass(slots=True)
 class RuleSession:
-    """The judging of one batch by rule, with a job for each sample."""
+    """The judging of one batch by rule, with a job for each sample, and the calls of the user's functions."""
 
     judge: RuleJudge
+    _custom: CustomSession
     _items: list[FinishedSample] = field(default_factory=list)
-    _pending: list[Future[JobResult]] = field(default_factory=list)
+    _asked: list[_Asked] = field(default_factory=list)
 
     def add(self, item: FinishedSample) -> None:
+        needs_ids = self.judge.rules.custom.need_ids(item.prompt.data_source)
+        ids = tuple(item.sample.response_token_ids.tolist()) if needs_ids else ()
         question = Question(
             data_source=item.prompt.data_source,
             prompt=item.prompt_text,
             response=item.response,
             ground_truth=item.prompt.ground_truth,
             extra_info=item.prompt.extra_info,
+            messages=item.prompt.messages,
+            group=item.prompt.uid,
+            response_ids=ids,
         )
         self._items.append(item)
-        self._pending.append(self.judge.submit(question))
+        self.ask(question, label=f"sample {item.label}")
+
+    def ask(self, question: Question, *, label: str) -> None:
+        """Start to judge a response, without waiting; `label` names it in messages."""
+        rules, source = self.judge.rules, question.data_source
+        spec, row = rules.spec(source), None
+        if rules.custom.of(source):
+            row = len(self._custom.rows)
+            self._custom.add(question)
+        job = None if spec is None else self.judge.submit(question, spec)
+        self._asked.append(_Asked(label=label, data_source=source, job=job, row=row))
+
+    def pending(self) -> list[Future[JobResult]]:
+        """Return all jobs that have begun; groups and batches begin in `verdicts`."""
+        return [*self._custom.pending(), *(each.job for each in self._asked if each.job is not None)]
 
     def is_ready(self) -> bool:
-        return all(pending.done() for pending in self._pending)
+        return all(pending.done() for pending in self.pending())
 
     def absorb(self, other: Self) -> None:
+        first = len(self._custom.rows)
+        self._custom.absorb(other._custom)
+        self._asked += [replace(each, row=None if each.row is None else first + each.row) for each in other._asked]
         self._items += other._items
-        self._pending += other._pending
+
+    def verdicts(self) -> list[Verdict]:
+        """Wait for the verdicts on all responses; raise DataError that names the first whose ground truth is
+        malformed, RunError as `CustomSession.finish` does.
+        """
+        custom, verdicts = self._custom.finish(), []
+        for each in self._asked:
+            own = None
+            if each.job is not None:
+                try:
+                    own = self.judge.rules.verdict(each.data_source, each.job.result())
+                except DataError as error:
+                    raise DataError(f"{each.label}: {error}") from error
+            theirs = None if each.row is None else custom[each.row]
+            verdicts.append(_sum(own, theirs))
+        return verdicts
 
     def finish(self) -> Judged:
-        """Wait for all rewards; raise DataError that names the first sample whose ground truth is malformed."""
-        early = mean_of(float(pending.done()) for pending in self._pending)
-        results = []
-        for item, pending in zip(self._items, self._pending, strict=True):
-            try:
-                results.append(pending.result())
-            except DataError as error:
-                raise DataError(f"sample {item.label}: {error}") from error
-        counts = Counter(outcome_of(result) for result in results)
-        details = [result.reward.details for result in results if result.reward is not None]
+        """Wait for all rewards; errors are those of `verdicts`."""
+        early = mean_of(float(pending.done()) for pending in self.pending())
+        verdicts = self.verdicts()
+        counts = Counter(verdict.outcome for verdict in verdicts)
+        details = [verdict.reward.details for verdict in verdicts if verdict.reward is not None]
         names = {name for each in details for name in each} - {PARSE_FAILED}
         tallies = {
             "perf/reward_early_frac": early,
-            **{f"reward/{name}_frac": Tally(total=counts[key], over=len(results)) for key, name in _FRACTIONS.items()},
-            "perf/verifier_s": mean_of(result.seconds for result in results),
+            **{f"reward/{name}_frac": Tally(total=counts[key], over=len(verdicts)) for key, name in FRACTIONS.items()},
+            "perf/verifier_s": mean_of(verdict.seconds for verdict in verdicts),
             **{f"reward/rule/{name}": mean_of(d[name] for d in details if name in d) for name in sorted(names)},
         }
-        sources = [item.prompt.data_source for item in self._items]
-        rewards = [self.judge.rules.reward(s, result) for s, result in zip(sources, results, strict=True)]
-        return Judged(rewards=rewards, tallies=tallies)
+        return Judged(
+            rewards=[DROPPED if each.reward is None else each.reward for each in verdicts],
+            tallies=tallies,
+            troubles=[
+                Trouble(item=item, outcome=each.outcome, reason=each.reason, output=each.output)
+                for item, each in zip(self._items, verdicts, strict=True)
+                if each.outcome not in ("correct", "wrong")
+            ],
+        )
 
 
-def outcome_of(result: JobResult) -> JobOutcome | str:
-    """Return the name under which a job's outcome is counted: "correct" or "wrong" if it was judged, else why it was
-    not.
-    """
-    if result.outcome != "scored" or result.reward is None:
-        return result.outcome
-    return "correct" if result.reward.correct else "wrong"
+def _sum(own: Verdict | None, theirs: Verdict | None) -> Verdict:
+    """Add the reward by the user's functions to that of the scorer, which decides what is correct."""
+    if own is None or own.reward is None or theirs is None:
+        found = own if theirs is None else theirs
+        assert found is not None, "a source that nobody judges was refused"
+        return found
+    if theirs.outcome == "abstained":
+        return own
+    if theirs.reward is None:
+        return theirs
+    mine, other = own.reward, theirs.reward
+    reward = replace(
+        mine,
+        score=mine.score + other.score,
+        details={**other.details, **mine.details, "custom/score": other.score},
+        notes={**other.notes, **mine.notes},
+        own_score=mine.score if mine.own_score is None else mine.own_score,
+    )
+    return replace(own, reward=reward, seconds=own.seconds + theirs.seconds)

@@ -5,6 +5,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,7 +36,8 @@ _ANSWER = ("<answer>", "</answer>")
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "#### "
 _LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_NUMBER = re.compile(_MARK + r"(-?\$?[.,]*[0-9][0-9.,]*)")
+# A fraction or a power after it is another number than its first digits.
+_NUMBER = re.compile(r"####\s*\**\s*\$?(-?\$?[.,]*[0-9][0-9.,]*)(?!\s*[/^*]\s*[0-9])(?![0-9.,])")
 
 
 def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
@@ -92,12 +94,37 @@ def normalise_number(text: str) -> str:
     return re.sub(r"^(-?)\.", r"\g<1>0.", text)
 
 
+def _decimal(text: str) -> Fraction | None:
+    """Return the value of a decimal number, None for other texts."""
+    plain = normalise_number(text)
+    return Fraction(plain) if re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", plain) else None
+
+
 @SCORERS.register("openai/gsm8k")
 def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
-    """Score 1 if the last `#### number` in the last 300 characters equals the ground truth as text, else 0."""
+    """Score 1 if the last `#### number` in the last 300 characters has the value of the ground truth, else 0.
+
+    `####18`, `#### **18**` and `#### $18.00` are 18. Raises DataError for a ground truth that is no number.
+    """
+    gold = _decimal(ground_truth)
+    if gold is None:
+        raise DataError(f"ground truth {ground_truth[:60]!r}: expected a number; score other answers as scorer=math")
     found = _NUMBER.findall(response[-SEARCH_CHARS:])
-    correct = bool(found) and normalise_number(found[-1]) == normalise_number(ground_truth)
+    correct = bool(found) and _decimal(found[-1]) == gold
     return reward_of(correct, parse_failed=not found)
+
+
+def accepted_answers(ground_truth: str) -> list[str]:
+    """Return the answers that a ground truth of `short_answer` accepts; raise DataError if it has none."""
+    accepted: Any = ground_truth
+    if ground_truth[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError):
+            accepted = json.loads(ground_truth)
+    accepted = accepted.get("target") if isinstance(accepted, dict) else accepted
+    accepted = accepted if isinstance(accepted, list) else [accepted]
+    if not accepted or not all(isinstance(answer, str | int | float) for answer in accepted):
+        raise DataError(f"ground truth is {ground_truth!r:.120}, expected an answer, or JSON with a list of answers")
+    return [str(answer) for answer in accepted]
 
 
 @SCORERS.register("short_answer")
@@ -107,21 +134,14 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
     Case, punctuation, articles (a, an, the) and repeated spaces do not count. `ground_truth` is one answer, or JSON: a
     list of answers, or {"target": such a list}.
     """
-    accepted: Any = ground_truth
-    if ground_truth[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):
-            accepted = json.loads(ground_truth)
-    accepted = accepted.get("target") if isinstance(accepted, dict) else accepted
-    accepted = accepted if isinstance(accepted, list) else [accepted]
-    if not accepted or not all(isinstance(answer, str | int | float) for answer in accepted):
-        raise DataError(f"ground truth is {ground_truth!r:.120}, expected an answer, or JSON with a list of answers")
+    accepted = accepted_answers(ground_truth)
 
     def normalised(text: str) -> str:
         plain = "".join(c for c in text.lower() if c not in string.punctuation)
         return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", plain).split())
 
     answers = _LAST_ANSWER.findall(response)
-    correct = bool(answers) and normalised(answers[-1]) in {normalised(str(answer)) for answer in accepted}
+    correct = bool(answers) and normalised(answers[-1]) in {normalised(answer) for answer in accepted}
     return reward_of(correct, parse_failed=not answers)
 
 

@@ -17,9 +17,8 @@ from starlette.routing import Route
 
 from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
-from megarl.rewards.rule import Question, RuleJudge, outcome_of
-from megarl.rewards.verifier import JobResult
-from megarl.types import Reward
+from megarl.rewards.question import Question, Verdict
+from megarl.rewards.rule import RuleJudge
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20
@@ -82,25 +81,28 @@ class RewardService:
                 return JSONResponse(refusal, status_code=503, headers={"retry-after": "1"})
             self._num_in_work += len(questions)
             try:
-                pending = [asyncio.wrap_future(self._judge.submit(question)) for question in questions]
-                results = await asyncio.gather(*pending)
+                judging = self._judge.begin()
+                for row, question in enumerate(questions):
+                    judging.ask(question, label=f"row {row}")
+                await asyncio.gather(*map(asyncio.wrap_future, judging.pending()), return_exceptions=True)
+                verdicts = await asyncio.to_thread(judging.verdicts)
             finally:
                 self._num_in_work -= len(questions)
             self._num_judged += len(questions)
-            rewards = [self._judge.rules.reward(q.data_source, r) for q, r in zip(questions, results, strict=True)]
-            return JSONResponse(encode_reply(rewards, results))
+            return JSONResponse(encode_reply(verdicts))
         except (BadRequestError, ConfigError, DataError) as error:
             return JSONResponse({"error": str(error)}, status_code=422)
         except (RunError, NonFiniteError) as error:
             return JSONResponse({"error": str(error)}, status_code=500)
 
 
-def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dict[str, Any]:
+def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Build the reply: rewards, correctness as `scores`, other numbers as `extra_logs`; RunError for a dropped row."""
-    for row, (reward, result) in enumerate(zip(rewards, results, strict=True)):
-        if reward.dropped:
-            raise RunError(f"row {row}: the reward function has no answer: {result.outcome}, {result.reason}")
-    outcomes = [outcome_of(result) for result in results]
+    rewards = []
+    for row, verdict in enumerate(verdicts):
+        if verdict.reward is None:
+            raise RunError(f"row {row}: the reward function has no answer: {verdict.outcome}, {verdict.reason}")
+        rewards.append(verdict.reward)
     # Details that some rows lack cannot be sent, since their lists must have one entry per row.
     shared = set.intersection(*(set(reward.details) for reward in rewards)) if rewards else set()
     return {
@@ -108,7 +110,7 @@ def encode_reply(rewards: Sequence[Reward], results: Sequence[JobResult]) -> dic
         "scores": [float(reward.correct) for reward in rewards],
         "extra_logs": {
             **{name: [reward.details[name] for reward in rewards] for name in sorted(shared)},
-            **{name: [float(outcome == name) for outcome in outcomes] for name in _LOGGED_OUTCOMES},
+            **{name: [float(each.outcome == name) for each in verdicts] for name in _LOGGED_OUTCOMES},
         },
     }
 
@@ -135,7 +137,14 @@ def decode_request(body: Any, data_source: str | None) -> list[Question]:
             raise BadRequestError("data_source: is missing; send it, or start the service with --data-source")
         response = query.removeprefix(prompt)
         questions.append(
-            Question(data_source=source, prompt=prompt, response=response, ground_truth=label, extra_info=extra)
+            Question(
+                data_source=source,
+                prompt=prompt,
+                response=response,
+                ground_truth=label,
+                extra_info=extra,
+                group=prompt,
+            )
         )
     return questions
 

@@ -2,16 +2,21 @@
 
 Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
-"extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing.
+"extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Other values than numbers in
+"extra_logs" are notes.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.rewards.judge import FinishedSample
 from megarl.types import Reward
+
+# Longest note that is kept, since replies are limited and rollout files are meant for reading.
+MAX_NOTE_CHARS = 16_384
 
 
 class BadReplyError(Exception):
@@ -20,11 +25,12 @@ class BadReplyError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """A service's checked answer, with a number per row; `scores` is None if the service gave none."""
+    """A service's checked answer, with an entry per row; `scores` is None if the service gave none."""
 
     rewards: Sequence[float]
     scores: Sequence[float] | None
     logs: Mapping[str, Sequence[float]]
+    notes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def reward(self, row: int) -> Reward:
         """Return a row's reward; it is correct if its score is above 0.5 or, without scores, its reward is above 0."""
@@ -33,6 +39,7 @@ class ServiceReply:
             score=self.rewards[row],
             correct=correct,
             details={name: values[row] for name, values in self.logs.items()},
+            notes={name: values[row] for name, values in self.notes.items()},
             own_score=None if self.scores is None else self.scores[row],
         )
 
@@ -57,13 +64,40 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
     scores, logs = reply.get("scores"), reply.get("extra_logs") or {}
     if not isinstance(logs, dict):
         raise BadReplyError(f"extra_logs: got {logs!r:.80}, expected an object")
-    # A single number applies to every row.
+    # A single value applies to every row.
     columns = {str(name): entry if isinstance(entry, list) else [entry] * num_rows for name, entry in logs.items()}
+    numbers, notes = dict[str, Sequence[float]](), dict[str, Sequence[Any]]()
+    for name, column in columns.items():
+        if len(column) != num_rows:
+            raise BadReplyError(f"extra_logs.{name}: got {len(column)} values, expected {num_rows}, one per row")
+        if all(map(_is_finite, column)):
+            numbers[name] = [float(value) for value in column]
+        else:
+            notes[name] = [note(value) for value in column]
     return ServiceReply(
         rewards=_numbers("rewards", reply["rewards"], num_rows),
         scores=None if scores is None else _numbers("scores", scores, num_rows),
-        logs={name: _numbers(f"extra_logs.{name}", column, num_rows) for name, column in columns.items()},
+        logs=numbers,
+        notes=notes,
     )
+
+
+def note(value: Any) -> Any:
+    """Convert a value to JSON types, arrays to lists. A value that is too long, or that JSON cannot express, becomes
+    text.
+    """
+    try:
+        text = json.dumps(value, allow_nan=False, default=lambda other: getattr(other, "tolist", other.__str__)())
+    except (TypeError, ValueError):
+        text = json.dumps(str(value))
+    return json.loads(text) if len(text) <= MAX_NOTE_CHARS else text[:MAX_NOTE_CHARS]
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number, not a boolean."""
+    # JSON as Python reads it has NaN, and integers beyond every float.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
@@ -73,8 +107,6 @@ def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
     if len(values) != num_rows:
         raise BadReplyError(f"{name}: got {len(values)} numbers, expected {num_rows}, one per row")
     for row, value in enumerate(values):
-        # JSON as Python reads it has NaN, and integers beyond every float.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= sys.float_info.max:
+        if not _is_finite(value):
             raise BadReplyError(f"{name}[{row}]: got {value!r:.80}, expected a finite number")
     return [float(value) for value in values]

@@ -2,13 +2,12 @@
 
 from megarl.sandbox.options import Isolation, Limits, SandboxOptions
 from megarl.sandbox.process import Program, Sandbox
-from megarl.sandbox.task import Call, Ending, Evaluate, Execute, Outcome, ProgramTask, RunWithInput
+from megarl.sandbox.task import Call, Check, Ending, Outcome, ProgramTask, RunWithInput
 
 __all__ = [
     "Call",
+    "Check",
     "Ending",
-    "Evaluate",
-    "Execute",
     "Isolation",
     "Limits",
     "Outcome",

@@ -11,10 +11,13 @@ MIB = 2**20
 class Isolation(StrEnum):
     """Choose how a program is isolated.
 
-    `namespaces` runs nothing if the kernel does not grant namespaces; `limits_only` does not protect the machine.
+    `auto` takes namespaces, or else Landlock, and runs nothing if the kernel grants neither; `limits_only` does not
+    protect the machine.
     """
 
+    AUTO = "auto"
     NAMESPACES = "namespaces"
+    LANDLOCK = "landlock"
     LIMITS_ONLY = "limits_only"
 
 
@@ -48,6 +51,6 @@ class SandboxOptions:
     `import_paths`: directories of packages that programs may import, read-only, besides the standard library.
     """
 
-    isolation: Isolation = Isolation.NAMESPACES
+    isolation: Isolation = Isolation.AUTO
     limits: Limits = field(default_factory=Limits)
     import_paths: tuple[str, ...] = ()

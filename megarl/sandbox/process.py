@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.sandbox import wire
 from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
-from megarl.sandbox.task import Ending, Execute, Outcome, ProgramTask
+from megarl.sandbox.task import Check, Ending, Outcome, ProgramTask
 
 # Time allowed beyond a program's own limits, since a busy machine may be late.
 MARGIN_S = 30.0
@@ -38,6 +38,10 @@ _NAMESPACES = (
     "--security-opt apparmor=unconfined"
 )
 _MOUNTS = "allow mounts, in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+_LANDLOCK = (
+    "run on Linux 5.13 or newer with landlock among the security modules that the kernel starts with (lsm=…), and let "
+    "containers use it"
+)
 _KERNEL = "run on Linux 5.14 or newer"
 
 REMEDIES: Mapping[str, str] = {
@@ -53,18 +57,30 @@ REMEDIES: Mapping[str, str] = {
     "tmpfs": _MOUNTS,
     "pivot_root": "run where the root directory is a mount point, not in a chroot or an initramfs",
     "read-only binds": _KERNEL,
-    "proc": "let /proc be mounted, in Docker: --security-opt systempaths=unconfined",
     "detach the old root": _KERNEL,
     "scratch tmpfs": _MOUNTS,
+    "landlock": _LANDLOCK,
     "scratch directory": "make the directory for temporary files writable",
     "system call filter": "run on x86_64 or aarch64",
 }
+
+
+# What is tried for each setting, one after the other.
+_TIERS: Mapping[Isolation, Sequence[Isolation]] = {
+    Isolation.AUTO: (Isolation.NAMESPACES, Isolation.LANDLOCK),
+    **{each: (each,) for each in (Isolation.NAMESPACES, Isolation.LANDLOCK, Isolation.LIMITS_ONLY)},
+}
+
+
+class RefusedError(ConfigError):
+    """The error of a machine that refuses one step of the isolation."""
 
 
 class Program(AbstractContextManager["Program"]):
     """A program in its sandbox. `run` starts it anew for each task; leaving the context deletes its files."""
 
     def __init__(self, connection: socket.socket, options: SandboxOptions, scratch: str, source: str) -> None:
+        """Send the source to its keeper. `options.isolation` is the tier that the launcher was started with."""
         self._connection = connection
         self._options = options
         self._is_lost = False
@@ -74,10 +90,8 @@ class Program(AbstractContextManager["Program"]):
         header, _ = wire.receive(connection)
         if "refused" in header:
             name = header["refused"]
-            raise ConfigError(
-                f"rewards.code.isolation=namespaces: this machine refuses the step {name!r} ({header['reason']}); "
-                f"{REMEDIES[name]}, or set rewards.code.isolation=limits_only, which protects neither files nor the "
-                "network from programs"
+            raise RefusedError(
+                f"it refuses {options.isolation.value} at the step {name!r} ({header['reason']}); {REMEDIES[name]}"
             )
         # The program's source is sent before anything else.
         wire.send(connection, {}, source.encode("utf-8", "surrogatepass"))
@@ -88,7 +102,12 @@ class Program(AbstractContextManager["Program"]):
             return Outcome(ending=Ending.LOST)
         try:
             self._connection.settimeout(self._options.limits.wall_s + MARGIN_S)
-            wire.send(self._connection, {"kind": type(task).__name__, **asdict(task)})
+            if isinstance(task, Check):
+                # The second message is read by the process of the test code alone.
+                wire.send(self._connection, {"kind": "Check", "setup": task.setup})
+                wire.send(self._connection, asdict(task))
+            else:
+                wire.send(self._connection, {"kind": type(task).__name__, **asdict(task)})
             header, (stdout, stderr, answer) = wire.receive(self._connection)
         except (ConnectionError, TimeoutError) as error:
             self._is_lost = True
@@ -110,7 +129,7 @@ class Program(AbstractContextManager["Program"]):
                 self._wait_for_end()
             except ConnectionError:
                 pass
-        if self._options.isolation is Isolation.LIMITS_ONLY:
+        if self._options.isolation is not Isolation.NAMESPACES:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _kill(self) -> None:
@@ -133,6 +152,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def __init__(self, options: SandboxOptions | None = None) -> None:
         self.options = options or SandboxOptions()
+        # What isolates programs, and why it is no stronger one; known once a program has been started.
+        self.tier: Isolation | None = None
+        self.refusals: tuple[str, ...] = ()
         self._scratch = os.path.join(tempfile.gettempdir(), "megarl-sandbox")
         self._lock = threading.Lock()
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -171,7 +193,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def _shut_in(self, connection: socket.socket, source: str) -> Program:
         try:
-            return Program(connection, self.options, self._scratch, source)
+            assert self.tier is not None
+            return Program(connection, replace(self.options, isolation=self.tier), self._scratch, source)
         except (ConnectionError, TimeoutError) as error:
             connection.close()
             raise WorkerError(_DEAD) from error
@@ -180,7 +203,25 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             raise
 
     def _start(self) -> None:
-        """Start the launcher, and check that it can run a program."""
+        """Start the launcher with the strongest isolation that the options allow and this machine grants."""
+        refusals: list[str] = []
+        for tier in _TIERS[self.options.isolation]:
+            self.tier = tier
+            try:
+                self._start_tier(tier)
+                self.refusals = tuple(refusals)
+                return
+            except RefusedError as error:
+                refusals.append(str(error))
+        self.tier = None
+        raise ConfigError(
+            f"rewards.code.isolation={self.options.isolation.value}: this machine isolates no programs: "
+            f"{'; '.join(refusals)}; or set rewards.code.isolation=limits_only, which protects neither files nor the "
+            "network from programs"
+        )
+
+    def _start_tier(self, tier: Isolation) -> None:
+        """Start the launcher with one kind of isolation, and check that it can run a program."""
         limits = asdict(self.options.limits)
         del limits["output_mib"]
         import_paths = [os.path.realpath(path) for path in self.options.import_paths]
@@ -189,8 +230,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             "bounds": {
                 **limits,
                 "output_bytes": self.options.limits.output_bytes,
-                "is_isolated": self.options.isolation is Isolation.NAMESPACES,
             },
+            "isolation": tier.value,
             "paths": python_paths(import_paths),
             "import_paths": import_paths,
             "scratch": self._scratch,
@@ -209,7 +250,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         # An import must succeed here, or else faults of this machine would be taken for failures of programs.
         try:
             with self._shut_in(self._ask(), "") as program:
-                outcome = program.run(Execute(statements="import statistics", token=""))
+                outcome = program.run(Check(test="import statistics"))
         except ConfigError:
             self._stop()
             raise

@@ -22,21 +22,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
-    """Import the program, and evaluate an expression in its namespace."""
+class Check:
+    """Run test code in a process of its own, which calls the program's functions in theirs; see `jail/testing.py`.
 
-    expression: str
+    The answer is JSON with `passed` and, if it did not, the `message`. The program's process never holds the test code.
+
+    setup: code that both processes run first.
+    entry_point: expression for the function under test, such as `f` or `Solution().f`.
+    tolerance: of floats in `assert a == b`; None compares as Python does.
+    """
+
+    test: str
+    setup: str = ""
+    entry_point: str | None = None
+    tolerance: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execute:
-    """Import the program, and execute statements in its namespace; the answer is `token` if they raise nothing."""
-
-    statements: str
-    token: str
-
-
-ProgramTask: TypeAlias = RunWithInput | Call | Evaluate | Execute
+ProgramTask: TypeAlias = RunWithInput | Call | Check
 
 
 class Ending(StrEnum):
@@ -54,7 +56,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a task; `answer` is the result of `Call`, `Evaluate` or `Execute`, see `jail/answer.py`."""
+    """The outcome of a task; `answer` is the result of `Call` (see `jail/values.py`) or the verdict of `Check`."""
 
     ending: Ending
     exit_code: int | None = None

@@ -21,7 +21,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.errors import RunError
 from megarl.record.metrics import Timers
-from megarl.rewards.judge import tally_metrics
+from megarl.rewards.judge import Trouble, tally_metrics
 from megarl.rewards.manager import BatchJudging, RewardManager
 from megarl.rollout.prefixes import plan_prefixes
 from megarl.rollout.replay import read_record, record_path, write_record
@@ -40,11 +40,13 @@ SAMPLES_FILE = "rollouts.parquet"
 class Collected:
     """The samples of complete groups with their rewards, in the same order, and metrics of the collection.
 
-    A group lacks only those samples that nobody could judge.
+    A group lacks only those samples that nobody could judge. troubles: all samples of which judges report troubles,
+    those of removed groups among them.
     """
 
     rollout: RolloutBatch
     rewards: Sequence[Reward]
+    troubles: Sequence[Trouble] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -117,6 +119,7 @@ class Rollouts:
         removes too many.
         """
         num_prompts, sampled, kept, tallies = self.config.trainer.prompts_per_step, [], [], []
+        troubles: list[Trouble] = []
         count = num_prompts
         while count:
             taken = self._take_done(count)
@@ -125,12 +128,13 @@ class Rollouts:
                 while self.scheduler.staleness and not all(group.judging.is_ready() for group in taken):
                     time.sleep(POLL_S)
                     self.source.poll()
-                judged, tally = judge_groups(taken, self.config)
-            sampled += judged
-            tallies.append(tally)
-            stay = filter_groups(judged, self.config.algo.filter)[0]
+                groups, judged = judge_groups(taken, self.config)
+            sampled += groups
+            tallies.append(judged.tallies)
+            troubles += judged.troubles
+            stay = filter_groups(groups, self.config.algo.filter)[0]
             kept += stay
-            for number in {each.group.number for each in judged} - {each.group.number for each in stay}:
+            for number in {each.group.number for each in groups} - {each.group.number for each in stay}:
                 self.scheduler.remove(number)
             count = self._refill(step, num_kept=len(kept), sampled=sampled, num_refills=len(tallies) - 1)
         self._require_groups(sampled, kept)
@@ -147,6 +151,7 @@ class Rollouts:
                 samples=tuple(sample for each in kept for sample in each.samples),
             ),
             rewards=[reward for each in kept for reward in each.rewards],
+            troubles=troubles,
             # Group metrics count everything that was sampled and judged, removed or not.
             metrics=filter_groups(sampled, self.config.algo.filter)[1]
             | tally_metrics(tallies)
@@ -174,10 +179,11 @@ class Rollouts:
         tickets = [[group.number, group.index, group.target_step] for group in self.groups.values()]
         return {"scheduler": self.scheduler.state_dict(), "tickets": tickets}
 
-    def restore(self, state: Mapping[str, Any], directory: Path, *, step: int) -> None:
+    def restore(self, state: Mapping[str, Any], directory: Path, *, step: int, goes_on: bool) -> None:
         """Go on with the pipeline that `save` saved after a step; a synchronous run and an old checkpoint have none.
 
-        If the schedule has changed, the prompts of the pipeline are sampled anew, before all others.
+        If the schedule has changed, or the engines sample in another way than before (`goes_on` false), the prompts of
+        the pipeline are sampled anew, before all others.
         """
         scheduler, saved = self.scheduler, state.get("scheduler", {})
         # Seeds follow the numbers: none may come twice.
@@ -185,7 +191,7 @@ class Rollouts:
         tickets = [tuple(map(int, ticket)) for ticket in state.get("tickets", ())]
         if not tickets:
             return
-        if (saved["staleness"], saved["window"]) != (scheduler.staleness, scheduler.window):
+        if not goes_on or (saved["staleness"], saved["window"]) != (scheduler.staleness, scheduler.window):
             self.queue.give_back([index for _, index, _ in tickets])
             return
         # Which groups are done is learnt from their samples.

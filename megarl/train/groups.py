@@ -1,14 +1,14 @@
 """Judge groups of samples and filter out those that carry no learning signal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megarl.algos.advantages import GREEDY_SCORE, estimator_of
 from megarl.algos.filters import filter_scores, group_metrics, kept_rows
 from megarl.config.algo import FilterConfig
 from megarl.config.schema import Config
-from megarl.rewards.judge import Tally
+from megarl.rewards.judge import Judged
 from megarl.rewards.manager import BatchJudging
 from megarl.types import DROPPED, Prompt, Reward, RolloutBatch, Sample
 
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedGroup:
-    """The judged samples of a group that may train; `num_sampled` also counts those that nobody could judge."""
+    """The samples of a group that have a reward; `num_sampled` also counts those that no scorer could judge."""
 
     group: Group
     samples: tuple[Sample, ...]
@@ -49,8 +49,8 @@ class JudgedGroup:
         return len(self.samples) >= min(2, self.num_sampled)
 
 
-def judge_groups(groups: Sequence[Group], cfg: Config) -> tuple[list[JudgedGroup], Mapping[str, Tally]]:
-    """Wait for the rewards of finished groups, which are judged together; return tallies to log, too."""
+def judge_groups(groups: Sequence[Group], cfg: Config) -> tuple[list[JudgedGroup], Judged]:
+    """Wait for the rewards of finished groups, which are judged together; return also what judges said, to log it."""
     judging, *others = {id(group.judging): group.judging for group in groups}.values()
     for other in others:
         judging.absorb(other)
@@ -73,7 +73,7 @@ def judge_groups(groups: Sequence[Group], cfg: Config) -> tuple[list[JudgedGroup
                 num_sampled=len(pairs),
             )
         )
-    return found, judged.tallies
+    return found, judged
 
 
 def filter_groups(groups: Sequence[JudgedGroup], cfg: FilterConfig) -> tuple[list[JudgedGroup], dict[str, float]]:

@@ -7,11 +7,13 @@ from typing import Any
 from megarl.algos.value_loss import ValueLoss
 from megarl.cluster import Cluster, EngineSupervisor, residency
 from megarl.config.batches import batch_counts, num_actor_steps
+from megarl.config.judges import JudgeConfig
 from megarl.config.schema import Config
 from megarl.record.metrics import Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler
 from megarl.record.recorder import RunRecorder
-from megarl.rewards.build import open_rewards
+from megarl.rewards.build import CompletionsOf, open_rewards
+from megarl.rewards.llm import Completions, EndpointCompletions
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.regenerate import RegenerateSource
 from megarl.rollout.replay import ReplaySource
@@ -24,6 +26,7 @@ from megarl.train.gate import MismatchGate
 from megarl.train.inputs import TrainInputs, max_reward_tokens, open_sampler
 from megarl.train.loop import Trainer
 from megarl.train.model_judge import ModelJudge, ModelRewards
+from megarl.train.policy_judge import PolicyCompletions
 from megarl.train.score import ScoringPasses
 from megarl.train.update import CountedObjective, RoleScorer, RoleUpdater, UpdateStage
 from megarl.train.validate import Validator
@@ -48,7 +51,8 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     )
     scheduler, source = _open_source(config, engines)
     scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
-    rewards, validation_rewards = _reward_managers(inputs, scorers, memory)
+    completions = partial(_completions, inputs, cluster, VllmSource(engines), memory)
+    rewards, validation_rewards = _reward_managers(inputs, scorers, memory, completions)
     rollouts = Rollouts(
         config=config,
         scheduler=scheduler,
@@ -94,8 +98,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
 def _open_source(config: Config, engines: EngineSupervisor) -> tuple[Scheduler, RolloutSource]:
     """Open the source of the samples to train on, and return it with the scheduler that decides what it samples."""
     schedule, num_prompts = config.rollout.schedule, config.trainer.prompts_per_step
-    window = max(1, int(schedule.window_frac * (schedule.staleness + 1) * num_prompts))
-    scheduler = Scheduler(prompts_per_step=num_prompts, staleness=schedule.staleness, window=window)
+    scheduler = Scheduler(
+        prompts_per_step=num_prompts, staleness=schedule.staleness, window=schedule.window(num_prompts)
+    )
     if config.rollout.source == "vllm":
         return scheduler, VllmSource(engines)
     assert config.rollout.replay_dir is not None, "the configuration was checked"
@@ -110,7 +115,10 @@ def _open_source(config: Config, engines: EngineSupervisor) -> tuple[Scheduler, 
 
 
 def _reward_managers(
-    inputs: TrainInputs, scorers: dict[Role, RoleScorer], memory: residency.MemoryLedger
+    inputs: TrainInputs,
+    scorers: dict[Role, RoleScorer],
+    memory: residency.MemoryLedger,
+    completions: CompletionsOf,
 ) -> tuple[RewardManager, RewardManager]:
     """Return the reward managers of training and of validation.
 
@@ -122,9 +130,32 @@ def _reward_managers(
         model = ModelJudge(ModelRewards(scorer, inputs.conversations, max_tokens=limit, enter=memory.enter))
     val_sources = set() if inputs.val is None else inputs.val.data_sources
     sources = inputs.train.data_sources | val_sources
-    rewards = open_rewards(inputs.config.rewards, sources, inputs.tokenizer, model=model)
+    rewards = open_rewards(inputs.config.rewards, sources, inputs.tokenizer, model=model, completions=completions)
     by_rule = bool(val_sources) and all(map(rewards.knows, val_sources))
     return rewards, rewards.by_rule() if by_rule else rewards
+
+
+def _completions(
+    inputs: TrainInputs,
+    cluster: Cluster,
+    source: VllmSource,
+    memory: residency.MemoryLedger,
+    name: str,
+    cfg: JudgeConfig,
+) -> Completions:
+    """Return how to ask the model of a judge that belongs to the run: a server of its own, or the policy."""
+    if cfg.server is not None:
+        return EndpointCompletions(cfg, name=name, urls=cluster.judge_urls[cfg.server])
+    rollout = inputs.config.rollout
+    return PolicyCompletions(
+        source,
+        inputs.tokenizer,
+        cfg.sampling,
+        max_tokens=rollout.engine.max_model_tokens or inputs.spec.max_positions,
+        run_seed=inputs.config.run.seed,
+        timeout_s=rollout.timeout_s,
+        enter=memory.enter,
+    )
 
 
 def _update_stage(inputs: TrainInputs, cluster: Cluster, memory: residency.MemoryLedger, timers: Timers) -> UpdateStage:

@@ -28,6 +28,8 @@ class RewardServer:
         """Waits `delay_s` before an answer, and `byte_s` before each of its bytes."""
         self.behaviour, self.delay_s, self.byte_s = behaviour, delay_s, byte_s
         self.requests: list[dict[str, Any]] = []
+        # The answer to a GET.
+        self.listing: dict[str, Any] = {}
         self.arrived = threading.Event()
         self._stopped = threading.Event()
         outer = self
@@ -35,6 +37,14 @@ class RewardServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 outer.handle(self)
+
+            def do_GET(self) -> None:
+                content = json.dumps(outer.listing).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
 
             def log_message(self, *_: Any) -> None:
                 """Nothing."""
@@ -58,6 +68,7 @@ class RewardServer:
         status, content = self.behaviour(body)
         try:
             handler.send_response(status)
+            handler.send_header("content-type", "application/json")
             handler.send_header("content-length", str(len(content)))
             handler.end_headers()
             for i in range(len(content)) if self.byte_s else ():

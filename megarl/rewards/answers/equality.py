@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from megarl.rewards.answers import structure
+from megarl.rewards.answers import notation, structure
 from megarl.rewards.answers.numbers import REL_TOLERANCE, Number, are_close, parse_number
 from megarl.rewards.answers.options import MAX_ANSWER_CHARS, AnswerOptions, Equality
 from megarl.rewards.answers.spelling import canonical, compact, normalise
-from megarl.rewards.answers.symbolic import compare_symbolic
+from megarl.rewards.answers.symbolic import compare_symbolic, sign_of_factor
 from megarl.rewards.answers.units import PERCENT, parse_quantity, split_unit
 
 MAX_ITEMS = 64
@@ -23,6 +23,7 @@ Rule = Callable[[str, str, Compare, AnswerOptions], Equality | None]
 _NAME = re.compile(
     r"\s*\\?[a-zA-Z]+\s*(?:_\s*\{?\w+\}?)?'*\s*(?:\([\w\s,]*\))?\s*|\s*[^\W\d_][^\W\d_ ]*(?:\s+[^\W\d_]+)*\s*"
 )
+_NUMBER_IS_MISSING = re.compile(r"(?<!\\)[a-zA-Z]")
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 _OR = r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])"
@@ -226,24 +227,44 @@ def same_group(answer: str, gold: str, compare: Compare, options: AnswerOptions)
 
 
 def same_equation(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare equations by the difference of their sides, up to sign. `name = value` also equals `value` alone."""
+    """Compare equations by the difference of their sides, up to a factor. `name = value` also equals `value` alone.
+
+    A solved equation such as `x=2` equals no equation that leaves the solving to the reader, such as `2x=4`. In a
+    chain, every part must be a name or equal the last part.
+    """
     a, g = structure.split_top(answer, _EQUALS), structure.split_top(gold, _EQUALS)
     groups = [structure.parse_group(text) for text in (answer, gold)]
     is_list = any(group is not None and not group.opening for group in groups)
     if (len(a) == 1 and len(g) == 1) or is_list:
         return None
     if len(a) > 1 and len(g) > 1:
+        if len(a) > 2 or len(g) > 2:
+            return _same_chain(a, g, compare)
         if compare(a[0], g[0]) is Equality.EQUAL and _NAME.fullmatch(g[0]):
             return compare(a[-1], g[-1])
-        if len(a) > 2 or len(g) > 2:
-            return Equality.DIFFERENT
         left, right = (f"{side[0]}-({side[1]})" for side in (a, g))
         verdict = compare_symbolic(left, right)
-        return verdict if verdict is Equality.EQUAL else compare_symbolic(f"-({left})", right)
+        if verdict is Equality.DIFFERENT and any(
+            _NAME.fullmatch(side[0]) and not _NUMBER_IS_MISSING.search(side[1]) for side in (a, g)
+        ):
+            return compare_symbolic(f"-({left})", right)
+        return verdict if sign_of_factor(left, right) is None else Equality.EQUAL
     parts, value = (a, gold) if len(a) > 1 else (g, answer)
     if not all(_NAME.fullmatch(part) or compare(part, parts[-1]) is Equality.EQUAL for part in parts[:-1]):
         return Equality.DIFFERENT
     return compare(parts[-1], value)
+
+
+def _same_chain(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality:
+    """Compare chains of equations: they must name the same, and be equal in their last and all other parts."""
+    names = [{part for part in chain if _NAME.fullmatch(part)} for chain in (a, g)]
+    others = [part for chain in (a, g) for part in chain if not _NAME.fullmatch(part)]
+    same_length = len(a) == len(g) and all(compare(x, y) is Equality.EQUAL for x, y in zip(a, g, strict=True))
+    if same_length:
+        return Equality.EQUAL
+    if names[0] != names[1] or not all(compare(part, g[-1]) is Equality.EQUAL for part in others):
+        return Equality.DIFFERENT
+    return compare(a[-1], g[-1])
 
 
 def _all_equal(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equality:
@@ -276,11 +297,16 @@ def _same_multiset(a: Sequence[str], g: Sequence[str], compare: Compare) -> Equa
 RULES: Sequence[Rule] = (
     same_text,
     same_words,
+    notation.same_base,
+    notation.same_angle,
     same_quantity,
+    notation.same_closing_words,
     same_matrix,
     same_alternatives,
     same_intervals,
     same_union,
+    notation.same_inequality,
+    notation.same_named_tuple,
     same_equation,
     same_group,
     without_units,

@@ -12,6 +12,12 @@ _STATED_REF = re.compile(r"he answer is")
 # A full stop ends an answer's sentence, unless it is between digits.
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# What may stand between two boxes that state one answer.
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;&]|\\[()\[\],;: ]|\\q?quad(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
+    r"|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}|(?<![a-zA-Z\\])[a-zA-Z]\s*=)*"
+)
+MAX_BOXES = 16
 _NUMBER = re.compile(r"-?\d*\.?\d+")
 
 
@@ -40,32 +46,57 @@ def last_boxed(response: str, options: AnswerOptions) -> str | None:
 
 
 def _boxed(response: str, options: AnswerOptions) -> tuple[bool, str | None]:
-    r"""Return whether a response has a `\boxed` or similar command, and the last one's content (None if unreadable)."""
-    ends = [end for end in (_last_command(response, name, options) for name in options.boxes) if end is not None]
-    if not ends:
+    r"""Return whether a response has a `\boxed` or similar command, and what its last ones say (None if unreadable).
+
+    Neighbouring boxes make one answer, `\boxed{2}, \boxed{3}` → `2, 3`, if `options` say so.
+    """
+    found = _last_box(response, options)
+    if found is None:
         return False, None
-    text = response[max(ends) :]
+    start, _, answer = found
+    if not options.join_boxes or answer is None:
+        return True, answer
+    answers = [answer]
+    while len(answers) < MAX_BOXES and (before := _last_box(response[:start], options)):
+        first, end, content = before
+        if content is None or not _BETWEEN_BOXES.fullmatch(response[end:start]):
+            break
+        if content not in answers:
+            answers.insert(0, content)
+        start = first
+    return True, ", ".join(answers)
+
+
+def _last_box(response: str, options: AnswerOptions) -> tuple[int, int, str | None] | None:
+    """Return where the last box starts and ends, and its content (None if unreadable); None without a box."""
+    commands = [found for name in options.boxes if (found := _last_command(response, name, options)) is not None]
+    if not commands:
+        return None
+    start, begin = max(commands)
+    text = response[begin:]
     if not text.startswith("{"):
-        return True, _first_line(re.split(r"[$\n]", text, maxsplit=1)[0])
+        line = re.split(r"[$\n]", text, maxsplit=1)[0]
+        return start, begin + len(line), _first_line(line)
     depth = 0
     # Escaped braces, the brackets of sets, must be balanced too.
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
             content = text[1 : brace.start()]
-            return True, " ".join(content.split("\n")).strip() if options.join_lines else _first_line(content)
-    return True, _first_line(text[1:]) if options.accept_unclosed else None
+            answer = " ".join(content.split("\n")).strip() if options.join_lines else _first_line(content)
+            return start, begin + brace.end(), answer
+    return start, len(response), _first_line(text[1:]) if options.accept_unclosed else None
 
 
-def _last_command(response: str, name: str, options: AnswerOptions) -> int | None:
-    """Return the index after the last LaTeX command `name` and the spaces that follow it, or None without one."""
+def _last_command(response: str, name: str, options: AnswerOptions) -> tuple[int, int] | None:
+    """Return where the last LaTeX command `name` starts, and where it and the spaces after it end, or None."""
     if options.bare_box:
         start = response.rfind(name)
-        return start + len(name) if start >= 0 else None
+        return (start, start + len(name)) if start >= 0 else None
     start = response.rfind(f"\\{name}")
     while start >= 0:
         if match := re.compile(r"(?![a-zA-Z])\s*").match(response, start + 1 + len(name)):
-            return match.end()
+            return start, match.end()
         start = response.rfind(f"\\{name}", 0, start)
     return None
 

@@ -15,7 +15,11 @@ _WORK = re.compile(
 )
 _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
 # Refused are 2^3^4 and, within the braces of an exponent, powers of anything but a name: e^{x^2} is safe, 9^{9^9} not.
-_CHAINED_POWER = re.compile(r"\^\s*[\w.]+\s*\^")
+# x^2y^2 is no chain.
+_CHAINED_POWER = re.compile(r"\^\s*(?:[\d.]+|[a-zA-Z])\s*\^")
+# Algebra would drop the base of 2516_8, the prime of f'(x) and the dots of 7…, and sort the letters of an angle.
+_DROPPED = re.compile(r"\d\s*_|'|\\(?:angle|triangle|[lc]?dots)(?![a-zA-Z])")
+_NO_SMALL_SUM = re.compile(r"[\^!*]|\\cdot|\\frac|\d\s*\(|\d\s+\d|[a-zA-Z)]\s*\(")
 _POWER_OF_NUMBER = re.compile(r"[\d)}\]!]\s*\^")
 _FACTORIAL = re.compile(r"(\d*)\s*(\)|\]|\}|[a-zA-Z])?\s*!")
 _BINOMIAL_NUMBER = re.compile(r"\d{4,}")
@@ -23,6 +27,8 @@ _BINOMIAL_NUMBER = re.compile(r"\d{4,}")
 
 def refusal(text: str) -> str | None:
     """Return the reason why an answer must not be evaluated, or None if it may be evaluated."""
+    if _DROPPED.search(text):
+        return "has a sign that algebra would drop"
     return "asks for a computation" if _WORK.search(text) else costly(text)
 
 
@@ -72,11 +78,25 @@ def _has_large_factorial(text: str) -> bool:
         return True
     if r"\Gamma" in text or re.search(r"!\s*[)}\]]*\s*!", text):
         return True
-    for digits, closing in _FACTORIAL.findall(text):
-        if closing in (")", "]", "}"):
-            # What is in the bracket counts: sums of small numbers and names only.
-            if re.search(r"\^|!.*!|\\cdot|\\frac|\d{4,}|\d\s*\(|\)\s*\(", text):
+    for match in _FACTORIAL.finditer(text):
+        digits, closing = match.groups()
+        if closing and closing in ")]}":
+            inside = _bracket_before(text, match.end(2) - 1)
+            numbers = [int(number[:10]) for number in re.findall(r"\d+", inside)]
+            # Only sums of small numbers and names.
+            if sum(numbers) > MAX_FACTORIAL or _NO_SMALL_SUM.search(inside):
                 return True
         elif digits and (len(digits) > 4 or int(digits) > MAX_FACTORIAL):
             return True
     return False
+
+
+def _bracket_before(text: str, end: int) -> str:
+    """Return what stands between the bracket that closes at `end` and the one that opens it."""
+    depth, start = 0, end
+    while start >= 0:
+        depth += (text[start] in ")]}") - (text[start] in "([{")
+        if depth == 0:
+            return text[start + 1 : end]
+        start -= 1
+    return text[:end]

@@ -32,6 +32,7 @@ class AnswerOptions:
     boxes: names of LaTeX commands whose argument is an answer.
     bare_box: `boxes` also count without a backslash before them.
     accept_unclosed: a box whose brace is not closed extends to the end of its line.
+    join_boxes: boxes with nothing but commas and the like between them are one answer, a list.
     join_lines: a boxed answer may span lines; otherwise only its first line is used.
     last_math, last_number: use the last formula, or number, if there is neither a box nor "the answer is".
     skip_thinking: only text after the last `</think>` counts.
@@ -46,6 +47,7 @@ class AnswerOptions:
     boxes: tuple[str, ...] = ("boxed", "fbox", "framebox")
     bare_box: bool = False
     accept_unclosed: bool = False
+    join_boxes: bool = True
     join_lines: bool = True
     last_math: bool = False
     last_number: bool = False
@@ -61,6 +63,7 @@ _REF = AnswerOptions(
     boxes=("boxed",),
     bare_box=True,
     accept_unclosed=True,
+    join_boxes=False,
     join_lines=False,
     last_number=True,
     skip_thinking=False,

@@ -56,8 +56,12 @@ def _compiled(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]
     return tuple((re.compile(pattern), replacement) for pattern, replacement in rows)
 
 
+# What separates equations, where a text has several.
+_BETWEEN_EQUATIONS = re.compile(r"\\q?quad(?![a-zA-Z])|\\\\(?!\[)")
+_ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?")
 # Patterns and their replacements; the order is part of the definition of both spellings.
 _DELIMITERS = _compiled(
+    (r",\\!(?=\d{3}(?!\d))", ","),
     (r"\\\$", "$"),
     (r"(?<!\\)\\[()\[\]]", " "),
     (r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),
@@ -124,11 +128,14 @@ def canonical(text: str) -> str:
     r"""Return an answer in one spelling of many equivalent ones, without changing its mathematics.
 
     Unicode signs become LaTeX; delimiters, sizes and text wrappers are removed: `$\dfrac12\,\text{cm}$` →
-    `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`.
+    `\frac{1}{2} cm`, `x × ２` → `x \cdot 2`, `90°` → `90 degree`, `15th` → `15`. Commas separate several
+    equations.
     """
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPT)}}}", text)
     text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    if text.count("=") > 1 and r"\begin" not in text:
+        text = _BETWEEN_EQUATIONS.sub(", ", text)
     for pattern, replacement in _DELIMITERS:
         text = pattern.sub(replacement, text)
     # Innermost first: `\text{ cm}` → ` cm `.
@@ -138,7 +145,8 @@ def canonical(text: str) -> str:
         text = pattern.sub(replacement, text)
     while re.fullmatch(r"\{[^{}]*\}", text):
         text = text[1:-1].strip()
-    return re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\s+", " ", text).strip()
+    return ordinal[1] if (ordinal := _ORDINAL.fullmatch(text)) else text
 
 
 def compact(text: str) -> str:

@@ -11,6 +11,7 @@ _ONE_SIDED = re.compile(rf"({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _ONE_SIDED_BACK = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})")
 _TWO_SIDED = re.compile(rf"([^<>=]+?)\s*{_RELATION}\s*({_NAME})\s*{_RELATION}\s*([^<>=]+)")
 _MEMBER = re.compile(rf"({_NAME})\s*\\in(?![a-zA-Z])\s*(.+)")
+_SET_BUILDER = re.compile(rf"\\\{{\s*({_NAME})\s*(?:\\in\s*(?:\\mathbb\s*\{{?\s*R\s*\}}?|R))?\s*[|:]\s*(.+?)\s*\\\}}")
 _LETTER = r"[^\W\d_]"
 # A single letter is a variable, not a word for "and" or "or", unless it stands between numbers.
 _LIST_SEPARATORS = (
@@ -86,7 +87,13 @@ def expand_signs(text: str) -> tuple[str, str] | None:
 
 
 def as_interval(text: str) -> tuple[str, str] | None:
-    r"""Parse `x > 3`, `1 \leq x < 2` or `x \in (3,\infty)` into variable and interval; return None for other texts."""
+    r"""Parse `x > 3`, `1 \leq x < 2`, `x \in (3,\infty)` or `\{x | x > 3\}` into variable and interval.
+
+    Returns None for other texts.
+    """
+    if match := _SET_BUILDER.fullmatch(text):
+        found = as_interval(match[2])
+        return found if found is not None and found[0] == match[1] else None
     if match := _MEMBER.fullmatch(text):
         return match[1], match[2]
     if match := _TWO_SIDED.fullmatch(text):

@@ -34,8 +34,9 @@ _POINTS = tuple(
     )
 )
 _DIGITS, _AGREEMENT, _MIN_AGREEMENTS = 30, 1e-12, 2
-# Terms that cancel are evaluated to about 1e-100 instead of 0.
-_ZERO = 1e-60
+# Values that agree so far are compared to more decimal places, because 2^{2009} is no 2^{2009}-1. Rounding may cost the
+# last ones.
+_CONSTANT_DIGITS, _DECIMAL_DIGITS, _LOST_DIGITS = 1_000, 80, 30
 
 
 @lru_cache(maxsize=8192)
@@ -62,7 +63,7 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
 def compare_symbolic(answer: str, gold: str) -> Equality:
     """Decide whether two expressions are equal for all values of their variables.
 
-    Expressions are evaluated at a few points, to 12 digits. This decides most pairs without the costly `simplify`.
+    Expressions are evaluated at a few points, constants exactly. This decides most pairs without the costly `simplify`.
     Sets, relations and expressions without values go to math-verify, whose time is not bounded.
     """
     is_complex = any(_IMAGINARY.search(text) for text in (answer, gold))
@@ -73,7 +74,8 @@ def compare_symbolic(answer: str, gold: str) -> Equality:
         if isinstance(a, sympy.Expr) and isinstance(g, sympy.Expr):
             # If one of two constants has decimals, they are compared within the tolerance, but integers exactly.
             has_decimals = any(_DECIMAL.search(text) for text in (answer, gold))
-            if has_decimals and a.is_number and g.is_number and not (a.is_Integer or g.is_Integer):
+            is_integer = any(_with_exact_decimals(each).is_Integer for each in (a, g))
+            if has_decimals and a.is_number and g.is_number and not is_integer:
                 x, y = sympy.N(a), sympy.N(g)
                 is_real = all(value.is_real and value.is_finite for value in (x, y))
                 if is_real and math.isclose(float(x), float(y), rel_tol=REL_TOLERANCE):
@@ -90,7 +92,11 @@ def compare_symbolic(answer: str, gold: str) -> Equality:
 
 
 def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
-    """Return whether two expressions have equal values at a few points, or None if too few of the values exist."""
+    """Return whether two expressions have equal values at a few points, or None if too few of the values exist.
+
+    Rational values are compared exactly, other constants to 970 decimal places, values of formulas to 50.
+    """
+    a, g = (_with_exact_decimals(expression) for expression in (a, g))
     names = sorted(a.free_symbols | g.free_symbols, key=str)
     if len(names) > len(_POINTS[0]) or (isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol)):
         return None
@@ -100,9 +106,47 @@ def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
         x, y = (expression.evalf(_DIGITS, subs=values) for expression in (a, g))
         if not all(v.is_number and v.is_finite for v in (x, y)):
             continue
-        if abs(x - y) > max(_AGREEMENT * max(abs(x), abs(y)), _ZERO):
+        if abs(x - y) > max(_AGREEMENT * max(abs(x), abs(y)), 10.0**-_DIGITS):
+            return False
+        digits = _DECIMAL_DIGITS if names else _CONSTANT_DIGITS
+        # One point is enough to tell formulas apart that agree to a few digits everywhere.
+        if agreements == 0 and not _is_zero(a.subs(values) - g.subs(values), digits, max(abs(x), 1)):
             return False
         agreements += 1
         if not names:
             return True
     return True if agreements >= _MIN_AGREEMENTS else None
+
+
+def sign_of_factor(answer: str, gold: str) -> int | None:
+    """Return the sign of the number by which one expression is a multiple of another, as `2x+4y-6` is of `x+2y-3`.
+
+    Returns None if there is no such number, and for constants, all of which are multiples of each other.
+    """
+    a, g = (parse_latex(text) for text in (answer, gold))
+    if not isinstance(a, sympy.Expr) or not isinstance(g, sympy.Expr) or not (a.free_symbols and g.free_symbols):
+        return None
+    names = sorted(a.free_symbols | g.free_symbols, key=str)
+    for point in _POINTS if len(names) <= len(_POINTS[0]) else ():
+        values = dict(zip(names, point, strict=False))
+        x, y = (_with_exact_decimals(expression).subs(values) for expression in (a, g))
+        if all(v.is_number and v.is_finite and v.is_zero is False for v in (x, y)):
+            ratio = x / y
+            return int(sympy.sign(ratio)) if ratio.is_real and agree_at_points(a, ratio * g) else None
+    return None
+
+
+def _with_exact_decimals(expression: sympy.Expr) -> sympy.Expr:
+    """Return an expression with decimals as fractions: 0.1 is one tenth, not the nearest binary number."""
+    return expression.xreplace({number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)})
+
+
+def _is_zero(difference: sympy.Expr, digits: int, size: sympy.Expr) -> bool:
+    """Return whether the difference of two constants of a given size is 0: exactly if it is rational, otherwise to
+    `digits` decimal places, without those that rounding may cost.
+    """
+    # Not `is_zero` of others, which multiplies out powers of roots.
+    if difference.is_Rational:
+        return bool(difference == 0)
+    maxn = digits + int(sympy.log(size, 10).evalf(15))
+    return bool(abs(difference.evalf(15, maxn=maxn)) < sympy.Float(10) ** (_LOST_DIGITS - digits))

@@ -46,7 +46,58 @@ _SPELLINGS: Mapping[str, str] = {
     }.items()
     for spelling in spellings
 }
-_SCALES: Mapping[str, int] = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+# Names of what is counted. Another name is read as a product of letters, so that no text after a number goes unread.
+_COUNTED_WORDS = (
+    "apple pear orange egg cookie candy pizza cake slice cup bottle box bag basket card coin stamp ticket "
+    "book page pencil pen marble ball toy flower tree plant animal dog cat bird fish chicken cow horse car "
+    "bus train boat house room table chair shirt boy girl student teacher friend worker player member team "
+    "game point goal vote way unit piece item number integer solution root term digit triangle square circle "
+    "side edge face vertex line segment angle step pound ounce gallon quart pint yard acre month decade hertz "
+    "newton joule watt volt ampere ohm mole kelvin radian rad parsec"
+)
+_COUNTED: Mapping[str, str] = {
+    plural: word for word in _COUNTED_WORDS.split() for plural in (word, f"{word}s", f"{word}es")
+} | {
+    "people": "person",
+    "person": "person",
+    "children": "child",
+    "child": "child",
+    "men": "man",
+    "man": "man",
+    "women": "woman",
+    "woman": "woman",
+    "lb": "pound",
+    "lbs": "pound",
+    "oz": "ounce",
+    "candies": "candy",
+    "vertices": "vertex",
+    "square unit": "square unit",
+    "square units": "square unit",
+    "sq unit": "square unit",
+    "sq units": "square unit",
+    "cubic unit": "cubic unit",
+    "cubic units": "cubic unit",
+    "square inches": "inch^2",
+    "square feet": "foot^2",
+    "square miles": "mile^2",
+    "square yards": "yard^2",
+    "cubic inches": "inch^3",
+    "cubic feet": "foot^3",
+    "cubic yards": "yard^3",
+}
+_PHYSICAL = re.compile(
+    r"(?:[numkMGT]?(?:m|g|s|eV|Hz|N|J|W|V|A|K|Pa|mol|pc|L|erg|dyn|cm|mm|km|min|h|hr|ohm|rad)"
+    r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?[\s/]*)+"
+)
+_SCALES: Mapping[str, int] = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})
 _NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no"})
 _CURRENCY = re.compile(r"^(-?)\s*([$€£¥])\s*")
 _TRAILING = re.compile(
@@ -74,17 +125,19 @@ def split_unit(text: str) -> Quantity:
     body, words = match["body"].strip(), match["unit"].strip()
     unit = _unit(words)
     is_spaced = text[len(match["body"]) : match.start("unit")] != ""
-    if not words.isascii() or words in "%$":
-        is_unit = True
+    first = re.split(r"[\s/.^*{}-]+", words.lower())[0]
+    scale, _, rest = unit.partition(" ")
+    is_number = parse_number(body) is not None
+    if scale in _SCALES and is_number:
+        is_unit = not rest or _is_known(_unit(rest))
+    elif words.isascii() and words not in "%$":
+        is_known = first not in _NOT_UNITS and (
+            _is_known(unit) or (is_spaced and _PHYSICAL.fullmatch(words) is not None)
+        )
+        # A single letter may be a variable.
+        is_unit = is_known and (len(words) > 1 or (is_spaced and is_number))
     else:
-        first = re.split(r"[\s/.^*{}-]+", words.lower())[0]
-        is_known = unit in _SPELLINGS.values()
-        if first in _NOT_UNITS:
-            is_unit = False
-        elif len(words) == 1:
-            is_unit = is_known and is_spaced and parse_number(body) is not None
-        else:
-            is_unit = is_known or (is_spaced and len(first) > 1)
+        is_unit = _is_known(unit)
     return Quantity(body, unit) if unit and is_unit else Quantity(text, "")
 
 
@@ -92,7 +145,14 @@ def _unit(words: str) -> str:
     """Return the standard spelling of a unit (`meters` → `m`); from an unknown word, only a plural s is removed."""
     words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
     words = " ".join(words.split())
-    return _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or words.removesuffix("s")
+    known = _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or _COUNTED.get(words)
+    return known or words.removesuffix("s")
+
+
+def _is_known(unit: str) -> bool:
+    """Return whether a unit or its parts, as in `mile per hour`, are in the lists."""
+    parts = re.split(r"\s*(?:/|\bper\b|\ba\b)\s*", re.sub(r"\^-?\d", "", unit))
+    return unit in _STANDARD or all(_unit(part) in _STANDARD for part in parts)
 
 
 def parse_quantity(text: str) -> tuple[Number, str] | None:

@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.rewards.code.tests import Test, parse_tests
+from megarl.rewards.code.formats import TEST_FORMATS, parse_tests
+from megarl.rewards.code.tests import Test
 from megarl.rewards.scorers import PARSE_FAILED, SCORERS
 from megarl.sandbox import Ending, Sandbox, SandboxOptions
 from megarl.types import Reward
 
-# The name of this scorer.
+# The name of this scorer, which reads tests of any form; `code/FORM` reads those of one form.
 CODE = "code"
 # The fence that ends a block is not consumed, since it may open the next block.
 _BLOCK = re.compile(
@@ -87,16 +89,23 @@ _VERDICTS: Mapping[Ending, TestVerdict] = {
 }
 
 
-@SCORERS.register(CODE)
 def score_code(
-    response: str, ground_truth: str, extra_info: Mapping[str, Any], *, options: CodeOptions = _DEFAULT
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    options: CodeOptions = _DEFAULT,
+    form: str | None = None,
 ) -> Reward:
     """Run the last Python block of `response` against the tests in `ground_truth` (if empty, those in `extra_info`).
+
+    `form` is a name in `TEST_FORMATS`; with None, the keys of the ground truth show the form.
 
     The score is 1 if all tests pass, else 0; with the credit `fraction`, it is passed / tests. `details` counts each
     outcome of a test. Raises DataError for malformed tests, and ConfigError if the sandbox cannot run.
     """
-    tests = parse_tests(ground_truth or extra_info.get("ground_truth", ""), tolerance=options.float_tolerance)
+    truth = ground_truth or extra_info.get("ground_truth", "")
+    tests = parse_tests(truth, tolerance=options.float_tolerance, form=form)
     tests = tests[: options.max_tests]
     code = extract_code(response)
     verdicts = [TestVerdict.NOT_RUN] * len(tests) if code is None else run_tests(code, tests, options)
@@ -106,6 +115,11 @@ def score_code(
     details = {verdict.value: float(counts[verdict]) for verdict in TestVerdict}
     details |= {PARSE_FAILED: float(code is None), "num_tests": float(len(tests))}
     return Reward(score=score, correct=is_correct, details=details)
+
+
+SCORERS.register(CODE)(score_code)
+for _form in TEST_FORMATS:
+    SCORERS.register(f"{CODE}/{_form}")(partial(score_code, form=_form))
 
 
 def run_tests(code: str, tests: Sequence[Test], options: CodeOptions) -> list[TestVerdict]:

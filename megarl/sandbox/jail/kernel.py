@@ -72,6 +72,12 @@ def _checked(result: int, what: str) -> int:
     return result
 
 
+def system_call(number: int, *arguments: int | bytes | None) -> int:
+    """Make a system call that no library offers; OSError if it fails."""
+    typed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    return _checked(int(_libc.syscall(ctypes.c_long(number), *typed)), f"system call {number}")
+
+
 def unshare(flags: int) -> None:
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 

@@ -5,17 +5,20 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megarl.sandbox import wire
-from megarl.sandbox.jail import kernel, syscalls
+from megarl.sandbox.jail import kernel, landlock, syscalls
 from megarl.sandbox.jail.kernel import StepError, step
-from megarl.sandbox.jail.namespaces import enter_namespaces
+from megarl.sandbox.jail.namespaces import NOBODY, enter_namespaces
 from megarl.sandbox.jail.processes import Family
 from megarl.sandbox.jail.rights import Bounds
 from megarl.sandbox.jail.root import build_root
 from megarl.sandbox.jail.scratch import DirectoryScratch, MountedScratch, Scratch
-from megarl.sandbox.jail.tasks import serve_tasks
+from megarl.sandbox.jail.tasks import Tasks
+from megarl.sandbox.options import Isolation
 
 
 def main() -> None:
@@ -25,7 +28,7 @@ def main() -> None:
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     # If memory runs out, the kernel is to end programs before a trainer.
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     setup = json.loads(sys.argv[2])
     # The kernel buries keepers that nobody waits for.
@@ -44,38 +47,56 @@ def main() -> None:
 
 def _keep(connection: socket.socket, setup: dict[str, Any], launcher: int) -> NoReturn:
     """Confine one program. This keeper process holds the connection open until nothing of the program is left."""
-    bounds = Bounds(**setup["bounds"])
+    bounds = Bounds(**setup["bounds"], paths=setup["paths"], isolation=Isolation(setup["isolation"]))
+    table = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
         wire.send(connection, {"keeper": os.getpid()})
-        if os.uname().machine not in syscalls.AUDIT_ARCH:
-            raise StepError("system call filter", OSError(0, f"no numbers for {os.uname().machine}"))
-        if bounds.is_isolated:
-            enter_namespaces()
-        _end_with_parent(launcher)
-        if bounds.is_isolated and (first := os.fork()):
-            os.waitpid(first, 0)
-            os._exit(0)
-        # From here on it is process 1 of the namespace, or the keeper itself if there is none.
-        scratch: Scratch
-        if bounds.is_isolated:
-            _end_with_parent(0)
-            # Programs may not look into this process, nor interrupt it.
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            family = Family(build_root(setup["paths"]), is_isolated=True)
-            with step("scratch tmpfs"):
-                scratch = MountedScratch(mib=bounds.files_mib, files=bounds.files)
+        with step("system call filter"):
+            if os.uname().machine not in syscalls.AUDIT_ARCH:
+                raise OSError(0, f"no numbers for {os.uname().machine}")
+        if bounds.isolation is Isolation.NAMESPACES:
+            scratch = _enter_namespaces(bounds, launcher)
         else:
-            # Without namespaces orphans of the program become children of this process.
-            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-            family = Family(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY), is_isolated=False)
-            with step("scratch directory"):
-                scratch = DirectoryScratch(f"{setup['scratch']}-{os.getpid()}")
+            bounds, scratch = _stay(bounds, launcher, f"{setup['scratch']}-{os.getpid()}")
+        family = Family(table, kills_all=bounds.isolation is Isolation.NAMESPACES)
         wire.send(connection, {"ready": True})
     except StepError as error:
         wire.send(connection, {"refused": error.name, "reason": error.reason})
         os._exit(1)
-    serve_tasks(connection, bounds, family, scratch, setup["import_paths"])
+    Tasks(
+        connection=connection, bounds=bounds, family=family, scratch=scratch, import_paths=setup["import_paths"]
+    ).serve()
+
+
+def _enter_namespaces(bounds: Bounds, launcher: int) -> Scratch:
+    """Return in the first process of new namespaces, whose root shows nothing but the paths of `bounds`."""
+    enter_namespaces()
+    _end_with_parent(launcher)
+    if first := os.fork():
+        os.waitpid(first, 0)
+        os._exit(0)
+    _end_with_parent(0)
+    # Programs may not look into this process, nor interrupt it.
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    build_root(bounds.paths)
+    with step("scratch tmpfs"):
+        return MountedScratch(mib=bounds.files_mib, files=bounds.files)
+
+
+def _stay(bounds: Bounds, launcher: int, directory: str) -> tuple[Bounds, Scratch]:
+    """Prepare what programs need without namespaces: a directory of the host, and if possible a user without rights."""
+    _end_with_parent(launcher)
+    # Orphans of a program become children of this process.
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if bounds.isolation is Isolation.LANDLOCK:
+        with step("landlock"):
+            landlock.version()
+        if os.geteuid() == 0 and landlock.is_readable_by_all(bounds.paths):
+            bounds = replace(bounds, user=NOBODY)
+    with step("scratch directory"):
+        scratch = DirectoryScratch(directory, mib=bounds.files_mib, files=bounds.files, user=bounds.user)
+    return bounds, scratch
 
 
 def _end_with_parent(parent: int) -> None:

@@ -8,7 +8,7 @@ from megarl.sandbox.jail.kernel import StepError, step
 # The user that programs are inside. Any but 0, so that no file they run gives them capabilities.
 PROGRAM_ID = 1000
 # Whom root makes them outside: the kernel does not limit the processes of root.
-_NOBODY = 65534
+NOBODY = 65534
 
 NAMESPACES = {
     "mount namespace": kernel.CLONE_NEWNS,
@@ -48,14 +48,12 @@ def enter_namespaces() -> None:
             kernel.unshare(flag)
 
 
-def become_program_user() -> None:
-    """Become the user that programs run as: one without rights if the sandbox runs as root, else the same user as
-    before.
-    """
-    if os.getuid() != PROGRAM_ID:
+def become(user: int) -> None:
+    """Become this user and the group of the same number, and belong to no other groups, unless this is the user."""
+    if os.getuid() != user:
         os.setgroups([])
-        os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
-        os.setresuid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
 
 
 def _map_when_told(reader: int, keeper: int) -> int:
@@ -64,7 +62,7 @@ def _map_when_told(reader: int, keeper: int) -> int:
         return 0
     try:
         if os.geteuid() == 0:
-            users = groups = f"0 0 1\n{PROGRAM_ID} {_NOBODY} 1\n"
+            users = groups = f"0 0 1\n{PROGRAM_ID} {NOBODY} 1\n"
         else:
             users = f"{PROGRAM_ID} {os.geteuid()} 1\n"
             groups = f"{PROGRAM_ID} {os.getegid()} 1\n"

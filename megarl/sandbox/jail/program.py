@@ -1,26 +1,42 @@
-"""Run one task in a child process that first confines itself."""
+"""Run one task, or the test code of one, in a child process that first confines itself."""
 
 import _sitebuiltins
 import atexit
 import builtins
+import json
 import os
+import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megarl.sandbox.jail import answer
-from megarl.sandbox.jail.rights import Bounds, give_up_rights
+from megarl.sandbox import wire
+from megarl.sandbox.jail import values
+from megarl.sandbox.jail.channel import Channel
+from megarl.sandbox.jail.remote import Peer
+from megarl.sandbox.jail.rights import MIB, Bounds, give_up_rights
+from megarl.sandbox.jail.serve import Server
+from megarl.sandbox.jail.testing import Suite, run_suite
+from megarl.sandbox.jail.usual import USUAL
 
+# Descriptors after input, output and errors. A program that is tested has a reader and a writer in place of an answer.
 _ANSWER = 3
+_READER = 4
+_WRITER = 5
+_CONNECTION = 6
+# The exit code of test code whose program ended before it.
+PROGRAM_ENDED = 3
 _NAME = "program.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """The child of one task, and what it runs with. `streams`: descriptors of input, output, errors and answer."""
+    """The child of one task, and what it runs with. `streams`: its descriptors, which get the numbers 0, 1, …"""
 
     source: str
     task: Mapping[str, Any]
@@ -29,28 +45,63 @@ class Child:
     import_paths: Sequence[str]
     bounds: Bounds
 
-    def run(self) -> NoReturn:
+    def run_program(self) -> NoReturn:
         """Run the program, and end this process as the interpreter would end after a script."""
-        os.setsid()
-        _keep_only(self.streams)
-        os.chdir(self.directory)
+        self._settle()
         # Without the `site` module there are none, and scripts use them.
         for name in ("exit", "quit"):
             setattr(builtins, name, _sitebuiltins.Quitter(name, "end of input"))
         sys.argv = [_NAME]
+        give_up_rights(self.bounds, self.directory)
+        os._exit(_exit_code(partial(self._perform, self.task)))
+
+    def run_tests(self) -> NoReturn:
+        """Run test code against the program in the other process, and write the verdict."""
+        self._settle()
+        with socket.socket(fileno=_CONNECTION) as connection:
+            task, _ = wire.receive(connection)
+        give_up_rights(self.bounds, self.directory)
+        # A program may send this, and it is not to be an exception of the test.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        channel = Channel(_READER, _WRITER, limit=self.bounds.memory_mib * MIB // 8)
+        passed, message, has_peer = run_suite(Suite(**task), partial(Peer, channel))
+        _write(json.dumps({"passed": passed, "message": message}).encode())
+        os._exit(0 if has_peer else PROGRAM_ENDED)
+
+    def _settle(self) -> None:
+        os.setsid()
+        _keep_only(self.streams)
+        os.chdir(self.directory)
         sys.path.extend(self.import_paths)
-        give_up_rights(self.bounds)
-        os._exit(_exit_code(self.source, self.task))
+
+    def _perform(self, task: Mapping[str, Any]) -> None:
+        """Perform the task, and write its answer if it has one."""
+        if task["kind"] == "RunWithInput":
+            _execute(self.source, ModuleType("__main__"))
+            return
+        module = ModuleType("program")
+        module.__dict__.update(USUAL)
+        names = module.__dict__
+        if task["kind"] == "Call":
+            _execute(self.source, module)
+            name = task["function"]
+            function = names[name] if name in names or "Solution" not in names else getattr(names["Solution"](), name)
+            _write(values.encode(function(*task["arguments"])))
+            return
+        exec(compile(task["setup"], "setup", "exec", dont_inherit=True), names)
+        by_value = [name for name, value in names.items() if getattr(value, "__module__", "") == "program"]
+        _execute(self.source, module)
+        Server(names, by_value, Channel(_READER - 1, _WRITER - 1, limit=self.bounds.memory_mib * MIB)).serve()
 
 
-def _exit_code(source: str, task: Mapping[str, Any]) -> int:
+def _exit_code(perform: Callable[[], None]) -> int:
     """Perform the task, run the program's exit handlers, and return the exit code.
 
     The interpreter itself is not shut down, which would take six times as long.
     """
     code = 0
     try:
-        _perform(source, task)
+        perform()
     except SystemExit as error:
         if isinstance(error.code, int):
             code = error.code & 0xFF
@@ -83,30 +134,13 @@ def _keep_only(streams: Sequence[int]) -> None:
     os.closerange(len(streams), 2**31 - 1)
 
 
-def _perform(source: str, task: Mapping[str, Any]) -> None:
-    """Perform the task, and write its answer if it has one."""
-    if task["kind"] == "RunWithInput":
-        _execute(source, "__main__")
-        return
-    names = _execute(source, "program")
-    match task["kind"]:
-        case "Call":
-            name = task["function"]
-            function = names[name] if name in names or "Solution" not in names else getattr(names["Solution"](), name)
-            value = function(*task["arguments"])
-        case "Evaluate":
-            value = eval(compile(task["expression"], "test", "eval", dont_inherit=True), names)
-        case "Execute":
-            exec(compile(task["statements"], "test", "exec", dont_inherit=True), names)
-            value = task["token"]
-    left = memoryview(answer.encode(value))
+def _write(answer: bytes) -> None:
+    left = memoryview(answer)
     while left:
         left = left[os.write(_ANSWER, left) :]
 
 
-def _execute(source: str, name: str) -> dict[str, Any]:
-    """Run the program as a module of this name; under `__main__`, its `if __name__ == "__main__"` block runs too."""
-    module = ModuleType(name)
-    sys.modules[name] = module
+def _execute(source: str, module: ModuleType) -> None:
+    """Run the program as this module; under `__main__`, its `if __name__ == "__main__"` block runs too."""
+    sys.modules[module.__name__] = module
     exec(compile(source, _NAME, "exec", dont_inherit=True), module.__dict__)
-    return module.__dict__

@@ -1,10 +1,13 @@
 """Take rights away from a child process before it runs code of the program."""
 
 import resource
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.sandbox.jail import kernel, syscalls
-from megarl.sandbox.jail.namespaces import become_program_user
+from megarl.sandbox.jail import kernel, landlock, syscalls
+from megarl.sandbox.jail.namespaces import PROGRAM_ID, become
+from megarl.sandbox.options import Isolation
 
 MIB = 2**20
 _STACK_MIB = 64
@@ -12,7 +15,10 @@ _STACK_MIB = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits of `megarl.sandbox.options.Limits` as they arrive on this side, and whether namespaces are used."""
+    """The limits of `megarl.sandbox.options.Limits` as they arrive on this side, and what isolates programs.
+
+    paths: files and directories that programs may read. user: whom they run as under Landlock; None: whoever this is.
+    """
 
     cpu_s: int
     wall_s: float
@@ -21,11 +27,16 @@ class Bounds:
     files_mib: int
     files: int
     output_bytes: int
-    is_isolated: bool
+    isolation: Isolation
+    paths: Sequence[str]
+    user: int | None = None
 
 
-def give_up_rights(bounds: Bounds) -> None:
-    """Give up rights for good: nothing that this process executes later can regain them."""
+def give_up_rights(bounds: Bounds, scratch: str) -> None:
+    """Give up rights for good: nothing that this process executes later can regain them.
+
+    `scratch`: the directory that programs may write to.
+    """
     limits = {
         resource.RLIMIT_AS: bounds.memory_mib * MIB,
         resource.RLIMIT_STACK: _STACK_MIB * MIB,
@@ -36,19 +47,26 @@ def give_up_rights(bounds: Bounds) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: bounds.processes,
     }
-    if bounds.is_isolated:
+    if bounds.isolation is Isolation.NAMESPACES:
         # Without a user namespace it would count everything else that this user runs.
         limits[resource.RLIMIT_NPROC] = bounds.processes
     for kind, value in limits.items():
         _limit(kind, value)
     # One second more, for programs that ignore the signal that comes at the limit.
     _limit(resource.RLIMIT_CPU, bounds.cpu_s, bounds.cpu_s + 1)
-    if bounds.is_isolated:
+    if bounds.isolation is Isolation.NAMESPACES:
         kernel.drop_bounding_set()
-        become_program_user()
+        become(PROGRAM_ID)
+    elif bounds.user is not None:
+        become(bounds.user)
     kernel.drop_capabilities()
+    if bounds.isolation is not Isolation.NAMESPACES:
+        # A pid namespace ends with its first process. After a change of user, which cancels it.
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    syscalls.refuse_calls()
+    if bounds.isolation is Isolation.LANDLOCK:
+        landlock.restrict_files(bounds.paths, scratch)
+    syscalls.allow_only_listed_calls(one_process=bounds.isolation is Isolation.LANDLOCK)
 
 
 def _limit(kind: int, soft: int, hard: int | None = None) -> None:

@@ -11,11 +11,11 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SAFE = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
-def build_root(paths: Sequence[str]) -> int:
+def build_root(paths: Sequence[str]) -> None:
     """Make a tree of `paths` the root of this mount namespace, and detach the old root.
 
-    Returns a descriptor of the table of processes in this pid namespace. Programs see none: through /proc/self/exe they
-    could change the interpreter's file where it lies on the host.
+    There is no /proc in it: through /proc/self/exe programs could change the interpreter's file where it lies on the
+    host, and a container that masks parts of its own /proc may not mount another.
     """
     with step("private mounts"):
         kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -31,18 +31,11 @@ def build_root(paths: Sequence[str]) -> int:
             _show(path, kernel.MS_RDONLY | SAFE)
         for device in _DEVICES:
             _show(device, kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NOEXEC)
-    with step("proc"):
-        os.mkdir("/proc")
-        kernel.mount("proc", "/proc", "proc", SAFE | kernel.MS_NOEXEC, "subset=pid")
-        table = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        kernel.unmount("/proc")
-        os.rmdir("/proc")
     with step("detach the old root"):
         kernel.unmount(_OLD)
         os.rmdir(_OLD)
         os.mkdir("/tmp")
         kernel.restrict_mounts("/", kernel.MS_RDONLY)
-    return table
 
 
 def _show(path: str, flags: int) -> None:

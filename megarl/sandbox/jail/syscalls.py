@@ -1,56 +1,27 @@
-"""Filter system calls (seccomp), to close what resource limits and namespaces leave open.
+"""Filter system calls (seccomp): programs may make those of a list (`calls.py`), and no others.
 
-Anonymous files and System V segments hold memory that no limit of a process counts; new user namespaces give rights
-back; sockets, ptrace, keyrings, bpf, io_uring and perf are kernel surface that no test program needs. It is a list of
-what is refused (EPERM), so that any Python runs; the namespaces are what contains a program.
+What is not on it: sockets, executing files, new namespaces, mounts, tracing, memory that no limit counts (memfd, System
+V segments), other users' identities, and whatever a later kernel brings. Under Landlock a program is one process: it
+may start threads, and send signals to itself alone.
 """
 
 import ctypes
+import functools
 import os
 import struct
 from collections.abc import Iterator
 
-from megarl.sandbox.jail import kernel
+from megarl.sandbox.jail import calls, kernel
 
-# Number on x86_64, number on aarch64.
-_REFUSED = {
-    "socket": (41, 198),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "io_uring_setup": (425, 425),
-    "userfaultfd": (323, 282),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-}
-_CLONE = (56, 220)
-_CLONE3 = (435, 435)
-# The machines whose calls have known numbers: column above, and the kernel's name of the machine.
+# The machines whose calls have known numbers: column in `calls.py`, and the kernel's name of the machine.
 AUDIT_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+# Calls whose arguments decide: number on x86_64, number on aarch64.
+_CLONE, _KILL, _TGKILL, _PRCTL = (56, 220), (62, 129), (234, 131), (157, 167)
+_PRLIMIT, _CLONE3 = (302, 261), (435, 435)
+# From this number on, calls are newer than the list. Libraries try them, and fall back on "no such call".
+_NEWER = 441
+# Calls of the 32-bit-pointer interface of x86_64 carry this bit, and would slip past the numbers.
+_X32_BIT = 0x40000000
 _NEW_NAMESPACES = (
     kernel.CLONE_NEWNS
     | kernel.CLONE_NEWCGROUP
@@ -60,11 +31,10 @@ _NEW_NAMESPACES = (
     | kernel.CLONE_NEWPID
     | kernel.CLONE_NEWNET
 )
-# Calls of the 32-bit-pointer interface of x86_64 carry this bit, and would slip past the numbers above.
-_X32_BIT = 0x40000000
+_CLONE_THREAD = 0x00010000
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _MODE_FILTER = 2
@@ -74,28 +44,49 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def refuse_calls() -> None:
+def allow_only_listed_calls(*, one_process: bool) -> None:
     """Install the filter for this process and its children. The process must have set no_new_privs before."""
     column, arch = AUDIT_ARCH[os.uname().machine]
-    code = b"".join(_instructions(column, arch))
+    code = _head(column, arch, os.getpid(), one_process) + _listed(column, one_process)
     program = _Program(length=len(code) // 8, instructions=code)
     kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program))
 
 
-def _instructions(column: int, arch: int) -> Iterator[bytes]:
-    """Yield the filter in classic BPF: (code, steps if true, steps if false, operand)."""
-    yield _step(_LOAD, _ARCH_AT)
-    yield from _answer_if(_EQUAL, arch, _KILL, negated=True)
-    yield _step(_LOAD, _NUMBER_AT)
-    yield from _answer_if(_AT_LEAST, _X32_BIT, _ERRNO | _EPERM)
-    for numbers in _REFUSED.values():
-        yield from _answer_if(_EQUAL, numbers[column], _ERRNO | _EPERM)
-    # Its flags lie in memory, out of a filter's sight; libc falls back to clone.
-    yield from _answer_if(_EQUAL, _CLONE3[column], _ERRNO | _ENOSYS)
-    yield from _answer_if(_EQUAL, _CLONE[column], _ALLOW, negated=True)
+def _head(column: int, arch: int, own: int, one_process: bool) -> bytes:
+    """Return the part of the filter, in classic BPF, that looks at the machine and at arguments."""
+    code = [_step(_LOAD, _ARCH_AT), *_answer_if(_EQUAL, arch, _KILL_PROCESS, negated=True), _step(_LOAD, _NUMBER_AT)]
+    code += _answer_if(_AT_LEAST, _X32_BIT, _ERRNO | _EPERM)
+    # The flags of clone3 lie in memory, out of a filter's sight; libc falls back to clone.
+    code += _answer_if(_EQUAL, _CLONE3[column], _ERRNO | _ENOSYS)
+    if one_process:
+        code += _judge(_CLONE[column], _ANY_BIT, _CLONE_THREAD, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
+        for number in (_KILL[column], _TGKILL[column]):
+            code += _judge(number, _EQUAL, own, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
+    else:
+        code += _judge(_CLONE[column], _ANY_BIT, _NEW_NAMESPACES, if_true=_ERRNO | _EPERM, if_false=_ALLOW)
+    # It may not outlive the sandbox, nor change the limits of another process.
+    code += _judge(_PRCTL[column], _EQUAL, kernel.PR_SET_PDEATHSIG, if_true=_ERRNO | _EPERM, if_false=_ALLOW)
+    code += _judge(_PRLIMIT[column], _EQUAL, 0, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
+    return b"".join(code)
+
+
+@functools.cache
+def _listed(column: int, one_process: bool) -> bytes:
+    """Return the part of the filter that allows the calls of the list."""
+    code = [
+        step for number in calls.numbers(column, one_process=one_process) for step in _answer_if(_EQUAL, number, _ALLOW)
+    ]
+    code += _answer_if(_AT_LEAST, _NEWER, _ERRNO | _ENOSYS)
+    return b"".join([*code, _step(_RETURN, _ERRNO | _EPERM)])
+
+
+def _judge(number: int, test: int, operand: int, *, if_true: int, if_false: int) -> Iterator[bytes]:
+    """Answer the call of this number by its first argument."""
+    yield _step(_EQUAL, number, 0, 4)
     yield _step(_LOAD, _FIRST_ARGUMENT_AT)
-    yield from _answer_if(_ANY_BIT, _NEW_NAMESPACES, _ERRNO | _EPERM)
-    yield _step(_RETURN, _ALLOW)
+    yield _step(test, operand, 0, 1)
+    yield _step(_RETURN, if_true)
+    yield _step(_RETURN, if_false)
 
 
 def _answer_if(test: int, operand: int, answer: int, *, negated: bool = False) -> Iterator[bytes]:

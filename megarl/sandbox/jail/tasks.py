@@ -3,84 +3,129 @@
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megarl.sandbox import wire
 from megarl.sandbox.jail.processes import Family
-from megarl.sandbox.jail.program import Child
+from megarl.sandbox.jail.program import PROGRAM_ENDED, Child
 from megarl.sandbox.jail.rights import MIB, Bounds
 from megarl.sandbox.jail.scratch import Scratch
-from megarl.sandbox.jail.watch import Stream, watch
+from megarl.sandbox.jail.watch import Stream, has_ended, watch
 
 _STDERR_KEPT = 4096
 
 
-def serve_tasks(
-    connection: socket.socket, bounds: Bounds, family: Family, scratch: Scratch, import_paths: Sequence[str]
-) -> NoReturn:
-    """Answer tasks until the outer side closes the connection, then exit."""
-    try:
-        _, (source,) = wire.receive(connection)
-        while True:
-            task, _ = wire.receive(connection)
-            scratch.renew()
-            streams, others = _pipes(task, bounds)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """Everything that the tasks of a program have in common."""
+
+    connection: socket.socket
+    bounds: Bounds
+    family: Family
+    scratch: Scratch
+    import_paths: Sequence[str]
+
+    def serve(self) -> NoReturn:
+        """Answer tasks until the outer side closes the connection, then exit."""
+        try:
+            _, (source,) = wire.receive(self.connection)
+            while True:
+                task, _ = wire.receive(self.connection)
+                self.scratch.renew()
+                header, streams = self._run(source.decode("utf-8", "surrogatepass"), task)
+                wire.send(self.connection, header, *(bytes(stream.data) for stream in streams))
+        except ConnectionError:
+            self.scratch.remove()
+            os._exit(0)
+
+    def _run(self, source: str, task: dict[str, Any]) -> tuple[dict[str, Any], list[Stream]]:
+        """Run a task; return the header of its outcome, and what came of output, errors and answer."""
+        given = _input(task.pop("text", ""))
+        pairs = [os.pipe() for _ in range(3)]
+        keeps = (None, _STDERR_KEPT, None)
+        streams = [
+            Stream(reader, limit=self.bounds.output_bytes, keep=keep)
+            for (reader, _), keep in zip(pairs, keeps, strict=True)
+        ]
+        (_, output), (_, errors), (_, answer) = pairs
+        opened = [given, output, errors, answer]
+
+        def fork(run: Callable[[Child], NoReturn], others: Sequence[int]) -> int:
             child = os.fork()
             if child == 0:
-                Child(
-                    source=source.decode("utf-8", "surrogatepass"),
-                    task=task,
-                    streams=others,
-                    directory=scratch.path,
-                    import_paths=import_paths,
-                    bounds=bounds,
-                ).run()
-            for fd in others:
-                os.close(fd)
-            header = _finish(child, family, streams, bounds)
-            wire.send(connection, header, *(bytes(stream.data) for stream in streams))
-    except ConnectionError:
-        scratch.remove()
-        os._exit(0)
+                run(
+                    Child(
+                        source=source,
+                        task=task,
+                        streams=others,
+                        directory=self.scratch.path,
+                        import_paths=self.import_paths,
+                        bounds=self.bounds,
+                    )
+                )
+            return child
+
+        if task["kind"] == "Check":
+            requests, responses, nothing = os.pipe(), os.pipe(), os.open("/dev/null", os.O_RDWR)
+            opened += [*requests, *responses, nothing]
+            program = fork(Child.run_program, [given, output, errors, requests[0], responses[1]])
+            # Its text comes through the connection, so that the program has never been near it.
+            fds = [nothing, nothing, nothing, answer, responses[0], requests[1], self.connection.fileno()]
+            judge = fork(Child.run_tests, fds)
+        else:
+            program = judge = fork(Child.run_program, opened)
+        for fd in opened:
+            os.close(fd)
+        return self._finish(program, judge, streams), streams
+
+    def _finish(self, program: int, judge: int, streams: Sequence[Stream]) -> dict[str, Any]:
+        """Wait for the end, kill everything that was started, and return the outcome of the task."""
+        bounds = self.bounds
+        ending = watch(
+            judge,
+            streams,
+            wall_s=bounds.wall_s,
+            excess=self._excess,
+        )
+        # Where the test ended because the program had, the program's end is the outcome.
+        decisive = program if _exit_code_of(judge) == PROGRAM_ENDED and has_ended(program) else judge
+        ended = self.family.end()
+        for stream in streams:
+            stream.drain()
+        status, usage = ended[decisive]
+        cpu_s = usage.ru_utime + usage.ru_stime
+        code = os.waitstatus_to_exitcode(status)
+        if ending is None and any(stream.is_over for stream in streams):
+            ending = "output"
+        if ending is None and code < 0:
+            over_cpu = -code == signal.SIGXCPU or (-code == signal.SIGKILL and cpu_s >= bounds.cpu_s)
+            ending = "cpu_time" if over_cpu else "signalled"
+        return {
+            "ending": ending or "exited",
+            "exit_code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "cpu_s": cpu_s,
+        }
+
+    def _excess(self) -> str | None:
+        """Return of which resource the task holds too much."""
+        if self.family.resident_bytes() > self.bounds.memory_mib * MIB:
+            return "memory"
+        return "output" if self.scratch.is_full() else None
 
 
-def _pipes(task: dict[str, Any], bounds: Bounds) -> tuple[list[Stream], list[int]]:
-    """Make the pipes of a task: this process's ends (output, errors, answer), and the child's ends (input first)."""
-    text = task.pop("text", "").encode("utf-8", "surrogatepass")
+def _exit_code_of(child: int) -> int | None:
+    """Return the exit code of a child that has exited, and leave it to be waited for."""
+    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return ended.si_status if ended is not None and ended.si_code == os.CLD_EXITED else None
+
+
+def _input(text: str) -> int:
+    """Return a descriptor that reads `text`."""
     given = os.memfd_create("input")
     with open(given, "wb", closefd=False) as file:
-        file.write(text)
+        file.write(text.encode("utf-8", "surrogatepass"))
     os.lseek(given, 0, os.SEEK_SET)
-    pairs = [os.pipe() for _ in range(3)]
-    keeps = (None, _STDERR_KEPT, None)
-    streams = [
-        Stream(reader, limit=bounds.output_bytes, keep=keep) for (reader, _), keep in zip(pairs, keeps, strict=True)
-    ]
-    return streams, [given, *(writer for _, writer in pairs)]
-
-
-def _finish(child: int, family: Family, streams: Sequence[Stream], bounds: Bounds) -> dict[str, Any]:
-    """Wait for the child, kill it and everything that it started, and return the outcome of the task."""
-    ending = watch(
-        child,
-        streams,
-        wall_s=bounds.wall_s,
-        is_over_memory=lambda: family.resident_bytes() > bounds.memory_mib * MIB,
-    )
-    status, usage = family.end(child)
-    for stream in streams:
-        stream.drain()
-    cpu_s = usage.ru_utime + usage.ru_stime
-    code = os.waitstatus_to_exitcode(status)
-    if ending is None and any(stream.is_over for stream in streams):
-        ending = "output"
-    if ending is None and code < 0:
-        over_cpu = -code == signal.SIGXCPU or (-code == signal.SIGKILL and cpu_s >= bounds.cpu_s)
-        ending = "cpu_time" if over_cpu else "signalled"
-    return {
-        "ending": ending or "exited",
-        "exit_code": code if code >= 0 else None,
-        "signal": -code if code < 0 else None,
-        "cpu_s": cpu_s,
-    }
+    return given

@@ -8,6 +8,8 @@ from contextlib import suppress
 
 _CHUNK = 1 << 16
 _WATCH_S = 0.05
+# Time for a program that closed its pipes to end.
+_END_S = 1.0
 
 
 class Stream:
@@ -44,7 +46,7 @@ class Stream:
         os.close(self.fd)
 
 
-def watch(child: int, streams: Sequence[Stream], *, wall_s: float, is_over_memory: Callable[[], bool]) -> str | None:
+def watch(child: int, streams: Sequence[Stream], *, wall_s: float, excess: Callable[[], str | None]) -> str | None:
     """Wait until the child ends (return None) or goes over a limit (return which). The child is not ended here."""
     deadline = time.monotonic() + wall_s
     end = os.pidfd_open(child)
@@ -62,8 +64,17 @@ def watch(child: int, streams: Sequence[Stream], *, wall_s: float, is_over_memor
                 return "output"
             if end in ready:
                 return None
-            if is_over_memory():
-                return "memory"
+            if over := excess():
+                return over
         return "wall_time"
+    finally:
+        os.close(end)
+
+
+def has_ended(child: int) -> bool:
+    """Return whether the child ends within a second."""
+    end = os.pidfd_open(child)
+    try:
+        return bool(select.select([end], [], [], _END_S)[0])
     finally:
         os.close(end)

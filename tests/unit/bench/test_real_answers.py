@@ -56,9 +56,9 @@ def test_a_scorer_that_accepts_everything_fails(root: Path, monkeypatch: pytest.
 
 def test_what_is_wrong_is_found(root: Path) -> None:
     problems = read_sets(root)["minerva_math"]
-    found = failures([worked("minerva_math", "openai/gsm8k", problems), boxed("minerva_math", "answer_line", problems)])
+    found = failures([worked("minerva_math", "megarl/sums", problems), boxed("minerva_math", "answer_line", problems)])
     assert found == [
-        "minerva_math, worked, openai/gsm8k: 0/3 correct, at least 99.5% expected",
+        "minerva_math, worked, megarl/sums: 0/3 correct, at least 99.5% expected",
         "minerva_math, boxed gold, answer_line: 3 wrong, 0 expected",
     ]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megarl.config.check import check_serve_reward, check_train
-from megarl.config.check_rewards import check_group_scores, check_rewards
+from megarl.config.check_rewards import check_group_scores, check_policy_judges, check_rewards
 from megarl.config.load import from_dict
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -13,6 +13,11 @@ from tests.unit.config.test_check import VALID, config
 
 URLS = ["http://judge:8000/get_reward"]
 RULE = {"manager": "rule"}
+ENDPOINT = {"endpoint": {"urls": ["http://judge:8000/v1"]}}
+
+
+def judge(*, judge_servers: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    return {"manager": "judge", "judges": {"style": {**ENDPOINT, **settings}}, "judge_servers": judge_servers or {}}
 
 
 def rewards(**section: Any) -> Config:
@@ -37,6 +42,15 @@ def message(**section: Any) -> str:
         {"manager": "remote", "remote": {"urls": URLS}},
         {"manager": "remote", "remote": {"urls": URLS, "on_error": "value", "value": -1}},
         {"custom": {"path": "mine.py"}, "sources": {"a": {"scorer": "gpqa", "wrong": -1}}},
+        judge(),
+        judge(endpoint={}, use_policy=True),
+        judge(endpoint={}, server="big", judge_servers={"big": {"model": "m", "replicas": 4, "num_nodes": 2}}),
+        judge(mode="pairwise", opponents=2, verdict={"labels": {"left": 1, "right": 0}}),
+        judge(sampling={"votes": 3, "temperature": 1, "combine": "median"}, verdict={"scale": [1, 10]}),
+        hybrid(
+            {"rule": RULE, "a": {"manager": "judge", "judge": "a"}, "b": {"manager": "judge", "judge": "b"}},
+            judges={"a": ENDPOINT, "b": ENDPOINT},
+        ),
         hybrid({"right": RULE, "style": {"manager": "remote", "weight": 0.2, "urls": URLS}}),
         hybrid(
             {"rule": RULE, "a": {"manager": "remote", "transform": "clip", "clip": [-1, 1]}},
@@ -60,7 +74,23 @@ def test_sound_sections(section: dict[str, Any]) -> None:
         ({"custom": {"path": "mine"}}, "rewards.custom.path: got 'mine', expected a Python file (.py)"),
         (
             {"custom": {"path": "mine.py"}, "sources": {"a": {"wrong": -1}}},
-            "rewards.sources.a: says how a scorer judges this source, but rewards.custom.path judges it",
+            "rewards.sources.a: says how a scorer judges this source, but rewards.custom judges it",
+        ),
+        (
+            {"custom": {"functions": {"a": {"path": "mine"}}}},
+            "rewards.custom.functions.a.path: got 'mine', expected a Python file (.py)",
+        ),
+        (
+            {"custom": {"path": "a.py", "name": "f", "functions": {"f": {"path": "b.py"}}}},
+            "rewards.custom.functions.f: rewards.custom.path has a function of this name; rename this one",
+        ),
+        (
+            {"custom": {"functions": {"f": {"path": "b.py", "sources": ["a"]}}}, "sources": {"a": {"wrong": -1}}},
+            "rewards.sources.a: says how a scorer judges this source, but rewards.custom judges it",
+        ),
+        (
+            {"custom": {"path": "mine.py", "on_error": "value"}},
+            "rewards.custom.value: is not set, but rewards.custom.on_error=value",
         ),
         ({"hybrid": {"parts": {"rule": RULE}}}, "rewards.hybrid: is set, but rewards.manager=rule does not read it"),
         ({"manager": "hybrid"}, "rewards.hybrid.parts: is empty, but rewards.manager=hybrid"),
@@ -100,6 +130,56 @@ def test_sound_sections(section: dict[str, Any]) -> None:
             {"manager": "hybrid", "hybrid": {"parts": {"a": RULE}, "routes": {"q": ["a", "a"]}}},
             "rewards.hybrid.routes.q: got ['a', 'a'], expected each part once",
         ),
+        ({"manager": "judge"}, "rewards.manager=judge: asks the only entry of rewards.judges, but there is none"),
+        ({"judges": {"a": ENDPOINT}}, "rewards.judges.a: nothing asks this judge; set rewards.manager=judge"),
+        (
+            hybrid({"a": {"manager": "judge"}}, judges={"a": ENDPOINT, "b": ENDPOINT}),
+            "rewards.hybrid.parts.a: asks the only entry of rewards.judges, but there is a, b; name it",
+        ),
+        (
+            hybrid({"a": {"manager": "judge", "judge": "c"}}, judges={"a": ENDPOINT}),
+            "rewards.hybrid.parts.a.judge: got 'c', expected an entry of rewards.judges: a",
+        ),
+        (hybrid({"a": {**RULE, "judge": "c"}}), "rewards.hybrid.parts.a.judge: is set, but manager=rule"),
+        (judge(endpoint={}), "rewards.judges.style: got none of endpoint.urls, server, use_policy, expected one"),
+        (judge(use_policy=True), "rewards.judges.style: got endpoint.urls and use_policy of endpoint.urls, server"),
+        (
+            judge(endpoint={}, server="big"),
+            "rewards.judges.style.server: got 'big', expected an entry of rewards.judge_servers: none",
+        ),
+        (
+            judge(judge_servers={"big": {"model": "m"}}),
+            "rewards.judge_servers.big: no judge asks it; set rewards.judges",
+        ),
+        (
+            judge(endpoint={}, server="big", judge_servers={"big": {"model": "m", "replicas": 3, "num_nodes": 2}}),
+            "rewards.judge_servers.big.num_nodes: got 2, expected a divisor of replicas=3",
+        ),
+        (
+            judge(endpoint={}, use_policy=True, budget={"tokens": 1}),
+            "rewards.judges.style.use_policy: got true with cache, budget or sampling.extra_body",
+        ),
+        (judge(endpoint={"urls": ["judge"]}), "rewards.judges.style.endpoint.urls: got 'judge', expected http://"),
+        (judge(opponents=2), "rewards.judges.style.opponents: got 2, expected an even number, with mode=pairwise only"),
+        (judge(opponents=3, mode="pairwise"), "rewards.judges.style.opponents: got 3, expected an even number"),
+        (judge(verdict={"pattern": "("}), "rewards.judges.style.verdict.pattern: got '(': missing ), unterminated"),
+        (
+            judge(verdict={"pattern": "a|b"}),
+            "rewards.judges.style.verdict.pattern: got 0 groups in 'a|b', expected one",
+        ),
+        (
+            judge(verdict={"pattern": "(a)", "form": "json"}),
+            "rewards.judges.style.verdict.pattern: is set, but verdict.form=json reads no pattern",
+        ),
+        (judge(verdict={"scale": [1, 1]}), "rewards.judges.style.verdict.scale: got [1.0, 1.0], expected [low, high]"),
+        (judge(mode="pairwise", verdict={"scale": [0, 1]}), "rewards.judges.style.verdict: with mode=pairwise, labels"),
+        (judge(mode="pairwise", verdict={"labels": {"x": 2}}), "rewards.judges.style.verdict: with mode=pairwise"),
+        (
+            judge(sampling={"combine": "median"}),
+            "rewards.judges.style.sampling.combine: got 'median', expected 'mean' with mode=pairwise or one vote",
+        ),
+        (judge(sampling={"votes": 2}), "rewards.judges.style.sampling.votes: got 2 with temperature=0"),
+        (judge(value=0), "rewards.judges.style.value: got 0.0 with on_error=drop_rows"),
         ({"manager": "remote"}, "rewards.remote.urls: is empty, but rewards.manager=remote; list reward services"),
         (
             hybrid({"judge": {"manager": "remote"}}),
@@ -138,6 +218,19 @@ def test_group_scores_need_groups() -> None:
     with pytest.raises(ConfigError, match=r"parts.rule.transform: got 'group_zscore' with rollout.num_samples=1"):
         check_group_scores(from_dict(Config, tree))
     check_group_scores(from_dict(Config, {"rewards": hybrid(parts)}))
+    for section in (
+        judge(mode="pairwise"),
+        hybrid({"a": {"manager": "judge"}}, judges=judge(mode="pairwise")["judges"]),
+    ):
+        with pytest.raises(ConfigError, match=r"style.mode: got 'pairwise' with rollout.num_samples=1, so there is"):
+            check_group_scores(from_dict(Config, {"rewards": section, "rollout": {"num_samples": 1}}))
+        check_group_scores(from_dict(Config, {"rewards": section}))
+
+
+def test_a_replay_has_no_policy_to_ask() -> None:
+    tree = {"rewards": judge(endpoint={}, use_policy=True), "rollout": {"source": "replay"}}
+    with pytest.raises(ConfigError, match=r"style.use_policy: got true with rollout.source=replay, which may have no"):
+        check_policy_judges(from_dict(Config, tree))
 
 
 def test_training_checks_its_rewards() -> None:

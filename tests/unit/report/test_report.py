@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megarl.config.schema import Config, RunConfig
 from megarl.errors import DataError
 from megarl.record.metrics import (
     JsonlSink,
@@ -22,6 +23,7 @@ from megarl.record.metrics import (
     RunPaths,
     write_rollouts,
 )
+from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.report.curves import smooth, time_per_phase
 from megarl.report.examples import pick_examples, visible_text
@@ -35,6 +37,8 @@ from megarl.report.summary import (
     validation_change,
     validation_curve,
 )
+from megarl.rewards.judge import Trouble
+from tests.helpers.reward_items import item
 
 NUM_STEPS = 40
 STEP_S = 51.0
@@ -130,6 +134,35 @@ def rollout(
         num_prompt_tokens=14,
         num_response_tokens=10,
     )
+
+
+def test_samples_without_a_sound_verdict_are_shown(tmp_path: Path) -> None:
+    """Shares over all steps and at the last one, and two examples of each kind, their text escaped."""
+    root = write_run(tmp_path / "sums", num_steps=2)
+    assert "sound verdict" not in write_report(root).html.read_text(encoding="utf-8")
+    with MetricsLogger([JsonlSink(root / "metrics.jsonl")]) as logger:
+        logger.log(3, {"reward/crashed_frac": 0.0, "reward/failed_frac": 0.5, "reward/style/unjudged_frac": 0.25})
+        logger.log(4, {"reward/crashed_frac": 0.0, "reward/failed_frac": 0.0, "reward/style/unjudged_frac": 0.5})
+    recorder = RunRecorder(Config(run=RunConfig(name="problems", dir=str(tmp_path))))
+    troubles = [
+        Trouble(
+            item=item(f"p{i}", f"{i} < x", "8"), outcome="failed", reason=f"mine.py:{i}", output="said", judge="rule"
+        )
+        for i in (1, 2, 3)
+    ]
+    recorder.problems(3, troubles)
+    recorder.paths.problems.rename(root / "reward_problems.jsonl")
+    html = write_report(root).html.read_text(encoding="utf-8")
+    parser = PageParser()
+    parser.feed(html)
+    shares = [row for row in parser.rows if "_frac" in row[0] and len(row) == 3]
+    assert shares == [
+        ["a function raised an exception (reward/failed_frac)", "25.00%", "0.00%"],
+        ["style gave no verdict (reward/style/unjudged_frac)", "37.50%", "50.00%"],
+    ]
+    assert "rule: failed, 3 recorded" in html
+    assert [f"mine.py:{i}</code></p>" in html for i in (1, 2, 3)] == [False, True, True]
+    assert "3 &lt; x" in html
 
 
 class PageParser(HTMLParser):

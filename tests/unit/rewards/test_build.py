@@ -1,10 +1,12 @@
 """From the section `rewards` to judges: who is asked about what, and what is refused before a run starts."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import pytest
 
+from megarl.config.judges import JudgeConfig
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardsConfig
 from megarl.data.tiny_model import make_byte_tokenizer
@@ -12,6 +14,7 @@ from megarl.errors import ConfigError
 from megarl.rewards.build import open_rewards
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import JudgeSession
+from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge
 from megarl.rewards.manager import RULE
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.routes import check_sources, route_of, summands_of, without_training
@@ -68,6 +71,38 @@ def test_only_judges_that_are_asked_are_started() -> None:
     assert (style.urls, style.name) == ((URL + "/style",), "style")
     style.close()
     assert manager.asked("poems") == ["taste", "style"]
+
+
+def test_judges_by_their_entry_and_by_the_name_of_their_part() -> None:
+    endpoint = {"urls": ["http://127.0.0.1:9/v1"]}
+    judges = {"a": {"endpoint": endpoint}, "b": {"endpoint": endpoint, "mode": "pairwise"}}
+    parts = {"kind": {"manager": "judge", "judge": "b", "weight": 0.5}, "right": {"manager": "judge", "judge": "a"}}
+    manager = open_rewards(section(manager="hybrid", hybrid={"parts": parts}, judges=judges), ["poems"], TOKENIZER)
+    with closing(manager):
+        kind, right = manager.judges["kind"], manager.judges["right"]
+        assert isinstance(kind, LlmJudge)
+        assert isinstance(right, LlmJudge)
+        assert (kind.name, kind.section, kind.cfg.mode) == ("kind", "b", "pairwise")
+        assert (right.name, right.section, right.cfg.mode) == ("right", "a", "pointwise")
+    with closing(open_rewards(section(manager="judge", judges={"a": judges["a"]}), ["poems"], TOKENIZER)) as manager:
+        assert [(name, judge.name) for name, judge in manager.judges.items() if isinstance(judge, LlmJudge)] == [
+            ("judge", "judge")
+        ]
+
+
+def test_a_model_of_the_run_judges_only_there() -> None:
+    rewards = section(manager="judge", judges={"own": {"use_policy": True}})
+    with pytest.raises(ConfigError, match=r"rewards.judges.own: its model belongs to a run that trains"):
+        open_rewards(rewards, ["poems"], TOKENIZER)
+    asked = []
+
+    def completions(key: str, cfg: JudgeConfig) -> Completions:
+        asked.append((key, cfg.use_policy))
+        return EndpointCompletions(cfg, name=key, urls=("http://127.0.0.1:9/v1",))
+
+    with closing(open_rewards(rewards, ["poems"], TOKENIZER, completions=completions)) as manager:
+        assert list(manager.judges) == ["judge"]
+    assert asked == [("own", True)]
 
 
 def test_the_rule_decides_what_is_correct_of_sources_that_it_knows() -> None:

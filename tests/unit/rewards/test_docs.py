@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows is a configuration that loads."""
+"""What docs/rewards.md and the pages in docs/rewards show is a configuration that loads."""
 
 import re
 import textwrap
@@ -16,7 +16,8 @@ PAGE = DOCS / "rewards.md"
 
 
 def examples() -> list[str]:
-    blocks = re.findall(r"(?:^    .*\n)+", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (PAGE, *sorted((DOCS / "rewards").glob("*.md"))))
+    blocks = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
     return [text for block in blocks if (text := textwrap.dedent(block)).startswith("rewards:")]
 
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.data.chat import response_decoder
 from megarl.data.tiny_model import make_byte_tokenizer
 from megarl.rewards.hybrid import Summand
-from megarl.rewards.judge import FinishedSample, Judged, Tally, mean_of, tally_metrics
+from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of, tally_metrics
 from megarl.rewards.manager import RULE, RewardManager
 from megarl.types import (
     DROPPED,
@@ -44,7 +44,12 @@ class Table:
 
     def finish(self) -> Judged:
         rewards = [self.rewards[item.response] for item in self.heard]
-        return Judged(rewards=rewards, tallies={f"reward/{id(self)}": Tally(total=len(rewards))})
+        troubles = [
+            Trouble(item=item, outcome="unanswered", reason="")
+            for item, reward in zip(self.heard, rewards, strict=True)
+            if reward.dropped
+        ]
+        return Judged(rewards=rewards, tallies={f"reward/{id(self)}": Tally(total=len(rewards))}, troubles=troubles)
 
     def close(self) -> None:
         self.closed = True
@@ -152,8 +157,19 @@ def test_a_row_that_a_part_dropped_is_dropped_and_no_baseline_of_others() -> Non
     assert judged.rewards[1] is DROPPED
     assert [judged.rewards[i].score for i in (0, 2)] == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-6)
     assert judged.tallies["reward/dropped_rows"].value == 1.0
+    assert judged.tallies["reward/dropped_frac"].value == 1 / 3
+    assert [(each.judge, each.item.response) for each in judged.troubles] == [("judge", "odd")]
     assert judged.tallies["reward/judge/score"] == Tally(total=0.0, over=2)
     assert judged.tallies["reward/model/score"] == Tally(total=904.0, over=3)
+
+
+def test_what_every_judge_said_is_kept() -> None:
+    """Of one name, the note of the judge that decides."""
+    rule = Table({"good": Reward(score=1.0, correct=True, notes={"why": "equal", "read": "8"})})
+    judge = Table({"good": Reward(score=0.5, correct=True, notes={"why": "kind", "said": "nice"})})
+    asked = manager({RULE: rule, "judge": judge}, {RULE: Summand(), "judge": Summand()}, {"maths": [RULE, "judge"]})
+    (reward,) = judge_all(asked, batch(sample("m", 0, "good"))).rewards
+    assert reward.notes == {"why": "equal", "read": "8", "said": "nice"}
 
 
 def test_a_single_judges_reward_is_untouched() -> None:

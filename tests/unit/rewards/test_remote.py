@@ -98,6 +98,12 @@ def test_a_wrong_answer_is_none(kind: str) -> None:
             result = judged(judge, 2)
         assert scores(result) == [None, None]
         assert (counted(result, "failed_attempts"), counted(result, "unjudged_rows")) == (1.0, 2.0)
+        assert counted(result, "unjudged_frac") == 1.0
+        assert [(each.item.label, each.outcome) for each in result.troubles] == [
+            ("q0/0", "unanswered"),
+            ("q1/0", "unanswered"),
+        ]
+        assert result.troubles[0].reason.startswith(bad.url)
         with judge_of(bad.url, good.url) as judge:
             result = judged(judge, 4)
         assert scores(result) == [1.0, 2.0, 3.0, 4.0]
@@ -114,6 +120,20 @@ def test_what_happens_to_rows_that_nobody_judges_is_said(kind: str) -> None:
             pytest.raises(RunError, match=r"no service judged 2 rows after 2 attempts, the last: http.*rewards.remote"),
         ):
             judged(judge, 2)
+
+
+@pytest.mark.parametrize("on_error", [{}, {"on_error": "value", "value": 0}])
+def test_services_that_refuse_every_row_end_the_run_at_once(on_error: dict[str, Any]) -> None:
+    """A wrong path drops no rows for the rest of the run; a service beside it that works is enough."""
+    with RewardServer(lambda body: (404, b"")) as wrong, RewardServer(lambda body: (401, b"")) as closed:
+        with judge_of(wrong.url, closed.url, retries=3, **on_error) as judge:
+            with pytest.raises(RunError, match=r"all services refuse the rows of this run, the last: http.*status 40"):
+                judged(judge, 1)
+            assert len(wrong.requests) == len(closed.requests) == 1
+        with RewardServer() as good, judge_of(wrong.url, good.url) as judge:
+            assert scores(judged(judge, 2)) == [1.0, 2.0]
+        with RewardServer(BAD["status 500"]) as bad, judge_of(wrong.url, bad.url) as judge:
+            assert scores(judged(judge, 1)) == [None]
 
 
 def test_half_of_the_services_are_down() -> None:

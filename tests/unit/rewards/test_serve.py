@@ -15,11 +15,10 @@ import httpx
 import pytest
 
 from megarl.cli import main
-from megarl.config.rewards import RemoteConfig, RewardsConfig
+from megarl.config.rewards import RemoteConfig
+from megarl.rewards.question import Question, Verdict
 from megarl.rewards.remote import RemoteJudge
-from megarl.rewards.rule import Question, Rules
 from megarl.rewards.serve import PATH, RewardService, ServeOptions, encode_reply
-from megarl.rewards.verifier import JobResult
 from megarl.types import Reward
 from tests.helpers.reward_items import item
 
@@ -116,21 +115,25 @@ def test_busy_refuses_and_a_stop_finishes_what_has_begun(service: tuple[subproce
 
 
 class Instant:
-    """A judge without processes."""
+    """A judge without processes, and its session."""
 
-    def __init__(self, verdict: JobResult) -> None:
-        self.rules, self.verdict = Rules(RewardsConfig()), verdict
+    def begin(self) -> "Instant":
+        self.num_rows = 0
+        return self
 
-    def submit(self, question: Question) -> Future[JobResult]:
-        done: Future[JobResult] = Future()
-        done.set_result(self.verdict)
-        return done
+    def ask(self, question: Question, *, label: str) -> None:
+        self.num_rows += 1
+
+    def pending(self) -> list[Future[Any]]:
+        return []
+
+    def verdicts(self) -> list[Verdict]:
+        return [Verdict(reward=Reward(score=1.0, correct=True), outcome="correct")] * self.num_rows
 
 
 def test_a_request_beyond_the_bound_is_taken_when_nothing_else_is_in_work() -> None:
-    verdict = JobResult(reward=Reward(score=1.0, correct=True), outcome="scored", seconds=0.0)
     options = ServeOptions(max_rows=1, data_source="openai/gsm8k")
-    app = RewardService(Instant(verdict), options).app()  # type: ignore[arg-type]
+    app = RewardService(Instant(), options).app()  # type: ignore[arg-type]
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
@@ -144,8 +147,8 @@ def test_details_that_only_some_rows_have_are_left_out() -> None:
         Reward(score=1.0, correct=True, details={"a": 1.0, "b": 2.0}),
         Reward(score=0.0, correct=False, details={"a": 3.0}),
     ]
-    verdicts = [JobResult(reward=reward, outcome="scored", seconds=0.0) for reward in rewards]
-    assert encode_reply(rewards, verdicts)["extra_logs"] == {
+    verdicts = [Verdict(reward=reward, outcome="correct") for reward in rewards]
+    assert encode_reply(verdicts)["extra_logs"] == {
         "a": [1.0, 3.0],
         **{name: [0.0, 0.0] for name in ("timed_out", "parse_failed", "crashed")},
     }

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rewards.rule import Question
+from megarl.rewards.question import Question
 from megarl.rewards.serve import BadRequestError, decode_request
 from megarl.rewards.wire import BadReplyError, decode_reply, encode_request
 from megarl.types import Reward
@@ -28,15 +28,17 @@ def test_what_is_sent() -> None:
 def test_a_service_reads_what_is_sent() -> None:
     got = decode_request(json.loads(json.dumps(encode_request(ITEMS))), None)
     assert got == [
-        Question(data_source="d", prompt="1+1=", response="2", ground_truth="2", extra_info={"index": 3}),
-        Question(data_source="d", prompt="2+2=", response="5", ground_truth="4", extra_info={"index": 3}),
+        Question(data_source="d", prompt=prompt, response=response, ground_truth=truth, extra_info=extra, group=prompt)
+        for prompt, response, truth, extra in (("1+1=", "2", "2", {"index": 3}), ("2+2=", "5", "4", {"index": 3}))
     ]
 
 
 def test_what_openrlhf_sends_has_neither_source_nor_extra_info() -> None:
     body = {"query": ["aa"], "prompts": ["a"], "labels": ["1"]}
     # The prompt is taken away once, from the front.
-    assert decode_request(body, "gpqa") == [Question(data_source="gpqa", prompt="a", response="a", ground_truth="1")]
+    assert decode_request(body, "gpqa") == [
+        Question(data_source="gpqa", prompt="a", response="a", ground_truth="1", group="a")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_answers() -> None:
     assert reply.reward(1) == Reward(score=-1.0, correct=False, details={"length": 4.0, "load": 0.5})
 
 
+def test_what_is_no_number_is_a_note() -> None:
+    logs = {"length": [3, 4], "pred": ["4", None], "share": [0.5, float("nan")], "by": "rules"}
+    reply = decode_reply({"rewards": [0.5, -1], "extra_logs": logs}, 2)
+    assert reply.reward(1).details == {"length": 4.0}
+    assert reply.reward(1).notes == {"pred": None, "share": "nan", "by": "rules"}
+
+
 def test_scores_say_what_is_correct() -> None:
     reply = decode_reply({"rewards": [-0.2, 0.9], "scores": [1.0, 0.0], "extra_logs": None}, 2)
     assert [reply.reward(row).correct for row in range(2)] == [True, False]
@@ -85,7 +94,7 @@ def test_scores_say_what_is_correct() -> None:
         ({"rewards": [float("-inf"), 0.0]}, r"rewards\[0\]: got -inf"),
         ({"rewards": [10**400, 0.0]}, r"rewards\[0\]: got 1000"),
         ({"rewards": [1.0, 0.0], "scores": [1.0]}, "scores: got 1 numbers"),
-        ({"rewards": [1.0, 0.0], "extra_logs": {"x": [1.0, "a"]}}, r"extra_logs.x\[1\]: got 'a'"),
+        ({"rewards": [1.0, 0.0], "extra_logs": {"x": [1.0]}}, r"extra_logs.x: got 1 values, expected 2, one per row"),
         ({"rewards": [1.0, 0.0], "extra_logs": [1.0]}, "extra_logs: got"),
     ],
 )

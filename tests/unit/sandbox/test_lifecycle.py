@@ -120,7 +120,8 @@ if input():
     text = b"x" * (48 << 20)
     time.sleep(60)
 '''
-with Sandbox(SandboxOptions(limits=Limits(memory_mib=128))) as sandbox, sandbox.program(source) as program:
+options = SandboxOptions(limits=Limits(memory_mib=128), isolation=Isolation.NAMESPACES)
+with Sandbox(options) as sandbox, sandbox.program(source) as program:
     for text in ("\\n", "several processes hold more than one may"):
         outcome = program.run(RunWithInput(text=text))
         print(outcome.ending, outcome.stdout)
@@ -132,7 +133,7 @@ with Sandbox(SandboxOptions(limits=Limits(memory_mib=128))) as sandbox, sandbox.
 def test_where_namespaces_are_missing_it_refuses_and_says_so() -> None:
     refuse = """
 try:
-    Sandbox().program("")
+    Sandbox(SandboxOptions(isolation=Isolation.NAMESPACES)).program("")
 except ValueError as error:
     print(type(error).__name__, error)
 limits_only = SandboxOptions(isolation=Isolation.LIMITS_ONLY)
@@ -141,8 +142,8 @@ with Sandbox(limits_only) as sandbox, sandbox.program("print(5)") as program:
 """
     refusal, otherwise = run_confined(4321, 0, refuse).stdout.splitlines()
     assert refusal.startswith(
-        "ConfigError rewards.code.isolation=namespaces: this machine refuses the step 'user namespace' (unshare: No "
-        "space left on device); allow user namespaces: sysctl user.max_user_namespaces="
+        "ConfigError rewards.code.isolation=namespaces: this machine isolates no programs: it refuses namespaces at "
+        "the step 'user namespace' (unshare: No space left on device); allow user namespaces: sysctl user.max_user_n"
     )
     last = "or set rewards.code.isolation=limits_only, which protects neither files nor the network from programs"
     assert refusal.endswith(last)
@@ -197,6 +198,7 @@ def test_limits_are_positive(name: str) -> None:
 def test_the_doctor_tries_it() -> None:
     finding = check_sandbox()
     assert (finding.status, finding.subject) == (Status.OK, "code sandbox")
+    assert finding.found == "namespaces (the stronger of two kinds)"
 
 
 class TestLimitsOnly:

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from megarl.errors import ConfigError, DataError
+from megarl.rewards.code.formats import parse_tests
 from megarl.rewards.code.scorer import CodeOptions, extract_code
-from megarl.rewards.code.tests import as_json, parse_tests, same_output, same_value
-from megarl.sandbox import Call, Ending, Evaluate, Execute, Outcome, RunWithInput
-from megarl.sandbox.jail.answer import encode
+from megarl.rewards.code.tests import as_json, same_output
+from megarl.sandbox import Call, Check, Ending, Outcome, RunWithInput
+from megarl.sandbox.jail.same import same_value
+from megarl.sandbox.jail.values import encode
 
 
 @pytest.mark.parametrize(
@@ -138,26 +140,62 @@ def test_an_expected_output_that_is_no_json_is_text() -> None:
     assert test.accepts(answered("yes"))
 
 
-def test_assertions_that_compare_with_a_literal_keep_it_to_themselves() -> None:
-    cases = ["assert f(1) == (2, -3)", "assert set(f( 2 )) == {1}, 'message'"]
-    first, second = parse_tests(json.dumps({"assert_case": cases}), tolerance=None)
-    assert (first.task, second.task) == (Evaluate(expression="f(1)"), Evaluate(expression="set(f(2))"))
-    assert first.accepts(answered((2, -3)))
-    assert not first.accepts(answered([2, -3]))
-    assert second.accepts(answered({1}))
+def test_assertions() -> None:
+    cases = ["assert f(1) == (2, -3)", "import math\nassert math.isclose(f(2), 1)"]
+    tests = parse_tests({"assert_case": cases}, tolerance=0.1)
+    assert [test.task for test in tests] == [Check(test=case, tolerance=0.1) for case in cases]
+    verdicts = [b'{"passed": true}', b'{"passed": false}', b'{"passed": 1}']
+    outcomes = [Outcome(ending=Ending.EXITED, exit_code=0, answer=verdict) for verdict in verdicts]
+    assert [tests[0].accepts(outcome) for outcome in outcomes] == [True, False, False]
 
 
-def test_other_assertions_need_a_token_of_their_own() -> None:
-    cases = ["assert f(1)", "import math\nassert f(1) == 2", "assert f(1) == g(1)", "assert 1 < f(1) == 2"]
-    tests = parse_tests({"assert_case": cases}, tolerance=None)
-    tasks = [test.task for test in tests]
-    assert [task.statements for task in tasks if isinstance(task, Execute)] == cases
-    assert len({task.token for task in tasks if isinstance(task, Execute)}) == len(cases)
-    for test, task in zip(tests, tasks, strict=True):
-        assert isinstance(task, Execute)
-        assert test.accepts(answered(task.token))
-        assert not test.accepts(answered(True))
-        assert not test.accepts(Outcome(ending=Ending.EXITED, exit_code=0))
+@pytest.mark.parametrize(
+    ("cases", "entry"),
+    [
+        (["assert sum(10, 15) == 6", "assert sum(100, 150) == 93"], "sum"),
+        (["assert abs(sum(10, 15) - 6) < 1e-6"], "sum"),
+        (["assert abs(f(10) - 6) < 1e-6"], None),
+        (["assert set(f([1])) == set((1,))"], None),
+    ],
+)
+def test_a_function_under_test_may_be_called_as_a_builtin(cases: list[str], entry: str | None) -> None:
+    first, *_ = parse_tests({"test_list": cases, "test_setup_code": ""}, tolerance=None)
+    assert first.task == Check(test=cases[0], entry_point=entry)
+
+
+ADDS = "assert add(1, 2) == 3"
+CHECK = f"def check(candidate):\n    {ADDS}"
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "tasks"),
+    [
+        ("humaneval", {"prompt": "def add(a, b):\n    'Adds.'\n", "test": CHECK, "entry_point": "add"},
+         [Check(test=CHECK, setup="def add(a, b):\n    'Adds.'\n", entry_point="add")]),
+        ("humaneval", {"prompt": "class Solution:\n    def add(self, a, b):\n", "test": CHECK,
+                       "entry_point": "Solution().add"},
+         [Check(test=CHECK, setup="class Solution:\n    def add(self, a, b):\n        pass",
+                entry_point="Solution().add")]),
+        ("mbpp", {"test_list": [ADDS], "test_setup_code": "x = 1", "challenge_test_list": ["assert add(0, 0) == 0"]},
+         [Check(test=f"x = 1\n{ADDS}"), Check(test="x = 1\nassert add(0, 0) == 0")]),
+        ("mbpp", {"test_list": [ADDS], "test_imports": ["import math"]}, [Check(test=f"import math\n{ADDS}")]),
+        ("kodcode", {"test": f"from solution import add\ndef test_add():\n    {ADDS}"},
+         [Check(test=f"from solution import add\ndef test_add():\n    {ADDS}")]),
+        ("apps", {"input_output": '{"inputs": ["1 2"], "outputs": ["3"]}'}, [RunWithInput(text="1 2")]),
+        ("apps", {"input_output": '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}'},
+         [Call(function="add", arguments=[1, 2])]),
+        ("code_contests", {"public_tests": {"input": ["1"], "output": ["2"]}, "generated_tests": None,
+                           "private_tests": {"input": ["3"], "output": ["4"]}},
+         [RunWithInput(text="1"), RunWithInput(text="3")]),
+        ("livecodebench", [{"input": "1 2", "output": "3", "testtype": "stdin"}], [RunWithInput(text="1 2")]),
+        ("livecodebench", [{"input": "1\n[2]", "output": "3", "testtype": "functional",
+                            "metadata": {"func_name": "f"}}],
+         [Call(function="f", arguments=[1, [2]])]),
+    ],
+)  # fmt: skip
+def test_rows_of_public_data_sets(form: str, row: Any, tasks: list[Any]) -> None:
+    for named in (form, None):
+        assert [test.task for test in parse_tests(json.dumps(row), tolerance=None, form=named)] == tasks
 
 
 @pytest.mark.parametrize(
@@ -165,8 +203,11 @@ def test_other_assertions_need_a_token_of_their_own() -> None:
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ("[1]", "it is a list, not an object"),
-        ('{"inputs": ["1"]}', "'outputs'"),
+        ("[1]", "a test is 1, not an object"),
+        ("1", "it is a int, not an object"),
+        ('{"inputs": ["1"]}', "it has the keys ['inputs']"),
+        ('{"assert_case": ["f()"]}', "the test 'f()' asserts nothing"),
+        ('{"test": "def check(c): assert c()", "entry_point": "f", "prompt": "def f("}', "its prompt is no Python"),
         ('{"inputs": ["1"], "outputs": []}', "it has 1 inputs and 0 outputs"),
         ('{"inputs": [], "outputs": []}', "it has no tests"),
         ('{"inputs": "1", "outputs": ["1"]}', "inputs is a str, not a list"),
@@ -174,7 +215,7 @@ def test_other_assertions_need_a_token_of_their_own() -> None:
         ('{"inputs": ["x"], "outputs": [1], "fn_name": "f"}', "Expecting value"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "an input is a int, not a list"),
         ('{"assert_case": "assert f()"}', "assert_case is a str, not a list"),
-        ('{"assert_case": [1]}', "an assert_case is 1, not text"),
+        ('{"assert_case": [1]}', "a test is 1, not text"),
         ('{"assert_case": ["assert f("]}', "'(' was never closed"),
         ("[" * 10**5, "recursion"),
     ],

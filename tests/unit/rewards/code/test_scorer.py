@@ -101,7 +101,7 @@ ADD = "def add(a, b):\n    return a + b"
         ("import os\nos._exit(0)", 0.0, 0.0),
         ("class Any:\n    __eq__ = lambda *_: True\nadd = lambda a, b: Any()", 0.0, 0.0),
         ("def add(a, b):\n    import os\n    os._exit(0)", 0.0, 0.0),
-        ("import os\nos.write(3, b'3')\nos._exit(0)", 0.5, 1 / 3),
+        ('import os\nos.write(3, b\'{"roots": [3], "nodes": []}\')\nos._exit(0)', 0.5, 0.0),
         ("import os\nos.write(3, b'true')\nos._exit(0)", 0.0, 0.0),
     ],
 )

@@ -1,0 +1,92 @@
+"""Compare answers in notations with rules of their own: number bases, named tuples, inequalities, angles."""
+
+import re
+from collections.abc import Callable, Mapping
+
+from megarl.rewards.answers import structure
+from megarl.rewards.answers.options import AnswerOptions, Equality
+from megarl.rewards.answers.symbolic import sign_of_factor
+from megarl.rewards.answers.units import split_unit
+
+Compare = Callable[[str, str], Equality]
+
+_BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASE_OF_WORD: Mapping[str, int] = {word: base for base, word in enumerate(_BASES, 2)} | {"sixteen": 16}
+_IN_BASE = re.compile(r"(-?[\dA-F]*\d[\dA-F]*(?:\.[\dA-F]+)?)\s*_\s*\{?\s*([a-z]+|\d{1,2})\s*\}?")
+_TUPLE_OF_NAMES = re.compile(r"(\((?:\s*\\?[a-zA-Z]\w*\s*,)+\s*\\?[a-zA-Z]\w*\s*\))\s*=\s*(\(.*\))")
+_ASSIGNMENT = re.compile(r"(\\?[a-zA-Z]\w*)\s*=\s*([^=]+)")
+_RELATION = r"<|>|\\leq(?![a-zA-Z])|\\geq(?![a-zA-Z])"
+_CLOSING_WORDS = re.compile(r".*[\d)}\]]\s+([^\W\d_]+(?:[\s'-]+[^\W\d_]+)*)")
+_TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
+
+
+def same_base(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare numbers in a base, as `2516_8`: digits and bases must be the same. One side may leave out its base."""
+    a, g = _IN_BASE.fullmatch(answer), _IN_BASE.fullmatch(gold)
+    if a is None and g is None:
+        return None
+    digits, bases = [], set()
+    for text, match in ((answer, a), (gold, g)):
+        digits.append((match[1] if match else text).replace(" ", "").lstrip("0"))
+        if match:
+            bases.add(_BASE_OF_WORD.get(match[2], match[2]) if match[2].isalpha() else int(match[2]))
+    return Equality.of(digits[0] == digits[1] and len(bases) == 1)
+
+
+def same_named_tuple(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare `(p,q)=(3,2)` with another order of the same names, with `p=3, q=2`, or with `(3,2)`."""
+    tuples = [_TUPLE_OF_NAMES.fullmatch(text) for text in (answer, gold)]
+    if not any(tuples):
+        return None
+    values = [_values_by_name(text) for text in (answer, gold)]
+    if values[0] is None or values[1] is None:
+        a, g = (match[2] if match else text for match, text in zip(tuples, (answer, gold), strict=True))
+        return compare(a, g)
+    if values[0].keys() != values[1].keys():
+        return Equality.DIFFERENT
+    verdicts = {compare(value, values[1][name]) for name, value in values[0].items()}
+    return next((each for each in (Equality.DIFFERENT, Equality.UNPARSED) if each in verdicts), Equality.EQUAL)
+
+
+def _values_by_name(text: str) -> dict[str, str] | None:
+    """Return the values that `(p,q)=(3,2)` or `p=3, q=2` gives to names, None for other texts."""
+    if match := _TUPLE_OF_NAMES.fullmatch(text):
+        names, values = (structure.parse_group(side) for side in match.groups())
+        if names is None or values is None or len(set(names.items)) != len(values.items):
+            return None
+        return dict(zip(names.items, values.items, strict=True))
+    group = structure.parse_group(text)
+    pairs = [_ASSIGNMENT.fullmatch(item) for item in group.items] if group is not None else []
+    found = {match[1]: match[2].strip() for match in pairs if match}
+    return found if pairs and len(found) == len(pairs) else None
+
+
+def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Compare inequalities in several variables: a number may multiply both sides, a negative one turns the sign."""
+    sides = [structure.split_top(text, _RELATION) for text in (answer, gold)]
+    signs = [re.findall(_RELATION, text) for text in (answer, gold)]
+    if any(len(parts) != 2 or not all(parts) or len(found) != 1 for parts, found in zip(sides, signs, strict=True)):
+        return None
+    factor = sign_of_factor(*(f"{left}-({right})" for left, right in sides))
+    if factor is None:
+        return Equality.DIFFERENT
+    return Equality.of((signs[0][0] if factor > 0 else _TURNED[signs[0][0]]) == signs[1][0])
+
+
+def same_angle(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    r"""Compare degrees with an angle written with π: `30^\circ` equals `\pi/6`."""
+    a, g = split_unit(answer), split_unit(gold)
+    if {a.unit, g.unit} != {"degree", ""} or r"\pi" not in answer + gold:
+        return None
+    degrees, other = (a.body, g.body) if a.unit else (g.body, a.body)
+    return compare(rf"\frac{{({degrees})\pi}}{{180}}", other) if r"\pi" in other else None
+
+
+def same_closing_words(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
+    """Refuse words after an answer that are no unit and not in the other one: `0 is wrong` is no multiple of 0."""
+    words = []
+    for text in (answer, gold):
+        match = None if split_unit(text).unit else _CLOSING_WORDS.fullmatch(text)
+        words.append(match[1].casefold().split() if match else [])
+    has_text = any(len(word) > 3 for each in words for word in each)
+    return Equality.DIFFERENT if has_text and words[0] != words[1] else None

@@ -1,0 +1,205 @@
+"""Read the tests of programs as public data sets write them; `TEST_FORMATS` lists the forms by name.
+
+A ground truth is the JSON of a data set's row, or of those of its columns that hold the tests.
+"""
+
+import ast
+import builtins
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.errors import DataError
+from megarl.registry import Registry
+from megarl.rewards.code.tests import Test, as_json
+from megarl.sandbox import Call, Check, RunWithInput
+
+Row = Mapping[str, Any]
+_BUILTINS = set(dir(builtins))
+# What a signature without a body lacks.
+_BODIES = ("", "    pass", "        pass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestFormat:
+    """A form of tests: the keys that show it, and the function that reads them, given the tolerance of floats."""
+
+    # Keeps pytest from collecting this class as a test.
+    __test__ = False
+
+    keys: tuple[str, ...]
+    read: Callable[[Row, float | None], Iterable[Test]]
+
+
+TEST_FORMATS: Registry[TestFormat] = Registry("format of tests", key="rewards.sources.NAME.scorer")
+
+
+def parse_tests(truth: str | Row | list[Any], *, tolerance: float | None, form: str | None = None) -> list[Test]:
+    """Parse the tests of a problem, in the order of the data.
+
+    `tolerance` applies to numbers written with a point or an exponent, see `CodeOptions.float_tolerance`. `form` is a
+    name in `TEST_FORMATS`; with None, the keys show it. Raises DataError if the data has no such form, or has no test.
+    """
+    try:
+        row = json.loads(truth) if isinstance(truth, str) else truth
+        # LiveCodeBench and the sets made from it have a list of tests in place of a row.
+        row = {"cases": row} if isinstance(row, list) else row
+        if not isinstance(row, Mapping):
+            raise TypeError(f"it is a {type(row).__name__}, not an object")
+        forms = [TEST_FORMATS.get(name) for name in ([form] if form else TEST_FORMATS)]
+        found = next((each for each in forms if all(row.get(key) is not None for key in each.keys)), None)
+        if found is None:
+            raise ValueError(f"it has the keys {sorted(row)}")
+        tests = list(found.read(row, tolerance))
+        if not tests:
+            raise ValueError("it has no tests")
+    except (ValueError, TypeError, KeyError, SyntaxError, AttributeError, RecursionError) as error:
+        known = "; ".join(f"{name}: {', '.join(TEST_FORMATS.get(name).keys)}" for name in TEST_FORMATS)
+        raise DataError(
+            f"ground truth of a program is {str(truth)[:200]!r}: {str(error) or type(error).__name__}; expected JSON "
+            f'like {{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}}, or with the keys of another form ({known})'
+        ) from error
+    return tests
+
+
+def _register(name: str, *keys: str) -> Callable[[Callable[[Row, float | None], Iterable[Test]]], Any]:
+    def add(read: Callable[[Row, float | None], Iterable[Test]]) -> Any:
+        TEST_FORMATS.register(name)(TestFormat(keys=keys, read=read))
+        return read
+
+    return add
+
+
+@_register("stdin", "inputs", "outputs")
+def _read_pairs(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read APPS, TACO and PRIME: inputs and outputs of a script, or of the function `fn_name`."""
+    inputs, outputs = _list(row["inputs"], "inputs"), _list(row["outputs"], "outputs")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
+    for given, expected in zip(inputs, outputs, strict=True):
+        yield _pair(row.get("fn_name"), given, expected, tolerance)
+
+
+@_register("apps", "input_output")
+def _read_column(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read the column of APPS and TACO that holds inputs and outputs as JSON."""
+    content = row["input_output"]
+    return _read_pairs(json.loads(content) if isinstance(content, str) else content, tolerance)
+
+
+@_register("code_contests", "private_tests")
+def _read_contests(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read CodeContests: three columns, each with inputs and outputs of a script."""
+    for column in ("public_tests", "private_tests", "generated_tests"):
+        tests = row.get(column) or {"input": [], "output": []}
+        yield from _read_pairs({"inputs": tests["input"], "outputs": tests["output"]}, tolerance)
+
+
+@_register("livecodebench", "cases")
+def _read_cases(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read LiveCodeBench and DeepCoder: a list of {input, output, testtype}; functions have a `func_name`."""
+    cases = json.loads(row["cases"]) if isinstance(row["cases"], str) else _list(row["cases"], "cases")
+    for case in cases:
+        if not isinstance(case, dict):
+            raise TypeError(f"a test is {case!r}, not an object")
+        name = None
+        if case.get("testtype") == "functional":
+            about = {**row, **case, **(case.get("metadata") or row.get("metadata") or {})}
+            name = about.get("func_name") or about["fn_name"]
+        yield _pair(name, case["input"], case["output"], tolerance)
+
+
+@_register("assertions", "assert_case")
+def _read_assertions(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read statements that raise nothing if the program is right, such as `assert f(1) == 2`."""
+    return _statements(_list(row["assert_case"], "assert_case"), "", row, tolerance)
+
+
+@_register("mbpp", "test_list")
+def _read_mbpp(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read MBPP: assertions, with code (or, in its sanitized part, imports) that runs before each."""
+    before = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    cases = [*_list(row["test_list"], "test_list"), *(row.get("challenge_test_list") or ())]
+    return _statements(cases, before, row, tolerance)
+
+
+@_register("humaneval", "test", "entry_point")
+def _read_suite(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read HumanEval and LeetCodeDataset: `check(candidate)`, and a prompt whose imports and classes both may use."""
+    prompt = row.get("prompt") or ""
+    for body in _BODIES:
+        with suppress(SyntaxError):
+            ast.parse(prompt + body)
+            yield _check(row["test"], prompt + body, str(row["entry_point"]), tolerance)
+            return
+    raise ValueError("its prompt is no Python")
+
+
+@_register("kodcode", "test")
+def _read_pytest(row: Row, tolerance: float | None) -> Iterable[Test]:
+    """Read KodCode: functions in the style of pytest, or cases of unittest, that import from `solution`."""
+    yield _check(row["test"], row.get("setup") or "", None, tolerance)
+
+
+def _list(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} is a {type(value).__name__}, not a list")
+    return value
+
+
+def _pair(name: Any, given: Any, expected: Any, tolerance: float | None) -> Test:
+    """Make a test that runs a script, or calls a function if it has a name."""
+    if name:
+        # The arguments are a list, or a text with one JSON value per line.
+        arguments = [json.loads(line) for line in given.splitlines() if line] if isinstance(given, str) else given
+        if isinstance(expected, str):
+            # What is not JSON is text.
+            with suppress(ValueError):
+                expected = json.loads(expected)
+        task = Call(function=str(name), arguments=_list(arguments, "an input"))
+        return Test(task=task, expected=as_json(expected), tolerance=tolerance)
+    texts = []
+    for value in (given, expected):
+        # In some data sets they are lists of lines.
+        text = "\n".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
+        if not isinstance(text, str):
+            raise TypeError(f"an input or output is {value!r}, neither text nor lines of text")
+        texts.append(text)
+    return Test(task=RunWithInput(text=texts[0]), expected=texts[1], tolerance=tolerance)
+
+
+def _statements(cases: Sequence[Any], before: str, row: Row, tolerance: float | None) -> Iterable[Test]:
+    entry = row.get("entry_point") or _builtin_entry_point(cases)
+    for case in cases:
+        if not isinstance(case, str):
+            raise TypeError(f"a test is {case!r}, not text")
+        yield _check(f"{before}\n{case}" if before else case, row.get("setup") or "", entry, tolerance)
+
+
+def _builtin_entry_point(cases: Sequence[Any]) -> str | None:
+    """Return the function under test if tests call none but builtins, as MBPP's `assert sum(10, 15) == 6` does.
+
+    It is then the one whose arguments hold no call. Otherwise the names of builtins keep their meaning.
+    """
+    calls = [node for case in cases for node in ast.walk(ast.parse(str(case))) if isinstance(node, ast.Call)]
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    if names - _BUILTINS or len(names) == 0 or any(isinstance(call.func, ast.Attribute) for call in calls):
+        return None
+    inner = [call for call in calls if not any(isinstance(n, ast.Call) for a in call.args for n in ast.walk(a))]
+    return inner[0].func.id if isinstance(inner[0].func, ast.Name) else None
+
+
+def _check(code: Any, setup: str, entry: str | None, tolerance: float | None) -> Test:
+    """Make a test of test code. ValueError if nothing in it could fail."""
+    if not isinstance(code, str):
+        raise TypeError(f"a test is {code!r}, not text")
+    nodes = list(ast.walk(ast.parse(code)))
+    calls = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if not any(isinstance(node, ast.Assert | ast.Raise) for node in nodes) and not any(
+        name.startswith("assert") or name in ("raises", "fail") for name in calls
+    ):
+        raise ValueError(f"the test {code[:80]!r} asserts nothing")
+    ast.parse(setup)
+    return Test(task=Check(test=code, setup=setup, entry_point=entry, tolerance=tolerance))

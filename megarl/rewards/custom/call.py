@@ -1,0 +1,137 @@
+"""Call a user's function in a worker process, so that what it raises, prints or returns cannot harm the run."""
+
+import asyncio
+import inspect
+import io
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.rewards.custom.load import RewardFunction, first_line, line_of, load_function
+from megarl.rewards.custom.signatures import BadResultError, Signature, signature_of
+from megarl.rewards.question import Question, Verdict
+from megarl.rewards.scorers import PARSE_FAILED
+from megarl.types import Reward
+
+# What is kept of the text that a function printed, from its end, and of an exception's message.
+MAX_OUTPUT_CHARS = 4_000
+MAX_REASON_CHARS = 500
+# Bound on the notes of all rows of a call together: a worker's reply may not exceed a mebibyte.
+_MAX_NOTES_CHARS = 400_000
+VERDICTS = "verdicts"
+
+
+def call_function(
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    *,
+    rows: Sequence[Question],
+    path: str,
+    name: str,
+    arguments: Mapping[str, Any],
+    together: bool,
+) -> Reward:
+    """Ask a function of a user's file about `rows`, and return its verdicts in the notes of a reward.
+
+    Workers of the verifier pool import this function by name. Its first three arguments are those that every scorer
+    has; they are empty. together: call the function once with lists of all rows, rather than once for each row. Calls
+    of an `async def` proceed at the same time.
+    """
+    file = Path(path)
+    function = load_function(file, name)
+    signature = signature_of(function, file, arguments)
+    calls = [rows] if together and signature.takes_rows else [[row] for row in rows]
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        results = _results(signature, function, calls, arguments)
+    output = printed.getvalue()[-MAX_OUTPUT_CHARS:]
+    verdicts = []
+    for call, result in zip(calls, results, strict=True):
+        verdicts += _verdicts(signature, result, len(call), output, where=(file, function))
+    num_notes = sum(len(each.reward.notes) for each in verdicts if each.reward is not None)
+    limit = _MAX_NOTES_CHARS // max(num_notes, 1)
+    return Reward(score=0.0, correct=False, notes={VERDICTS: [_encoded(each, limit) for each in verdicts]})
+
+
+def decode_verdicts(reward: Reward) -> list[Verdict]:
+    """Return the verdicts that `call_function` put into a reward."""
+    return [
+        Verdict(**{**each, "reward": None if each["reward"] is None else Reward(**each["reward"])})
+        for each in reward.notes[VERDICTS]
+    ]
+
+
+def _results(
+    signature: Signature,
+    function: RewardFunction,
+    calls: Sequence[Sequence[Question]],
+    arguments: Mapping[str, Any],
+) -> list[Any]:
+    """Return what each call returned, or the exception that it raised; calls of a coroutine function overlap."""
+
+    def call(rows: Sequence[Question]) -> Any:
+        try:
+            return function(**signature.bind(function, rows, arguments))
+        except Exception as error:  # the user's code may raise anything
+            return error
+
+    if not is_async(function):
+        return [call(rows) for rows in calls]
+
+    async def gather() -> list[Any]:
+        async def one(rows: Sequence[Question]) -> Any:
+            pending = call(rows)
+            return await pending if inspect.isawaitable(pending) else pending
+
+        return await asyncio.gather(*map(one, calls), return_exceptions=True)
+
+    return asyncio.run(gather())
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Return whether a function, or an object's method `__call__`, was defined by `async def`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _verdicts(
+    signature: Signature, result: Any, num_rows: int, output: str, *, where: tuple[Path, RewardFunction]
+) -> list[Verdict]:
+    path, function = where
+    if not isinstance(result, Exception):
+        try:
+            rewards = signature.results(result, num_rows)
+        except BadResultError as error:
+            failed = Verdict(
+                reward=None, outcome="failed", reason=f"{path}:{first_line(function)}: {error}", output=output
+            )
+            return [failed] * num_rows
+        return [_verdict(reward) for reward in rewards]
+    reason = f"{path}:{line_of(result, path)}: {type(result).__name__}: {result}"
+    text = (output + "".join(traceback.format_exception(result)))[-MAX_OUTPUT_CHARS:]
+    return [Verdict(reward=None, outcome="failed", reason=reason[:MAX_REASON_CHARS], output=text)] * num_rows
+
+
+def _verdict(reward: Reward | None) -> Verdict:
+    if reward is None:
+        return Verdict(reward=None, outcome="abstained")
+    if reward.details.get(PARSE_FAILED):
+        return Verdict(reward=reward, outcome="parse_failed", reason="the function could not read an answer")
+    return Verdict(reward=reward, outcome="correct" if reward.correct else "wrong")
+
+
+def _encoded(verdict: Verdict, max_note_chars: int) -> dict[str, Any]:
+    """Return a verdict as JSON values, with notes that are too long as shortened text."""
+    fields = asdict(verdict)
+    if verdict.reward is not None:
+        texts = {name: json.dumps(value) for name, value in verdict.reward.notes.items()}
+        fields["reward"]["notes"] = {
+            name: verdict.reward.notes[name] if len(text) <= max_note_chars else text[:max_note_chars]
+            for name, text in texts.items()
+        }
+        fields["reward"]["details"] = dict(verdict.reward.details)
+    return fields

@@ -1,0 +1,240 @@
+"""Ask users' functions about responses: start their workers, decide what is asked together, and mix their rewards."""
+
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from megarl.config.rewards import FunctionConfig, RewardsConfig
+from megarl.errors import RunError
+from megarl.rewards.custom.call import call_function, decode_verdicts, is_async
+from megarl.rewards.custom.load import load_function
+from megarl.rewards.custom.signatures import IDS, signature_of
+from megarl.rewards.question import Question, Verdict
+from megarl.rewards.verifier import JobResult, VerifierJob, VerifierOptions, VerifierPool
+from megarl.types import Reward
+
+# Rows of which calls of an `async def` proceed at the same time in one worker.
+ASYNC_ROWS = 32
+
+
+class CustomFunctions:
+    """The reward functions of `rewards.custom`, by name, and the pool of processes that they run in.
+
+    The pool starts with the first question. Threads may share this object.
+    """
+
+    def __init__(self, rewards: RewardsConfig) -> None:
+        self.cfg, self._sources = rewards.custom, rewards.sources
+        self.functions: Mapping[str, FunctionConfig] = self.cfg.all_functions()
+        self._pool: VerifierPool | None = None
+        self._lock = threading.Lock()
+
+    def of(self, data_source: str) -> list[str]:
+        """Return the names of the functions that name a data source or, if none does and `rewards.sources` names no
+        scorer for it, of those that name no source.
+        """
+        named = [name for name, each in self.functions.items() if data_source in each.sources]
+        own = self._sources.get(data_source)
+        if named or (own is not None and own.scorer is not None):
+            return named
+        return [name for name, each in self.functions.items() if not each.sources]
+
+    def check(self) -> None:
+        """Load all files, and raise ConfigError for a missing function, or one whose parameters are unknown."""
+        for each in self.functions.values():
+            signature_of(load_function(Path(each.path), each.name), Path(each.path), each.arguments)
+
+    @cached_property
+    def in_flight(self) -> Mapping[str, bool]:
+        """Return which functions are called row by row and are coroutine functions, so that calls may overlap."""
+        return {
+            name: each.per == "row" and is_async(load_function(Path(each.path), each.name))
+            for name, each in self.functions.items()
+        }
+
+    @cached_property
+    def _takes_ids(self) -> frozenset[str]:
+        """Return the names of the functions that have a parameter for the tokens of responses."""
+        loaded = {name: load_function(Path(each.path), each.name) for name, each in self.functions.items()}
+        return frozenset(name for name, each in loaded.items() if IDS in inspect.signature(each).parameters)
+
+    def need_ids(self, data_source: str) -> bool:
+        """Return whether `Question.response_ids` must be filled for a data source."""
+        return not self._takes_ids.isdisjoint(self.of(data_source))
+
+    def begin(self) -> "CustomSession":
+        """Begin to judge a batch."""
+        return CustomSession(self)
+
+    def ask(self, name: str, rows: Sequence[Question]) -> Future[JobResult]:
+        """Start a call of a function about these rows, without waiting."""
+        with self._lock:
+            self._pool = self._pool or self._start()
+        each = self.functions[name]
+        arguments: dict[str, Any] = {
+            "rows": list(rows),
+            "path": each.path,
+            "name": each.name,
+            "arguments": dict(each.arguments),
+            "together": each.per != "row",
+        }
+        return self._pool.submit(
+            VerifierJob(
+                data_source=rows[0].data_source,
+                response="",
+                ground_truth="",
+                function=f"{call_function.__module__}:{call_function.__name__}",
+                arguments=arguments,
+            )
+        )
+
+    def _start(self) -> VerifierPool:
+        return VerifierPool(
+            VerifierOptions(
+                num_workers=self.cfg.workers,
+                # The soft limit is on CPU time.
+                soft_limit_s=0.9 * self.cfg.timeout_s,
+                deadline_s=self.cfg.timeout_s,
+                start_limit_s=max(300.0, 2 * self.cfg.timeout_s),
+                memory_limit_mib=self.cfg.memory_mib,
+                # A function may keep a model or tables in memory.
+                recycle_mib=self.cfg.memory_mib,
+                preload=("megarl.rewards",),
+            )
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+@dataclass(slots=True)
+class CustomSession:
+    """The judging of one batch by users' functions.
+
+    A function of single rows is asked about each row at once, a coroutine function about `ASYNC_ROWS` at a time; a
+    function of groups or batches has to wait until `finish`.
+    """
+
+    functions: CustomFunctions
+    rows: list[Question] = field(default_factory=list)
+    _asked: list[tuple[str, list[int], Future[JobResult]]] = field(default_factory=list)
+    _waiting: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, question: Question) -> None:
+        """Accept a response, without waiting."""
+        row = len(self.rows)
+        self.rows.append(question)
+        for name in self.functions.of(question.data_source):
+            waiting = self._waiting.setdefault(name, [])
+            waiting.append(row)
+            per, in_flight = self.functions.functions[name].per, self.functions.in_flight[name]
+            if per == "row" and (not in_flight or len(waiting) == ASYNC_ROWS):
+                self._ask(name)
+
+    def _ask(self, name: str) -> None:
+        """Ask a function about the rows that wait for it: by group or all at once, or in one part for each worker."""
+        rows = self._waiting.pop(name, [])
+        per = self.functions.functions[name].per
+        groups: dict[Any, list[int]] = {}
+        for i, row in enumerate(rows):
+            part = {"row": i % self.functions.cfg.workers, "batch": 0, "group": self.rows[row].group}[per]
+            groups.setdefault(part, []).append(row)
+        for members in groups.values():
+            self._asked.append((name, members, self.functions.ask(name, [self.rows[row] for row in members])))
+
+    def pending(self) -> list[Future[JobResult]]:
+        """Return the calls that have begun."""
+        return [pending for _, _, pending in self._asked]
+
+    def is_ready(self) -> bool:
+        """Return whether all calls that have begun have ended."""
+        return all(pending.done() for _, _, pending in self._asked)
+
+    def absorb(self, other: Self) -> None:
+        """Take over all rows of another session, after this session's own."""
+        first = len(self.rows)
+        self.rows += other.rows
+        self._asked += [(name, [first + row for row in rows], pending) for name, rows, pending in other._asked]
+        for name, rows in other._waiting.items():
+            self._waiting.setdefault(name, []).extend(first + row for row in rows)
+
+    def finish(self) -> list[Verdict]:
+        """Wait for all calls, and return a verdict on each row, with the weighted sum of the functions' rewards.
+
+        Raises RunError if a function fails on every row of at least two prompts or, with `on_error=raise`, on any row.
+        """
+        by_function = self.opinions()
+        for name, verdicts in by_function.items():
+            self._require_success(name, verdicts)
+        return [
+            self._mix({name: each[row] for name, each in by_function.items() if row in each})
+            for row in range(len(self.rows))
+        ]
+
+    def opinions(self) -> dict[str, dict[int, Verdict]]:
+        """Wait for all calls, and return the verdicts of each function by row, in the order of the configuration."""
+        for name in list(self._waiting):
+            self._ask(name)
+        opinions: dict[str, dict[int, Verdict]] = {name: {} for name in self.functions.functions}
+        for name, rows, pending in self._asked:
+            opinions[name] |= zip(rows, _verdicts(pending.result(), len(rows)), strict=True)
+        return {name: each for name, each in opinions.items() if each}
+
+    def _require_success(self, name: str, verdicts: Mapping[int, Verdict]) -> None:
+        failed = [row for row, each in verdicts.items() if each.outcome == "failed"]
+        if not failed:
+            return
+        which = f"rewards.custom: the function {name} failed on {len(failed)} of {len(verdicts)} rows"
+        said = f"the first, of {self.rows[failed[0]].data_source!r}: {verdicts[failed[0]].reason}"
+        if self.functions.cfg.on_error == "raise":
+            raise RunError(f"{which}, {said}; correct it and --resume, or set rewards.custom.on_error=drop_rows")
+        # All answers to one odd prompt may fail.
+        if len(failed) == len(verdicts) and len({self.rows[row].group for row in failed}) > 1:
+            raise RunError(f"{which}, so nothing is left to train on, {said}; correct it and --resume")
+
+    def _mix(self, opinions: Mapping[str, Verdict]) -> Verdict:
+        """Combine the functions' verdicts on a row: rewards by weights, the rest from the first that has an opinion."""
+        cfg, functions = self.functions.cfg, self.functions.functions
+        seconds = sum(each.seconds for each in opinions.values())
+        troubles = [each for each in opinions.values() if each.reward is None and each.outcome != "abstained"]
+        if troubles and cfg.on_error != "value":
+            return troubles[0]
+        heard = {name: each for name, each in opinions.items() if each.outcome != "abstained"}
+        if not heard:
+            return Verdict(reward=None, outcome="abstained", reason="no function has an opinion on it")
+        fallback = Reward(score=cfg.value or 0.0, correct=False)
+        rewards = {name: each.reward or fallback for name, each in heard.items()}
+        first = next(iter(rewards.values()))
+        details, notes = dict(first.details), dict(first.notes)
+        if len(functions) > 1:
+            details = {f"{name}/{key}": value for name, each in rewards.items() for key, value in each.details.items()}
+            details |= {f"{name}/score": each.score for name, each in rewards.items()}
+            notes = {f"{name}/{key}": value for name, each in rewards.items() for key, value in each.notes.items()}
+        score = sum(functions[name].weight * each.score for name, each in rewards.items())
+        own = first.score if first.own_score is None and (len(rewards) > 1 or score != first.score) else first.own_score
+        reward = Reward(score=score, correct=first.correct, details=details, notes=notes, own_score=own)
+        told = troubles[0] if troubles else next(iter(heard.values()))
+        return Verdict(reward=reward, outcome=told.outcome, seconds=seconds, reason=told.reason, output=told.output)
+
+
+def _verdicts(result: JobResult, num_rows: int) -> list[Verdict]:
+    """Return the verdicts of a call; if it was killed or its process ended, there are none on any of its rows."""
+    if result.reward is None:
+        return [Verdict(reward=None, outcome=result.outcome, seconds=result.seconds, reason=result.reason)] * num_rows
+    return [
+        Verdict(
+            reward=each.reward,
+            outcome=each.outcome,
+            seconds=result.seconds / num_rows,
+            reason=each.reason,
+            output=each.output,
+        )
+        for each in decode_verdicts(result.reward)
+    ]

@@ -1,0 +1,196 @@
+"""Call reward functions written for verl, OpenRLHF or TRL: what each is given, and how its result is read."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.rewards.custom.load import RewardFunction, first_line
+from megarl.rewards.question import Question
+from megarl.rewards.wire import BadReplyError, decode_reply, note
+from megarl.types import Reward
+
+# TRL's parameter for the tokens of responses, which its functions may take instead of texts.
+IDS = "completion_ids"
+# Names under which TRL's data sets keep the ground truth.
+_TRUTHS = ("ground_truth", "answer", "solution", "label")
+
+
+class BadResultError(Exception):
+    """The error of a function that returned something else than rewards; its message says what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A convention for reward functions, recognised by a parameter that only functions of this kind have.
+
+    takes_rows: whether parameters are lists, with an entry per row. arguments: builds keyword arguments from questions.
+    results: reads the return value as one reward per question, None where the function has no opinion; raises
+    BadResultError.
+    """
+
+    name: str
+    parameter: str
+    takes_rows: bool
+    arguments: Callable[[Sequence[Question]], dict[str, Any]]
+    results: Callable[[Any, int], list[Reward | None]]
+
+    def bind(self, function: RewardFunction, rows: Sequence[Question], extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of a call, among them `extra`; TypeError if a parameter is not filled."""
+        offered, signature = self.arguments(rows), inspect.signature(function)
+        if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+            offered = {name: value for name, value in offered.items() if name in signature.parameters}
+        try:
+            signature.bind(**{**offered, **extra})
+        except TypeError as error:
+            raise TypeError(
+                f"{error}; a call offers {', '.join(self.arguments(rows))}, and custom.arguments"
+            ) from error
+        return {**offered, **extra}
+
+
+def signature_of(function: RewardFunction, path: Path, extra: Mapping[str, Any]) -> Signature:
+    """Recognise the convention that a function follows; `extra` are arguments that it gets besides.
+
+    Raises ConfigError if it follows none, or requires a parameter that nothing fills.
+    """
+    where = f"{path}:{first_line(function)}: {getattr(function, '__name__', 'the function')}"
+    parameters = inspect.signature(function).parameters
+    found = next((each for each in SIGNATURES if each.parameter in parameters), None)
+    if found is None and IDS in parameters:
+        found = TRL
+    if found is None:
+        known = ", ".join(f"{each.parameter} ({each.name})" for each in SIGNATURES)
+        raise ConfigError(f"{where}: got the parameters ({', '.join(parameters)}), expected one of {known}")
+    if found is not TRL:  # whose parameters are columns of the data
+        try:
+            found.bind(function, [Question(data_source="", prompt="", response="", ground_truth="")], extra)
+        except TypeError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return found
+
+
+def _verl(rows: Sequence[Question]) -> dict[str, Any]:
+    (row,) = rows
+    return {
+        "data_source": row.data_source,
+        "solution_str": row.response,
+        "ground_truth": row.ground_truth,
+        "extra_info": row.extra_info,
+    }
+
+
+def _verl_batch(rows: Sequence[Question]) -> dict[str, Any]:
+    return {
+        "data_sources": [row.data_source for row in rows],
+        "solution_strs": [row.response for row in rows],
+        "ground_truths": [row.ground_truth for row in rows],
+        "extra_infos": [row.extra_info for row in rows],
+    }
+
+
+def _openrlhf(rows: Sequence[Question]) -> dict[str, Any]:
+    return {
+        "queries": [row.prompt + row.response for row in rows],
+        "prompts": [row.prompt for row in rows],
+        "labels": [row.ground_truth for row in rows],
+        "data_source": [row.data_source for row in rows],
+        "extra_info": [row.extra_info for row in rows],
+    }
+
+
+def _trl(rows: Sequence[Question]) -> dict[str, Any]:
+    """Build TRL's arguments: chats as lists of messages, or texts if a chat is unknown, and the columns of the data."""
+    are_chats = all(row.messages for row in rows)
+    names = {name for row in rows for name in row.extra_info}
+    return {
+        "prompts": [[m.as_dict() for m in row.messages] if are_chats else row.prompt for row in rows],
+        "completions": [
+            [{"role": "assistant", "content": row.response}] if are_chats else row.response for row in rows
+        ],
+        IDS: [list(row.response_ids) for row in rows],
+        "trainer_state": None,
+        "data_source": [row.data_source for row in rows],
+        **{name: [row.ground_truth for row in rows] for name in _TRUTHS},
+        **{name: [row.extra_info.get(name) for row in rows] for name in sorted(names)},
+    }
+
+
+def _rewards_of_trl(result: Any, num_rows: int) -> list[Reward | None]:
+    values = plain(result)
+    if not isinstance(values, list) or len(values) != num_rows:
+        raise BadResultError(f"returned {result!r:.120}, expected a list of {num_rows} numbers or None, one per row")
+    rewards: list[Reward | None] = []
+    for value in values:
+        if value is None:
+            rewards.append(None)
+        elif isinstance(value, int | float) and math.isfinite(value):
+            rewards.append(Reward(score=float(value), correct=value > 0))
+        else:
+            raise BadResultError(f"returned {value!r:.120} for a row, expected a finite number or None")
+    return rewards
+
+
+def _rewards_of_openrlhf(result: Any, num_rows: int) -> list[Reward | None]:
+    try:
+        reply = decode_reply(plain(result), num_rows)
+    except BadReplyError as error:
+        raise BadResultError(f"returned for {num_rows} rows: {error}") from error
+    return [reply.reward(row) for row in range(num_rows)]
+
+
+def _rewards_of_verl_batch(result: Any, num_rows: int) -> list[Reward | None]:
+    values = plain(result)
+    if not isinstance(values, list) or len(values) != num_rows:
+        raise BadResultError(f"returned {result!r:.120}, expected a list of {num_rows}, one number or mapping per row")
+    return [reward for value in values for reward in _rewards_of_verl(value, 1)]
+
+
+def _rewards_of_verl(result: Any, num_rows: int) -> list[Reward | None]:
+    values = dict(result) if isinstance(result, Mapping) else {"score": result}
+    numbers, notes = dict[str, float](), dict[str, Any]()
+    for key, value in values.items():
+        # Text that looks like a number, such as an extracted answer, is not logged as one.
+        with suppress(TypeError, ValueError, OverflowError):
+            if not isinstance(value, str | bytes) and math.isfinite(number := float(value)):
+                numbers[str(key)] = number
+                continue
+        notes[str(key)] = note(value)
+    if "score" not in numbers or "acc" in notes:
+        raise BadResultError(
+            f"returned {str(result)[:120]}, expected a finite number, or a mapping with 'score', a finite number, and, "
+            "if there is 'acc', a number or a boolean for it"
+        )
+    score = numbers.pop("score")
+    return [Reward(score=score, correct=bool(numbers.pop("acc", score > 0)), details=numbers, notes=notes)]
+
+
+def plain(value: Any) -> Any:
+    """Convert tensors and arrays to lists; a tensor or array without dimensions becomes a list of one number."""
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        return value if isinstance(value, list) else [value]
+    if isinstance(value, list | tuple):
+        return [each.item() if hasattr(each, "item") else each for each in value]
+    return value
+
+
+VERL = Signature(name="verl", parameter="solution_str", takes_rows=False, arguments=_verl, results=_rewards_of_verl)
+VERL_BATCH = Signature(
+    name="verl's batch manager",
+    parameter="solution_strs",
+    takes_rows=True,
+    arguments=_verl_batch,
+    results=_rewards_of_verl_batch,
+)
+OPENRLHF = Signature(
+    name="OpenRLHF", parameter="queries", takes_rows=True, arguments=_openrlhf, results=_rewards_of_openrlhf
+)
+TRL = Signature(name="TRL", parameter="completions", takes_rows=True, arguments=_trl, results=_rewards_of_trl)
+SIGNATURES = (VERL, VERL_BATCH, OPENRLHF, TRL)

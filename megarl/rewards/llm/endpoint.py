@@ -1,0 +1,164 @@
+"""Ask language models behind OpenAI-compatible HTTP endpoints."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.judges import JudgeConfig
+from megarl.errors import ConfigError, RunError
+from megarl.rewards.background import BackgroundLoop
+from megarl.rewards.llm.cache import AnswerCache
+from megarl.rewards.llm.completions import Completion, Request, texts_of
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+# Statuses of a wrong URL, model or key, which no retry and no other row changes.
+_REFUSALS = (401, 403, 404, 405)
+# What a retry may wait for besides its own time limit.
+_LONGEST_BACKOFF_S = 60.0
+
+
+class EndpointCompletions:
+    """A model behind equivalent OpenAI-compatible endpoints, with a cache and a budget.
+
+    Requests take turns among the endpoints; those that failed least come first. The OpenAI client retries what may
+    pass, and waits as long as the endpoint says.
+    """
+
+    is_deferred = False
+
+    def __init__(self, cfg: JudgeConfig, *, name: str, urls: tuple[str, ...] = ()) -> None:
+        """Open the clients without asking anything; `urls` replace those of the configuration."""
+        # The package takes more than a second to import.
+        import openai
+
+        key, endpoint = f"rewards.judges.{name}", cfg.endpoint
+        api_key = "none" if endpoint.api_key_env is None else os.environ.get(endpoint.api_key_env, "")
+        if not api_key:
+            raise ConfigError(f"{key}.endpoint.api_key_env: {endpoint.api_key_env} is not set; export the key")
+        self._cfg, self._key, self._model = cfg, key, endpoint.model
+        self._http = openai.DefaultAsyncHttpxClient(trust_env=endpoint.use_proxy)
+        self._clients: dict[str, AsyncOpenAI] = {
+            url: openai.AsyncOpenAI(
+                base_url=url,
+                api_key=api_key,
+                timeout=endpoint.timeout_s,
+                max_retries=endpoint.retries,
+                http_client=self._http,
+            )
+            for url in (urls or endpoint.urls)
+        }
+        self._cache = None if cfg.cache is None else AnswerCache(Path(cfg.cache))
+        self._failures: Counter[str] = Counter()
+        self._num_started = self._num_requests = self._num_tokens = 0
+        self._slots = asyncio.Semaphore(endpoint.concurrency)
+        self._naming = asyncio.Lock()
+        self._loop = BackgroundLoop(name)
+
+    def submit(self, request: Request) -> Future[Completion]:
+        return self._loop.start(self._complete(request))
+
+    def flush(self) -> None:
+        """Do nothing: requests start at once."""
+
+    def close(self) -> None:
+        self._loop.close(self._http.aclose())
+        if self._cache is not None:
+            self._cache.close()
+
+    async def _complete(self, request: Request) -> Completion:
+        sampling = self._cfg.sampling
+        async with self._slots:
+            began = time.monotonic()
+            try:
+                model = await self._model_name()
+            except _UnansweredError as error:
+                return Completion(text=None, reason=str(error), is_refused=error.is_refused)
+            body: dict[str, Any] = {
+                "model": model,
+                "messages": texts_of(request.messages),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_tokens": sampling.max_tokens,
+                "seed": request.seed,
+                "extra_body": dict(sampling.extra_body),
+            }
+            key = "" if self._cache is None else self._cache.key(body)
+            if self._cache is not None and (known := self._cache.get(key)) is not None:
+                return Completion(text=known, is_cached=True)
+            self._spend()
+            try:
+                reply = await self._first_answer(lambda client: client.chat.completions.create(**body))
+            except _UnansweredError as error:
+                return Completion(
+                    text=None, reason=str(error), is_refused=error.is_refused, seconds=time.monotonic() - began
+                )
+            tokens = reply.usage.total_tokens if reply.usage is not None else 0
+            self._num_tokens += tokens
+            text = (reply.choices[0].message.content if reply.choices else None) or ""
+            if self._cache is not None:
+                self._cache.put(key, text)
+            return Completion(text=text, tokens=tokens, seconds=time.monotonic() - began)
+
+    def _spend(self) -> None:
+        """Count a request; raise RunError if the budget has none left."""
+        budget = self._cfg.budget
+        for name, spent, limit in (
+            ("requests", self._num_requests, budget.requests),
+            ("tokens", self._num_tokens, budget.tokens),
+        ):
+            if limit is not None and spent >= limit:
+                raise RunError(
+                    f"{self._key}.budget.{name}: {spent} are spent, of {limit}; raise the budget and --resume"
+                )
+        self._num_requests += 1
+
+    async def _model_name(self) -> str:
+        """Return the model's name; the endpoint is asked for it once."""
+        async with self._naming:
+            if self._model is not None:
+                return self._model
+            listed = await self._first_answer(lambda client: client.models.list())
+            if not listed.data:
+                raise _UnansweredError("the endpoint lists no models", is_refused=True)
+            self._model = str(listed.data[0].id)
+            return self._model
+
+    async def _first_answer(self, ask: Any) -> Any:
+        """Return what the first endpoint answers that answers at all; `ask` calls a client."""
+        import openai
+
+        endpoint, self._num_started = self._cfg.endpoint, self._num_started + 1
+        deadline_s = endpoint.timeout_s * (endpoint.retries + 1) + _LONGEST_BACKOFF_S * endpoint.retries
+        urls = list(self._clients)
+        start = self._num_started % len(urls)
+        reason, num_refusals = "", 0
+        for url in sorted([*urls[start:], *urls[:start]], key=lambda url: self._failures[url]):
+            try:
+                async with asyncio.timeout(deadline_s):
+                    answer = await ask(self._clients[url])
+            except openai.APIStatusError as error:
+                reason = f"{url}: status {error.status_code}: {error.message[:200]}"
+                num_refusals += error.status_code in _REFUSALS
+                # A request that the model cannot take is not the endpoint's fault.
+                self._failures[url] += error.status_code not in (400, 413, 422)
+            except (openai.OpenAIError, TimeoutError, ValueError) as error:
+                reason = f"{url}: {type(error).__name__}: {str(error)[:200]}"
+                self._failures[url] += 1
+            else:
+                self._failures[url] = 0
+                return answer
+        raise _UnansweredError(reason, is_refused=num_refusals == len(urls))
+
+
+class _UnansweredError(Exception):
+    """The error of a request that no endpoint answered."""
+
+    def __init__(self, reason: str, *, is_refused: bool) -> None:
+        super().__init__(reason)
+        self.is_refused = is_refused

@@ -1,0 +1,41 @@
+"""Define what a scorer or a user's function is asked about one response, and what becomes of the question."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.types import Message, Reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A response to judge, with its prompt, ground truth and further data.
+
+    messages: the chat that the prompt was made of, if it is known. group: the same for all responses to one prompt.
+    response_ids: the response's tokens, if a function asks for them.
+    """
+
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
+    group: str = ""
+    response_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of asking one scorer or function about one response.
+
+    outcome: `correct` or `wrong`; `parse_failed` if no answer could be read; `abstained` if a function returned None
+    for the response; `timed_out`, `crashed` (the worker process died) or `failed` (an exception), for which `reason`
+    says why in one line, and `output` what the function printed, with the traceback.
+    """
+
+    reward: Reward | None
+    outcome: str
+    seconds: float = 0.0
+    reason: str = ""
+    output: str = ""

@@ -1,0 +1,87 @@
+"""Ask the policy itself for verdicts, on the engines of the run."""
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from megarl.cluster import residency
+from megarl.config.judges import SamplingConfig
+from megarl.data.chat import encode_chats, response_decoder
+from megarl.rewards.llm import Completion, Request
+from megarl.rollout.source import RolloutSource, SamplingPlan, collect
+from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PolicyCompletions:
+    """The policy with its current weights, as a model that continues chats.
+
+    Requests wait for `flush`, so that they do not take the engines from samples of the batch that they are about.
+
+    max_tokens: context of the engines. enter: called with the phase before generation, so that the engines are on their
+    devices.
+    """
+
+    is_deferred = True
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        tokenizer: "PreTrainedTokenizerBase",
+        sampling: SamplingConfig,
+        *,
+        max_tokens: int,
+        run_seed: int,
+        timeout_s: float,
+        enter: Callable[[residency.Phase], None] = lambda phase: None,
+    ) -> None:
+        self._source, self._tokenizer, self._sampling = source, tokenizer, sampling
+        self._decode = response_decoder(tokenizer)
+        self._max_tokens, self._run_seed, self._timeout_s, self._enter = max_tokens, run_seed, timeout_s, enter
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[Request, Future[Completion]]] = []
+
+    def submit(self, request: Request) -> Future[Completion]:
+        pending: Future[Completion] = Future()
+        self._waiting.append((request, pending))
+        return pending
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        chats = encode_chats(self._tokenizer, [request.messages for request, _ in waiting]) if waiting else []
+        sampling, asked = self._sampling, dict[str, Future[Completion]]()
+        prompts = []
+        for (_, pending), ids in zip(waiting, chats, strict=True):
+            if len(ids) + sampling.max_tokens > self._max_tokens:
+                reason = (
+                    f"the question has {len(ids)} tokens and sampling.max_tokens={sampling.max_tokens}, more than the "
+                    f"engine's {self._max_tokens}"
+                )
+                pending.set_result(Completion(text=None, reason=reason))
+                continue
+            # The number makes the seed: two votes on the same question differ.
+            uid = f"judge:{next(self._numbers)}"
+            prompts.append(Prompt(uid=uid, token_ids=tuple(ids), data_source="", ground_truth=""))
+            asked[uid] = pending
+        if not prompts:
+            return
+        plan = SamplingPlan(
+            step=0,
+            num_samples=1,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=-1,
+            max_response_tokens=sampling.max_tokens,
+            run_seed=self._run_seed,
+        )
+        self._enter(residency.GENERATE)
+        for sample in collect(self._source, self._source.submit(prompts, plan), timeout_s=self._timeout_s).samples:
+            tokens = len(sample.prompt_token_ids) + len(sample.response_token_ids)
+            text = self._decode(sample.response_token_ids.tolist())
+            asked[sample.uid].set_result(Completion(text=text, tokens=tokens))
+
+    def close(self) -> None:
+        """Do nothing: the engines belong to the run."""

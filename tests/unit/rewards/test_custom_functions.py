@@ -1,0 +1,189 @@
+"""Users' functions in their processes: mixing, files per source, what fails, and the trial before a run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.config.load import from_dict
+from megarl.config.rewards import RewardsConfig
+from megarl.errors import ConfigError, RunError
+from megarl.rewards.custom import CustomFunctions, try_functions
+from megarl.rewards.judge import Judged
+from megarl.rewards.rule import RuleJudge
+from megarl.types import Prompt, Reward
+from tests.helpers.reward_items import item
+from tests.helpers.segments import policy_segment
+
+ONE = """
+import os, time
+
+def length(solution_str, ground_truth):
+    return len(solution_str)
+
+def fragile(solution_str, ground_truth):
+    if solution_str == "die":
+        os._exit(3)
+    if solution_str == "hang":
+        time.sleep(60)
+    return 1 / int(solution_str)
+
+def opinion(completions, **kwargs):
+    return [None if c == "?" else 0.5 for c in completions]
+
+def tokens(completion_ids, **kwargs):
+    return [sum(ids) for ids in completion_ids]
+
+def longest(completions, **kwargs):
+    return [len(c) == max(map(len, completions)) for c in completions]
+
+async def slowly(solution_str, ground_truth):
+    import asyncio
+    await asyncio.sleep(0.2)
+    return len(solution_str)
+"""
+TWO = """
+def reward_func(queries, prompts, labels, **kwargs):
+    return {"rewards": [-1.0] * len(queries), "extra_logs": {"words": ["a b"] * len(queries)}}
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    directory = tmp_path_factory.mktemp("custom")
+    (directory / "one.py").write_text(ONE)
+    (directory / "two.py").write_text(TWO)
+    return {name: str(directory / f"{name}.py") for name in ("one", "two")}
+
+
+@contextmanager
+def judge_of(custom: dict[str, Any], **others: Any) -> Iterator[RuleJudge]:
+    custom = {"workers": 2, "timeout_s": 20.0, **custom}
+    with closing(
+        RuleJudge(from_dict(RewardsConfig, {"custom": custom, "verifier": {"workers": 1}, **others}))
+    ) as judge:
+        yield judge
+
+
+def judged(judge: RuleJudge, *answers: tuple[str, str, str]) -> Judged:
+    """Answers to (prompt, data source)."""
+    judging = judge.begin()
+    for prompt, source, response in answers:
+        judging.add(item(prompt, response, "8", source=source))
+    return judging.finish()
+
+
+def test_a_file_per_source_and_sums_with_weights(files: Mapping[str, str]) -> None:
+    functions = {
+        "length": {"path": files["one"], "name": "length", "weight": 0.5, "sources": ["a"]},
+        "opinion": {"path": files["one"], "name": "opinion", "weight": 2.0, "sources": ["a", "sums"]},
+        "rest": {"path": files["two"]},
+    }
+    sources = {"sums": {"scorer": "megarl/sums"}, "others": {"scorer": "megarl/sums"}}
+    with judge_of({"functions": functions}, sources=sources) as judge:
+        found = judged(
+            judge,
+            ("p", "a", "four"),
+            ("p", "a", "?"),
+            ("q", "b", "x"),
+            ("r", "sums", "#### 8"),
+            ("r", "sums", "?"),
+            ("s", "others", "#### 8"),
+        )
+    # 0.5 · 4 + 2 · 0.5; an answer on which `opinion` has none: 0.5 · 1.
+    assert [each.score for each in found.rewards] == [3.0, 0.5, -1.0, 2.0, 0.0, 1.0]
+    assert found.rewards[0] == Reward(
+        score=3.0, correct=True, details={"length/score": 4.0, "opinion/score": 0.5}, own_score=4.0
+    )
+    assert found.rewards[2].notes == {"rest/words": "a b"}
+    # The scorer decides what is correct.
+    assert [each.correct for each in found.rewards[3:5]] == [True, False]
+    assert found.rewards[3].details["custom/score"] == 1.0
+    assert found.tallies["reward/rule/opinion/score"].value == 0.5
+
+
+def test_functions_of_tokens(files: Mapping[str, str]) -> None:
+    """TRL's: one without texts, and one that is not given tokens because it does not ask for them."""
+    functions = {
+        "tokens": {"path": files["one"], "name": "tokens"},
+        "opinion": {"path": files["one"], "name": "opinion"},
+    }
+    with judge_of({"functions": functions}) as judge:
+        judging = judge.begin()
+        given = item("p", "abc", "")
+        segments = (*given.sample.segments, policy_segment([7, 8]))
+        judging.add(replace(given, sample=replace(given.sample, segments=segments)))
+        assert judging.finish().rewards[0].details == {"tokens/score": 15.0, "opinion/score": 0.5}
+
+
+def test_groups_are_compared_within_themselves(files: Mapping[str, str]) -> None:
+    with judge_of({"path": files["one"], "name": "longest", "per": "group"}) as judge:
+        first, second = judge.begin(), judge.begin()
+        for judging, prompt, response in (
+            (first, "p", "a"),
+            (first, "q", "abc"),
+            (second, "p", "ab"),
+            (second, "q", ""),
+        ):
+            judging.add(item(prompt, response, ""))
+        first.absorb(second)
+        assert [each.score for each in first.finish().rewards] == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_coroutine_functions_judge_many_rows_at_a_time(files: Mapping[str, str]) -> None:
+    with judge_of({"path": files["one"], "name": "slowly"}) as judge:
+        judging = judge.begin()
+        for index in range(50):
+            judging.add(item(f"p{index}", "x" * index, ""))
+        judging_pending = judging.pending()
+        found = judging.finish()
+    assert len(judging_pending) == 2
+    assert [each.score for each in found.rewards] == [float(i) for i in range(50)]
+
+
+def test_one_row_that_fails_is_dropped(files: Mapping[str, str]) -> None:
+    with judge_of({"path": files["one"], "name": "fragile", "timeout_s": 1.0, "workers": 1}) as judge:
+        found = judged(judge, *(("p", "a", response) for response in ("2", "0", "die", "hang", "4")))
+        assert [each.dropped for each in found.rewards] == [False, True, True, True, False]
+        assert [found.rewards[row].score for row in (0, 4)] == [0.5, 0.25]
+        shares = {name: found.tallies[f"reward/{name}_frac"].value for name in ("failed", "crashed", "timeout")}
+        assert shares == {"failed": 0.2, "crashed": 0.2, "timeout": 0.2}
+        troubles = [(each.item.response, each.outcome) for each in found.troubles]
+        assert troubles == [("0", "failed"), ("die", "crashed"), ("hang", "timed_out")]
+        assert "ZeroDivisionError" in found.troubles[0].reason
+        assert found.troubles[0].output.startswith("Traceback")
+        # All answers to a single odd prompt may fail, not those to all prompts.
+        assert all(each.dropped for each in judged(judge, ("p", "a", "0"), ("p", "a", "x")).rewards)
+        with pytest.raises(
+            RunError, match=r"fragile failed on 2 of 2 rows, so nothing is left.*one.py:12: ZeroDivision"
+        ):
+            judged(judge, ("p", "a", "0"), ("q", "a", "0"))
+
+
+def test_what_to_do_with_a_row_that_fails_is_said(files: Mapping[str, str]) -> None:
+    custom = {"path": files["one"], "name": "fragile", "workers": 1}
+    with judge_of({**custom, "on_error": "value", "value": -3}) as judge:
+        found = judged(judge, ("p", "a", "0"), ("p", "a", "2"))
+        assert [(each.score, each.correct) for each in found.rewards] == [(-3.0, False), (0.5, True)]
+    with judge_of({**custom, "on_error": "raise"}) as judge, pytest.raises(RunError, match=r"failed on 1 of 2 rows"):
+        judged(judge, ("p", "a", "0"), ("p", "a", "2"))
+
+
+def tried(custom: dict[str, Any], truth: str) -> None:
+    rewards = from_dict(RewardsConfig, {"custom": custom})
+    prompt = Prompt(uid="p1", token_ids=(), data_source="a", ground_truth=truth)
+    try_functions(CustomFunctions(rewards), [prompt])
+
+
+def test_the_trial(files: Mapping[str, str]) -> None:
+    """An empty answer is no number, which `fragile` may refuse unless the run ends of it."""
+    custom = {"path": files["one"], "name": "fragile", "workers": 1}
+    tried(custom, "8")
+    with pytest.raises(
+        ConfigError, match=r"fragile has no reward for 1 of 2 trial answers to prompt p1 of 'a' \(failed\)"
+    ):
+        tried({**custom, "on_error": "raise"}, "8")
+    with pytest.raises(ConfigError, match=r"(?s)for 2 of 2 .*one.py:12: ValueError: invalid.*It printed:\nTraceback"):
+        tried(custom, "eight")

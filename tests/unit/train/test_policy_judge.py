@@ -1,0 +1,108 @@
+"""The policy as a judge: what engines are asked, and that answers come back to their questions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from megarl.config.judges import JudgeConfig, SamplingConfig
+from megarl.config.load import from_dict
+from megarl.data.chat import encode_chats
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.rewards.llm import LlmJudge, Request
+from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
+from megarl.train.policy_judge import PolicyCompletions
+from megarl.types import FinishReason, Message, Prompt, Sample, prompt_segment
+from tests.helpers.reward_items import item
+from tests.helpers.segments import policy_segment
+
+TOKENIZER = make_byte_tokenizer()
+
+
+class Source:
+    """Engines that write what `write` says about the text of a prompt."""
+
+    def __init__(self, write: Callable[[str], str]) -> None:
+        self.write, self.plans, self.batches = write, list[SamplingPlan](), list[list[str]]()
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        plan: SamplingPlan,
+        on_sample: OnSample = ignore_sample,
+        begun: Sequence[Sample] = (),
+    ) -> Batch:
+        batch = Batch(prompts=prompts, plan=plan, on_sample=on_sample)
+        self.plans.append(plan)
+        self.batches.append([TOKENIZER.decode(prompt.token_ids) for prompt in prompts])
+        for prompt in reversed(prompts):
+            ids = TOKENIZER(self.write(TOKENIZER.decode(prompt.token_ids)), add_special_tokens=False)["input_ids"]
+            sample = Sample(
+                uid=prompt.uid,
+                sample_index=0,
+                seed=0,
+                segments=(prompt_segment(prompt.token_ids), policy_segment(ids)),
+                finish_reason=FinishReason.STOP,
+            )
+            batch.finish(prompt, sample)
+        return batch
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        assert until()
+
+    def poll(self) -> None:
+        raise NotImplementedError
+
+    def unfinished(self) -> list[Sample]:
+        raise NotImplementedError
+
+
+def policy(source: Source, *, context: int = 4096, **sampling: Any) -> PolicyCompletions:
+    return PolicyCompletions(
+        source, TOKENIZER, SamplingConfig(**sampling), max_tokens=context, run_seed=3, timeout_s=1.0
+    )
+
+
+def request(text: str) -> Request:
+    return Request(messages=(Message(role="user", content=text),), seed=0)
+
+
+def test_questions_are_asked_together_and_answers_come_back_to_them() -> None:
+    source = Source(lambda text: "yes<|im_end|>" if "one" in text else "no<|im_end|>")
+    asked = policy(source, temperature=0.5, max_tokens=7)
+    first, second = asked.submit(request("one")), asked.submit(request("two"))
+    assert not first.done()
+    asked.flush()
+    asked.flush()
+    assert [pending.result(0).text for pending in (first, second)] == ["yes", "no"]
+    assert source.batches == [[f"<|im_start|>user\n{t}<|im_end|>\n<|im_start|>assistant\n" for t in ("one", "two")]]
+    (plan,) = source.plans
+    assert (plan.temperature, plan.max_response_tokens, plan.num_samples, plan.run_seed) == (0.5, 7, 1, 3)
+    num_tokens = len(encode_chats(TOKENIZER, [request("one").messages])[0])
+    assert first.result(0).tokens == num_tokens + len("yes") + 1
+
+
+def test_a_question_that_is_too_long_is_not_asked() -> None:
+    source = Source(lambda text: "yes")
+    limit = 64 + len(encode_chats(TOKENIZER, [request("").messages])[0])
+    asked = policy(source, context=limit, max_tokens=64)
+    fits, too_long = asked.submit(request("")), asked.submit(request("x"))
+    asked.flush()
+    assert fits.result(0).text == "yes"
+    assert too_long.result(0).text is None
+    assert f"sampling.max_tokens=64, more than the engine's {limit}" in too_long.result(0).reason
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "pairwise"])
+def test_it_judges(mode: str) -> None:
+    cfg = from_dict(JudgeConfig, {"use_policy": True, "mode": mode})
+    source = Source(lambda text: ("Score: 0.25" if "<response>\nbad" in text else "Score: 1") + ", Winner: A")
+    judging = LlmJudge(cfg, policy(source), name="self").begin()
+    judging.add(item("p", "good", ""))
+    judging.add(item("p", "bad", ""))
+    # A run that waits for rewards may not wait for what only `finish` starts.
+    assert judging.is_ready()
+    judged = judging.finish()
+    assert len(source.batches) == 1
+    # In pairs, the first place wins each time.
+    assert [reward.score for reward in judged.rewards] == ([1.0, 0.25] if mode == "pointwise" else [0.5, 0.5])
