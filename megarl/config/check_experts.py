@@ -57,7 +57,10 @@ def check_expert_width(config: Config, hf_config: Mapping[str, object], multiple
 
 
 def check_replayed_routing(config: Config) -> None:
-    """Raise ConfigError if routing is to be replayed without recorded samples: only these include expert choices."""
+    """Raise ConfigError for `actor.moe.replay_routing` without `rollout.source=replay`.
+
+    Only samples that an earlier run recorded say to which experts their tokens went.
+    """
     if config.actor.moe.replay_routing and config.rollout.source != "replay":
         raise ConfigError(
             f"actor.moe.replay_routing: got true with rollout.source={config.rollout.source}, but only a record can "

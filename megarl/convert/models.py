@@ -4,6 +4,7 @@ implies.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from megarl.weights.tables import Partition
 
 # The value of vocab_multiple for opening: it only sets the vocabulary padding, which is read from the checkpoint.
 _NO_PADDING = 1
+# Keys of optimizer states: with several optimizers, as expert models have, periodic checkpoints number them.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _NAMED = 3
 
 
@@ -94,7 +97,7 @@ def _open_hf(path: Path) -> OpenModel:
 def _open_dist(path: Path, model: Path) -> OpenModel:
     spec = read_model_spec(model, "--model")
     tensors, _ = read_index(path)
-    weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    weights = {key: tensor for key, tensor in tensors.items() if not _OPTIMIZER.match(key)}
     scalar_head = "value_head.weight" in weights
     # Megatron stacks layers, unless only some of them have experts: then each layer has its own keys.
     stacked = not any(key.startswith("decoder.layers.0.") for key in weights)

@@ -7,6 +7,7 @@
 import functools
 import importlib.metadata
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,7 @@ class Platform:
         environment: variables to set before the first import of torch, ray or vllm in a process of the run.
         resources: Ray resources to request for one process: a device and its share of the host's CPUs.
         has_ipc: whether processes can share device memory.
-        pins_host_memory: whether copies between host and device need page-locked memory to run at full speed.
+        checkpoint_writers: how many processes of a rank write its part of a checkpoint.
         expert_width_multiple: vLLM pads a worker's part of an expert to it; padded experts cannot take new weights.
     """
 
@@ -56,7 +57,7 @@ class Platform:
     environment: Mapping[str, str]
     resources: Mapping[str, float]
     has_ipc = False
-    pins_host_memory = False
+    checkpoint_writers = 1
     expert_width_multiple = 1
 
     def device(self) -> "torch.device":
@@ -96,7 +97,7 @@ class Platform:
         """Allocate uint8 [num_bytes] on the host, page-locked if that speeds up copies to and from the device."""
         import torch
 
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins_host_memory)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def release_cached_memory(self) -> None:
         """Give unused memory that torch's caching allocator holds back to the device (torch.cuda.empty_cache)."""
@@ -137,7 +138,7 @@ class CudaPlatform(Platform):
     environment = COMMON_ENVIRONMENT | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     resources = MappingProxyType({"CPU": 1, "GPU": 1})
     has_ipc = True
-    pins_host_memory = True
+    checkpoint_writers = 4
 
     def activate(self) -> None:
         import torch
@@ -164,6 +165,16 @@ class CudaPlatform(Platform):
         import torch
 
         torch.cuda.current_stream().synchronize()
+
+    def host_buffer(self, num_bytes: int) -> "torch.Tensor":
+        import torch
+
+        buffer = super().host_buffer(num_bytes)
+        # torch's own page-locked memory comes in powers of two, so that up to half of it would be wasted.
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+        return buffer
 
     def release_cached_memory(self) -> None:
         import torch

@@ -11,7 +11,7 @@ from megarl.device.platform import Platform
 from megarl.doctor.finding import Finding, Status
 from megarl.errors import ConfigError, WorkerError
 from megarl.host.janitor import SHM_DIR, RunScope
-from megarl.sandbox import Sandbox
+from megarl.sandbox import Isolation, Sandbox
 
 GIB = 2**30
 # A run of the tiny model (two trainer ranks, one engine) holds 3.4 GiB.
@@ -141,7 +141,13 @@ def check_sandbox() -> Finding:
     """Check that a program can be isolated; only rewards that run programs need this."""
     try:
         with Sandbox() as sandbox, sandbox.program(""):
-            return Finding(subject="code sandbox", found="namespaces, limits and the filter of system calls work")
+            if sandbox.tier is Isolation.NAMESPACES:
+                return Finding(subject="code sandbox", found="namespaces (the stronger of two kinds)")
+            return Finding(
+                subject="code sandbox",
+                found="Landlock (the weaker of two kinds: programs see which files exist, and start no processes)",
+                advice=f"for namespaces: {'; '.join(sandbox.refusals)}",
+            )
     except (ConfigError, WorkerError) as error:
         return Finding(
             subject="code sandbox",

@@ -1,17 +1,21 @@
 """Save and load a rank's part of a checkpoint: trained roles in Megatron's torch_dist format, RNG states in files.
 
-Checkpoints do not depend on the parallel layout: tp=1 × pp=2 can load what tp=2 × dp=2 saved, with optimizer state.
-They do not depend on which roles (actor, critic) share processes either: every role has its own directory. A process's
-RNG states are saved once for every role that it hosts, in a file with the role's name.
+A portable checkpoint does not depend on the parallel layout: tp=1 × pp=2 can load what tp=2 × dp=2 saved, with
+optimizer state. Writing it gathers that state; other checkpoints have it as it is sharded, so that only the number of
+replicas (dp) may change. Weights can always be read under any layout. Checkpoints do not depend on which roles (actor,
+critic) share processes either: every role has its own directory. A process's RNG states are saved once for every role
+that it hosts, in a file with the role's name.
 """
 
 import contextlib
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -25,11 +29,18 @@ from megarl.errors import WorkerError
 from megarl.parallel.roles import LoadedRole
 from megarl.types.messages import Role
 
-# Megatron's default for the distributed optimizer cannot be saved in 0.16.1.
-_METADATA = {
+# How long to wait before asking again whether all ranks have written a checkpoint.
+_POLL_S = 0.2
+# How the distributed optimizer's state is written; Megatron's default cannot be saved in 0.16.1.
+_COMMON = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+# Every rank writes its own shard, without any communication. Readable under any number of replicas.
+_SHARDED = {**_COMMON, "distrib_optim_sharding_type": "dp_reshardable"}
+# The shards of a parameter are gathered on the host of its first replica. By default Megatron gathers them on every
+# rank, which takes 12 bytes per parameter of the model from the host for each of them.
+_PORTABLE = {
+    **_COMMON,
     "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 
 
@@ -45,8 +56,12 @@ class RankCheckpoints:
         # A persistent writer would need a CUDA device.
         self._writes = AsyncCallsQueue(persistent=False)
 
-    def start_save(self, directory: Path) -> None:
-        """Start writing a checkpoint into an empty directory; it is complete once `finish_save` returns True."""
+    def start_save(self, directory: Path, *, portable: bool) -> None:
+        """Start writing a checkpoint into an empty directory; it is complete once `finish_save` returns True.
+
+        portable: make it readable under any layout, instead of only those that differ in the number of replicas.
+        """
+        metadata = _PORTABLE if portable else _SHARDED
         states = {
             "host": torch.get_rng_state(),
             "device": platform().generator().get_state(),
@@ -64,34 +79,46 @@ class RankCheckpoints:
             (directory / name).mkdir(exist_ok=True)
             with _failures_raised(f"writing {directory / name}"):
                 request = dist_checkpointing.save(
-                    _sharded_state(role, optimizer, is_loading=False),
+                    _chunk_states(role, metadata) | {"optimizer": _optimizer_state(role, optimizer, metadata)},
                     str(directory / name),
-                    sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+                    sharded_strategy=TorchDistSaveShardedStrategy(
+                        "torch_dist", 1, thread_count=platform().checkpoint_writers
+                    ),
                     async_sharded_save=True,
-                    content_metadata=dict(_METADATA),
+                    content_metadata=dict(metadata),
                 )
             self._writes.schedule_async_request(request)
 
     def finish_save(self, *, wait: bool) -> bool:
         """Return whether the checkpoint is complete; if `wait`, wait for it. Raise WorkerError if a writer failed."""
-        with _failures_raised("writing a checkpoint"):
-            self._writes.maybe_finalize_async_calls(blocking=wait)
-        return self._writes.get_num_unfinalized_calls() == 0
+        while True:
+            # Megarl waits between short collectives: in Megatron's own wait, ranks that have nothing left to write
+            # would sit in one collective, whose time limit the slowest writer may exceed.
+            with _failures_raised("writing a checkpoint"):
+                self._writes.maybe_finalize_async_calls(blocking=False)
+            # The same on all ranks, who have agreed on it.
+            if (complete := self._writes.get_num_unfinalized_calls() == 0) or not wait:
+                return complete
+            time.sleep(_POLL_S)
 
-    def load(self, directory: Path, *, same_layout: Collection[Role]) -> None:
+    def load(self, directory: Path, *, same_layout: Collection[Role], weights_only: bool) -> None:
         """Restore weights and optimizer states, and RNG states if a role of this rank is in `same_layout`.
 
-        same_layout: the roles whose layout is the same as when they were saved.
+        same_layout: the roles whose layout is the same as when they were saved. weights_only: leave the optimizers as
+        they are; weights are readable under any layout.
         """
         for name, (role, optimizer) in self._trained.items():
             with _failures_raised(f"reading {directory / name}"):
-                state = dist_checkpointing.load(
-                    _sharded_state(role, optimizer, is_loading=True),
-                    str(directory / name),
-                    strict=StrictHandling.RAISE_ALL,
-                )
+                metadata = load_content_metadata(str(directory / name))
+                state = _chunk_states(role, metadata)
+                if not weights_only:
+                    state["optimizer"] = _optimizer_state(role, optimizer, metadata, is_loading=True)
+                strict = StrictHandling.RAISE_UNEXPECTED if weights_only else StrictHandling.RAISE_ALL
+                state = dist_checkpointing.load(state, str(directory / name), strict=strict)
             for i, chunk in enumerate(role.chunks):
                 chunk.load_state_dict(state[f"model{i}"])
+            if weights_only:
+                continue
             # The main parameters are leaves that require gradients.
             with torch.no_grad():
                 optimizer.load_state_dict(state["optimizer"])
@@ -120,11 +147,14 @@ def end_writer() -> None:
         filesystem_async._results_queue = None
 
 
-def _sharded_state(role: LoadedRole, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
-    # A copy: Megatron adds the process group that it finds.
-    metadata = dict(_METADATA)
-    chunks: Mapping[str, Any] = {
-        f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(role.chunks)
-    }
-    state = optimizer.sharded_state_dict(dict(chunks), is_loading=is_loading, metadata=metadata)
-    return {**chunks, "optimizer": state}
+def _chunk_states(role: LoadedRole, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe this rank's shards of a role's weights, by model chunk. Megatron adds process groups to the copies."""
+    return {f"model{i}": chunk.sharded_state_dict(metadata=dict(metadata)) for i, chunk in enumerate(role.chunks)}
+
+
+def _optimizer_state(
+    role: LoadedRole, optimizer: MegatronOptimizer, metadata: Mapping[str, Any], *, is_loading: bool = False
+) -> Any:
+    """Describe this rank's shards of a role's optimizer state, or what it reads of them (`is_loading`)."""
+    weights = _chunk_states(role, metadata)
+    return optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(metadata))

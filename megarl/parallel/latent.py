@@ -49,6 +49,8 @@ def latent_options(spec: ModelSpec) -> dict[str, Any]:
         "rotary_base": spec.rope_theta,
         "rope_type": "rope",
         "rotary_scaling_factor": 1.0,
+        # Megatron fuses only YaRN's here, and calls that experimental.
+        "apply_rope_fusion": False,
     }
     if isinstance(rope, YarnRope):
         options |= {

@@ -264,7 +264,6 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         overlap_p2p_comm=parallel.overlap_p2p,
         batch_p2p_comm=not parallel.overlap_p2p,
         **expert_options(dims, parallel),
-        **latent_options(spec),
         **_RECOMPUTE[actor.recompute],
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
@@ -272,7 +271,7 @@ def transformer_config(spec: ModelSpec, dtype: torch.dtype, actor: ActorConfig, 
         bf16=dtype is torch.bfloat16,
         # We divide by our own global denominators; Megatron must not divide again.
         calculate_per_token_loss=True,
-        **{**BACKENDS[platform().name].options, **_ACTIVATIONS[family.activation]},
+        **{**BACKENDS[platform().name].options, **_ACTIVATIONS[family.activation], **latent_options(spec)},
     )
 
 

@@ -3,6 +3,9 @@
 In Megatron, parameters and gradients are views of large buffers, and main parameters may be views too. So whole
 storages are moved, not tensors. Offloading copies a storage's bytes to the host and resizes the storage to 0; onloading
 resizes it back and copies the bytes to it. All views are then valid again, with the same bits.
+
+Gradients are not copied: between updates nothing reads them, and the next update begins by setting them to zero. Host
+buffers are kept and used again, because page-locking memory takes longer than copying to it.
 """
 
 import itertools
@@ -17,11 +20,14 @@ from megarl.types.messages import Part
 
 
 @dataclass(frozen=True, slots=True)
-class _HostCopy:
-    """A torch storage whose device memory is freed, and the copy of its bytes on the host."""
+class _Freed:
+    """A torch storage whose device memory is freed; the number of its bytes; their copy on the host, unless they are
+    dropped.
+    """
 
     storage: torch.UntypedStorage
-    content: torch.Tensor
+    num_bytes: int
+    content: torch.Tensor | None
 
 
 class Offloader:
@@ -31,37 +37,48 @@ class Offloader:
 
     def __init__(self, role: LoadedRole) -> None:
         self._role = role
-        self._copies: dict[Part, list[_HostCopy]] = {}
+        self._freed: dict[Part, list[_Freed]] = {}
+        # Host buffers of each part by the keys of storages, which resizing does not change.
+        self._buffers: dict[Part, dict[int, torch.Tensor]] = {}
 
     def offload(self, parts: Iterable[Part]) -> int:
         """Move parts of the role's memory to the host, unless they are there; return the device bytes freed."""
         released = 0
-        for part in set(parts) - self._copies.keys():
+        for part in set(parts) - self._freed.keys():
             # A storage that several parts view belongs to the first of them.
             earlier = list(Part)[: list(Part).index(part)]
             taken = {t.untyped_storage()._cdata for other in earlier for t in _tensors(self._role, other)}
             storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in _tensors(self._role, part)}
-            copies = self._copies[part] = []
+            old, buffers = self._buffers.get(part, {}), dict[int, torch.Tensor]()
+            freed, self._buffers[part] = self._freed.setdefault(part, []), buffers
             for key, storage in storages.items():
                 if key not in taken:
-                    num_bytes = storage.nbytes()
-                    content = platform().host_buffer(num_bytes).copy_(_bytes_of(storage))
-                    copies.append(_HostCopy(storage, content))
+                    num_bytes, content = storage.nbytes(), None
+                    if part is not Part.GRADS:
+                        content = old.get(key)
+                        if content is None or len(content) != num_bytes:
+                            content = platform().host_buffer(num_bytes)
+                        buffers[key] = content.copy_(_bytes_of(storage))
+                    freed.append(_Freed(storage, num_bytes, content))
                     storage.resize_(0)
                     released += num_bytes - storage.nbytes()
         platform().release_cached_memory()
         return released
 
     def onload(self, parts: Iterable[Part]) -> None:
-        """Move parts of the role's memory back to the device, unless they are there."""
-        for part in set(parts) & self._copies.keys():
-            for copy in self._copies.pop(part):
-                copy.storage.resize_(len(copy.content))
-                _bytes_of(copy.storage).copy_(copy.content)
+        """Move parts of the role's memory back to the device, unless they are there. Gradients come back as zeros."""
+        for part in set(parts) & self._freed.keys():
+            for each in self._freed.pop(part):
+                each.storage.resize_(each.num_bytes)
+                content = _bytes_of(each.storage)
+                if each.content is None:
+                    content.zero_()
+                else:
+                    content.copy_(each.content)
 
     def require(self, *parts: Part) -> None:
         """Raise AssertionError if one of the given parts is on the host, because kernels would read freed memory."""
-        missing = [part for part in parts if part in self._copies]
+        missing = [part for part in parts if part in self._freed]
         assert not missing, f"the {self._role.spec.role}'s {', '.join(missing)} are offloaded; onload them first"
 
 

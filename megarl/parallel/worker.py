@@ -151,21 +151,24 @@ class PolicyWorker:
         """Remove this rank's shared-memory segments of the weight sync, and close its connections."""
         self.bridge_wire.close()
 
-    def save_checkpoint(self, directory: str) -> None:
-        """Start writing the trained roles and RNG states in the background. Training may continue meanwhile."""
-        self.checkpoints.start_save(Path(directory))
+    def save_checkpoint(self, directory: str, *, portable: bool) -> None:
+        """Start writing the trained roles and RNG states in the background. Training may continue meanwhile.
+
+        portable: make the optimizers' states readable under any layout; see `parallel.checkpoint`.
+        """
+        self.checkpoints.start_save(Path(directory), portable=portable)
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         """Return whether all ranks have written the current checkpoint; if `wait`, wait until they have."""
         return self.checkpoints.finish_save(wait=wait)
 
-    def load_checkpoint(self, directory: str, *, same_layout: Collection[Role]) -> None:
-        """Restore weights, optimizer states and RNG states from a complete checkpoint.
+    def load_checkpoint(self, directory: str, *, same_layout: Collection[Role], weights_only: bool = False) -> None:
+        """Restore weights, optimizer states (unless `weights_only`) and RNG states from a complete checkpoint.
 
         same_layout: the roles that have the layout they were saved under. RNG states are restored only if this rank
         hosts one.
         """
-        self.checkpoints.load(Path(directory), same_layout=same_layout)
+        self.checkpoints.load(Path(directory), same_layout=same_layout, weights_only=weights_only)
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
         """Move parts of a role's memory to the host, and return the bytes freed on this rank's device."""

@@ -7,22 +7,33 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from megarl.algos.build import algorithm_of
-from megarl.cluster.placement import plan_placement
+from megarl.cluster.placement import NodeGroup, Seat, plan_placement, with_judge_servers
 from megarl.cluster.roles import by_layout, model_key, roles_of
 from megarl.cluster.sync_plan import bridge_plan
 from megarl.config.batches import batch_counts, num_actor_steps
 from megarl.config.check import check_model, check_train
 from megarl.config.check_batches import max_hinted_row_tokens, max_row_tokens
 from megarl.config.load import packaged
-from megarl.config.schema import ActorConfig, Config
+from megarl.config.schema import ActorConfig, Config, LayoutConfig
 from megarl.data.packing import plan_micro_batches
 from megarl.plan import memory as bytes_of
-from megarl.plan.devices import plan_devices, plan_shard
+from megarl.plan.devices import checkpoint_host_bytes, plan_devices, plan_shard
 from megarl.plan.memory import DTYPE_BYTES
-from megarl.plan.run_plan import DevicePlan, EnginePlan, LayoutPlan, NodePlan, RolePlan, RunPlan, ScoringPlan, StepPlan
+from megarl.plan.run_plan import (
+    DevicePlan,
+    EnginePlan,
+    LayoutPlan,
+    NodePlan,
+    RolePlan,
+    RunPlan,
+    ScoringPlan,
+    ShardPlan,
+    StepPlan,
+)
 from megarl.record.performance import forward_flops, peak_of
 from megarl.sync.plan.build import plan_statistics
 from megarl.sync.wire.wires import DEPTH
@@ -83,7 +94,7 @@ def plan_run(config: Config, *, device_bytes: int | None = None) -> RunPlan:
             )
             for layout, hosted in layouts.items()
         ),
-        nodes=_nodes(config, devices),
+        nodes=_nodes(config, devices, layouts, shards),
         steps=_steps(config, roles, specs, needed),
         shards=tuple(shards),
         devices=tuple(devices),
@@ -102,24 +113,42 @@ def _model_parameters(spec: ModelSpec, head: Head) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _nodes(config: Config, devices: Sequence[DevicePlan]) -> tuple[NodePlan, ...]:
-    """List the trainer's nodes, then those that only engines use."""
-    placement = plan_placement(config, {"CPU": 1.0}, with_engines=True)
-    held = {device: alike.resident for alike in devices for device in alike.devices}
+def _nodes(
+    config: Config,
+    devices: Sequence[DevicePlan],
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
+    shards: Sequence[ShardPlan],
+) -> tuple[NodePlan, ...]:
+    """List the trainer's nodes, then those that only engines use, then those of judges' servers."""
+    device = {"CPU": 1.0}
+    placement = with_judge_servers(plan_placement(config, device, with_engines=True), config, device)
+    held = {device: alike.offloaded for alike in devices for device in alike.devices}
     nodes = []
     for name, group in placement.groups.items():
         for node in range(group.num_nodes):
-            ranks, engines = (
-                tuple(
-                    i
-                    for i, seat in enumerate(seats)
-                    if seat.group == name and seat.bundle // group.bundles_per_node == node
-                )
-                for seats in (placement.ranks, placement.engines)
+            here = partial(_numbers_on, name, group, node)
+            ranks = here(placement.ranks)
+            checkpoint, portable = (
+                sum(checkpoint_host_bytes(layouts, shards, rank, portable=portable) for rank in ranks)
+                for portable in (False, True)
             )
-            offloaded = sum(held[rank] for rank in ranks) if config.placement.offload else 0
-            nodes.append(NodePlan(ranks=ranks, engines=engines, offloaded=offloaded))
+            nodes.append(
+                NodePlan(
+                    ranks=ranks,
+                    engines=here(placement.engines),
+                    offloaded=sum(held[rank] for rank in ranks) if config.placement.offload else 0,
+                    checkpoint=checkpoint,
+                    portable_checkpoint=portable,
+                    judge_servers={key: found for key, seats in placement.judges.items() if (found := here(seats))},
+                )
+            )
     return tuple(nodes)
+
+
+def _numbers_on(name: str, group: NodeGroup, node: int, seats: Sequence[Seat]) -> tuple[int, ...]:
+    """Return which of the processes with these seats are on a node of the group `name`."""
+    per_node = group.bundles_per_node
+    return tuple(i for i, seat in enumerate(seats) if (seat.group, seat.bundle // per_node) == (name, node))
 
 
 def role_plan(role: RoleSpec, spec: ModelSpec) -> RolePlan:

@@ -76,6 +76,29 @@ def _head_bytes(
     )
 
 
+def checkpoint_host_bytes(
+    layouts: Mapping[LayoutConfig, Sequence[RoleSpec]], shards: Sequence[ShardPlan], rank: int, *, portable: bool
+) -> int:
+    """Estimate the host memory that writing a checkpoint takes for the ranks of all layouts with the given number."""
+    by_place = {(shard.role, shard.stage): shard for shard in shards}
+    total = 0
+    for layout, roles in layouts.items():
+        if rank >= layout.world_size:
+            continue
+        place, num_ranks = place_of(layout, rank), layout.world_size // layout.pp
+        for role in (role for role in roles if role.trainable):
+            held, dtype_bytes = by_place[role.role.value, place.pp], DTYPE_BYTES[role.model.dtype]
+            experts = held.num_expert_parameters
+            # Of a stage's ranks, those of an expert shard come together, and its replicas after each other.
+            parts = (
+                (held.num_parameters - experts, layout.dp * layout.cp, place.dp * layout.cp + place.cp),
+                (experts, layout.expert_dp, rank % num_ranks // (layout.ep * layout.etp)),
+            )
+            for count, num_replicas, replica in parts:
+                total += bytes_of.checkpoint_bytes(count, dtype_bytes, num_replicas, shard=replica, portable=portable)
+    return total
+
+
 def plan_devices(
     config: Config,
     layouts: Mapping[LayoutConfig, Sequence[RoleSpec]],
@@ -104,6 +127,7 @@ def _device(
 ) -> DevicePlan:
     sizes = {Resident(shard.role, part): size for shard in shards for part, size in shard.resident.items()}
     resident = sum(sizes.values())
+    offloaded = resident - sum(size for part, size in sizes.items() if part.part == Part.GRADS)
     if engine.shares_devices:
         sizes |= {Resident(ENGINE, WEIGHTS): engine.weights, Resident(ENGINE, KV_CACHE): engine.kv_cache or 0}
     added: dict[str, int] = {}
@@ -118,4 +142,4 @@ def _device(
         phases[phase.name] = PhasePlan(
             trainer=sum(held.values()) - of_engine, activations=added.get(phase.name, 0), engine=of_engine
         )
-    return DevicePlan(devices=tuple(devices), resident=resident, phases=phases)
+    return DevicePlan(devices=tuple(devices), resident=resident, offloaded=offloaded, phases=phases)

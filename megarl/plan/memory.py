@@ -18,6 +18,9 @@
     head         b·c·V/tp + b·T·h
                  c rows of logits (all T where the regime keeps them for backward), and the hidden states that are
                  scored, which their gradients overwrite; those of the output weight are summed where the others are
+    checkpoint   on the hosts of a parameter's D replicas, until it is written: b·P on the first, 12·P / D on each:
+                 copies of weights, main parameters (float32 ones too) and moments
+    portable     24·P on the first instead: main parameters and moments, gathered, and copies of them
     KV cache     2·b·layers·k/tp per token; of latent attention b·layers·(latent + rotary part)
 
 The activations are those that fused kernels keep: inputs of both norms and of the matrix products that follow
@@ -36,6 +39,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
 ADAM_BYTES = 8
 MAIN_PARAMETER_BYTES = 4
+# Checkpoints have main parameters, whatever the model's dtype.
+SAVED_OPTIMIZER_BYTES = ADAM_BYTES + MAIN_PARAMETER_BYTES
 
 
 def weight_bytes(num_parameters: int, dtype_bytes: int) -> int:
@@ -52,6 +57,17 @@ def optimizer_bytes(num_parameters: int, dtype_bytes: int, num_shards: int) -> i
     """Return a rank's bytes of AdamW's moments and, unless the model is float32, main parameters, over D shards."""
     per_parameter = ADAM_BYTES + (MAIN_PARAMETER_BYTES if dtype_bytes < MAIN_PARAMETER_BYTES else 0)
     return -(-per_parameter * num_parameters // num_shards)
+
+
+def checkpoint_bytes(num_parameters: int, dtype_bytes: int, num_shards: int, *, shard: int, portable: bool) -> int:
+    """Return the host bytes that P parameters of a rank take while a checkpoint is being written.
+
+    num_shards: D, over how many replicas the optimizer state is divided. shard: the number of this replica among them.
+    """
+    weights = weight_bytes(num_parameters, dtype_bytes) if shard == 0 else 0
+    if portable:
+        return weights + (2 * SAVED_OPTIMIZER_BYTES * num_parameters if shard == 0 else 0)
+    return weights + -(-SAVED_OPTIMIZER_BYTES * num_parameters // num_shards)
 
 
 def layer_activation_bytes(dims: Dims, layout: LayoutConfig, *, num_tokens: int, dtype_bytes: int) -> int:

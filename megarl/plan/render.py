@@ -91,6 +91,7 @@ def _layout_lines(plan: RunPlan) -> Iterator[str]:
         if number == 0:
             for i, node in enumerate(plan.nodes):
                 ids = {"devices": node.ranks, "engines": node.engines}
+                ids |= {f"judge server {name}, replicas": replicas for name, replicas in node.judge_servers.items()}
                 held = [f"{name} {ranges(numbers)}" for name, numbers in ids.items() if numbers]
                 if node.offloaded:
                     held.append(f"{_gib(node.offloaded)} GiB of host memory for the offloaded trainer")
@@ -102,6 +103,12 @@ def _layout_lines(plan: RunPlan) -> Iterator[str]:
             place = f"{crossing} of them across nodes" if crossing else "each within a node"
             shown = " ".join(f"[{ranges(group)}]" for group in groups[:4])
             yield f"{axis} groups  {len(groups)} of {len(groups[0])} ranks, {place}: {shown}{' …' * (len(groups) > 4)}"
+    periodic = max(node.checkpoint for node in plan.nodes)
+    portable = max(node.portable_checkpoint for node in plan.nodes)
+    yield (
+        f"checkpoint {_gib(periodic)} GiB of host memory more on a node while one is written, {_gib(portable)} GiB if "
+        "it is portable"
+    )
 
 
 def _step_lines(plan: RunPlan) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Define the plan of a run as data; sizes are in bytes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megarl.sync.plan.build import PlanStatistics
 
@@ -109,11 +110,13 @@ class PhasePlan:
 class DevicePlan:
     """Devices that hold the same shards, of all layouts together; `phases` are the phases of a step on each of them.
 
-    Devices are numbered like the actor's ranks. `resident`: bytes of all shards on one device.
+    Devices are numbered like the actor's ranks. `resident`: bytes of all shards on one device; `offloaded`: those of
+    them that the host keeps while engines generate, which are all but gradients.
     """
 
     devices: tuple[int, ...]
     resident: int
+    offloaded: int
     phases: dict[str, PhasePlan]
 
 
@@ -133,12 +136,17 @@ class EnginePlan:
 class NodePlan:
     """The processes and devices of one node.
 
-    offloaded: bytes of host memory that its trainer ranks need while engines generate.
+    offloaded: bytes of host memory that its trainer ranks need while engines generate. checkpoint, portable_checkpoint:
+    what they need in addition while a checkpoint is being written. judge_servers: the replicas of each entry of
+    `rewards.judge_servers`.
     """
 
     ranks: tuple[int, ...]
     engines: tuple[int, ...]
     offloaded: int
+    checkpoint: int
+    portable_checkpoint: int
+    judge_servers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -36,7 +36,7 @@ class RunState:
 
     score: the validation score of this step, if it has one. num_optimizer_steps: steps taken by the actor.
     num_critic_steps: steps taken by the critic. gate_passed: whether engine and trainer were compared before the first
-    update.
+    update. portable: whether optimizer states can be read under any layout.
     """
 
     command: Command
@@ -49,6 +49,7 @@ class RunState:
     source: Mapping[str, Any]
     score: float | None
     config: Config
+    portable: bool = True
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -130,7 +131,7 @@ class CheckpointManager:
         signum, every = stop.signum, self._config.every_steps
         last = step == total or signum is not None
         if last or (every and step % every == 0):
-            self._start(step, state)
+            self._start(step, state, portable=self._config.portable or step == total)
             self._finish(wait=last or not self._config.async_save)
         if signum is not None and step < total:
             run = self._root.parent
@@ -139,13 +140,13 @@ class CheckpointManager:
                 f"pass --resume to continue (its settings are in {run / 'config.yaml'})"
             )
 
-    def _start(self, step: int, state: Callable[[Path], RunState]) -> None:
+    def _start(self, step: int, state: Callable[[Path], RunState], *, portable: bool) -> None:
         self._finish(wait=True)
         path = checkpoint_dir(self._root, step)
         remove_checkpoint(path)
         path.mkdir(parents=True)
-        (path / STATE_FILE).write_text(state(path).to_json())
-        self._workers.start_checkpoint(path)
+        (path / STATE_FILE).write_text(replace(state(path), portable=portable).to_json())
+        self._workers.start_checkpoint(path, portable=portable)
         self._writing = path
 
     def _finish(self, *, wait: bool) -> None:

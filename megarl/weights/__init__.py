@@ -1,1 +1,1 @@
-"""Describe weights by name and shape: tables of model families, slices of Hugging Face tensors, safetensors files."""
+"""Say which Hugging Face tensors make up a model's parameters, cut them into slices, read and write safetensors."""

@@ -8,7 +8,13 @@ import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
-from tests.helpers.checkpoint_ranks import load_train, save_with_file_limit, train_save_train
+from tests.helpers.checkpoint_ranks import (
+    count_gathered,
+    load_train,
+    save_with_file_limit,
+    save_with_slow_writer,
+    train_save_train,
+)
 from tests.helpers.rank_pool import RankError, RankPool
 from tests.helpers.rows import random_rows
 
@@ -35,10 +41,10 @@ def history_of(results: Sequence[History]) -> History:
     return list(history)
 
 
-def save(pools: Pools, actor: ActorConfig, model: ModelConfig, directory: Path) -> History:
+def save(pools: Pools, actor: ActorConfig, model: ModelConfig, directory: Path, *, portable: bool = False) -> History:
     """Write a checkpoint after step 3 while steps 4 to 6 run; their history."""
     pool = pools(actor.layout.world_size)
-    return history_of(pool.run(train_save_train, actor, model, ROWS, str(directory)))
+    return history_of(pool.run(train_save_train, actor, model, ROWS, str(directory), portable=portable))
 
 
 def load(pools: Pools, actor: ActorConfig, model: ModelConfig, directory: Path, *, same_layout: bool) -> History:
@@ -56,9 +62,36 @@ def test_tp2_dp2_continues_itself_and_as_pp2(
     rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path, tied: bool
 ) -> None:
     model = ModelConfig(path=str(checkpoint(tied=tied)), dtype="float32")
-    expected = save(rank_pool, actor_config(TP2_DP2), model, tmp_path)
+    expected = save(rank_pool, actor_config(TP2_DP2), model, tmp_path, portable=True)
     assert load(rank_pool, actor_config(TP2_DP2), model, tmp_path, same_layout=True) == expected
     assert_close(load(rank_pool, actor_config(PP2), model, tmp_path, same_layout=False), expected)
+
+
+def test_a_sharded_checkpoint_continues_itself_and_with_fewer_replicas(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It has the shards as the ranks hold them, so nothing else about the layout may change."""
+    model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
+    expected = save(rank_pool, actor_config(TP2_DP2), model, tmp_path)
+    assert load(rank_pool, actor_config(TP2_DP2), model, tmp_path, same_layout=True) == expected
+    assert_close(load(rank_pool, actor_config(TP2), model, tmp_path, same_layout=False), expected)
+
+
+def test_only_a_portable_checkpoint_gathers_optimizer_states_and_on_one_rank(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """12 bytes of a parameter: two moments and the main parameter. Buckets are padded to 128 elements per replica."""
+    model, pool = ModelConfig(path=str(checkpoint(tied=True)), dtype="bfloat16"), rank_pool(2)
+    gathered = []
+    for portable in (False, True):
+        directory = tmp_path / str(portable)
+        directory.mkdir()
+        gathered.append(pool.run(count_gathered, actor_config(DP2), model, str(directory), portable=portable))
+    (num_parameters, _), _ = gathered[0]
+    assert gathered[0] == [(num_parameters, 0)] * 2
+    (_, on_first), (_, on_second) = gathered[1]
+    assert on_second == 0
+    assert 0 <= on_first - 12 * num_parameters < 12 * 4096
 
 
 @pytest.mark.long
@@ -69,7 +102,7 @@ def test_one_rank_continues_as_tp2_and_dp2(
     """Vocabulary padding grows with tp: 384 rows on one rank, 512 on two."""
     model = ModelConfig(path=str(checkpoint(tied=False)), dtype="float32")
     actor = actor_config(ONE, distributed=distributed)
-    expected = save(rank_pool, actor, model, tmp_path)
+    expected = save(rank_pool, actor, model, tmp_path, portable=True)
     assert load(rank_pool, actor, model, tmp_path, same_layout=True) == expected
     for layout in (TP2, DP2):
         other = actor_config(layout, distributed=distributed)
@@ -82,7 +115,7 @@ def test_virtual_stages_continue_as_plain_ones(rank_pool: Pools, tmp_path: Path)
     make_tiny_model(tmp_path / "model", sizes, seed=0)
     model = ModelConfig(path=str(tmp_path / "model"), dtype="float32")
     virtual, saved = actor_config(LayoutConfig(pp=2, virtual_pp=2, overlap_p2p=True)), tmp_path / "saved"
-    expected = save(rank_pool, virtual, model, saved)
+    expected = save(rank_pool, virtual, model, saved, portable=True)
     assert load(rank_pool, virtual, model, saved, same_layout=True) == expected
     assert_close(load(rank_pool, actor_config(PP2), model, saved, same_layout=False), expected)
 
@@ -113,6 +146,15 @@ def test_a_write_that_fails_raises(rank_pool: Pools, checkpoint: Callable[..., P
     model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
     with pytest.raises(RankError, match=r"WorkerError: writing a checkpoint failed: rank 0: .* check the free space"):
         rank_pool(1).run(save_with_file_limit, actor_config(ONE), model, str(tmp_path), 1 << 16)
+
+
+def test_a_rank_may_write_for_longer_than_a_collective_may_take(
+    rank_pool: Pools, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Those that have written wait for it, but not within one collective operation."""
+    model = ModelConfig(path=str(checkpoint(tied=True)), dtype="float32")
+    saved = rank_pool(2).run(save_with_slow_writer, actor_config(TP2), model, str(tmp_path), limit_s=1.5, writing_s=3.0)
+    assert saved == [True, True]
 
 
 @pytest.mark.long

@@ -48,7 +48,9 @@ def test_experts_continue_over_other_ranks(
         actor, pool = actor_config(layout, moe), rank_pool(layout.world_size)
         return history_of(pool.run(load_train, actor, model, ROWS, str(saved), same_layout=same_layout))
 
-    expected = history_of(rank_pool(2).run(train_save_train, actor_config(EP2, moe), model, ROWS, str(saved)))
+    expected = history_of(
+        rank_pool(2).run(train_save_train, actor_config(EP2, moe), model, ROWS, str(saved), portable=True)
+    )
     assert load(EP2, same_layout=True) == expected
     for layout in OTHERS.values():
         for step, want in zip(load(layout, same_layout=False), expected, strict=True):

@@ -8,11 +8,15 @@ import pytest
 
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from megarl.types.messages import Part
-from tests.helpers.offload_ranks import never_offloaded, offload_between, offload_reference, use_while_offloaded
+from tests.helpers.offload_ranks import (
+    host_bytes,
+    never_offloaded,
+    offload_between,
+    offload_reference,
+    use_while_offloaded,
+)
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.rows import random_rows
-
-pytestmark = pytest.mark.long
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 ROWS = random_rows([(5, 12), (3, 20), (9, 7), (4, 15)], holes=False)
@@ -27,6 +31,7 @@ def setting(path: Path, dtype: Dtype, layout: LayoutConfig, distributed: bool) -
     return actor, ModelConfig(path=str(path), dtype=dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "layout", "distributed"),
     [("float32", TP2, True), ("bfloat16", DP2, True), ("bfloat16", TP2, False)],
@@ -51,6 +56,7 @@ def test_away_and_back_changes_nothing(
         assert all(num_bytes > 0 for num_bytes in trace.released.values())
 
 
+@pytest.mark.long
 def test_released_bytes(rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path]) -> None:
     """Two ranks, bfloat16, a distributed optimizer: 2 B a parameter, 4 B of gradient, and half of 12 B of state."""
     actor, model = setting(checkpoint(tied=True, dtype="bfloat16"), "bfloat16", DP2, True)
@@ -65,6 +71,15 @@ def test_released_bytes(rank_pool: Callable[[int], RankPool], checkpoint: Callab
     assert sum(trace.released[Part.OPTIMIZER] for trace in traces) == 12 * size
 
 
+def test_gradients_take_no_host_memory_and_buffers_are_used_again(
+    rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path]
+) -> None:
+    actor, model = setting(checkpoint(tied=True, dtype="bfloat16"), "bfloat16", DP2, True)
+    for expected, made in rank_pool(2).run(host_bytes, actor, model, ROWS):
+        assert sum(made) == expected
+
+
+@pytest.mark.long
 def test_a_frozen_role_has_only_parameters(
     rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path]
 ) -> None:
@@ -75,6 +90,7 @@ def test_a_frozen_role_has_only_parameters(
         assert released[Part.GRADS] == released[Part.OPTIMIZER] == 0
 
 
+@pytest.mark.long
 def test_what_is_on_the_host_cannot_be_used(
     rank_pool: Callable[[int], RankPool], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -2,8 +2,14 @@
 
 import multiprocessing
 import resource
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.config.schema import ActorConfig, ModelConfig
@@ -51,7 +57,14 @@ def train(worker: PolicyWorker, actor: ActorConfig, rows: Sequence[Row], steps: 
 
 
 def train_save_train(
-    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row], directory: str, start: int = 3
+    context: RankContext,
+    actor: ActorConfig,
+    model: ModelConfig,
+    rows: Sequence[Row],
+    directory: str,
+    start: int = 3,
+    *,
+    portable: bool = False,
 ) -> list[tuple[float, float]]:
     """`start` steps, a save that the next three overlap with, and those steps' history."""
     worker = open_worker(context, actor, model)
@@ -59,7 +72,7 @@ def train_save_train(
 
     train(worker, actor, rows, range(start))
     Path(directory).mkdir(exist_ok=True)
-    worker.save_checkpoint(directory)
+    worker.save_checkpoint(directory, portable=portable)
     history = train(worker, actor, rows, range(start, start + 3))
     assert worker.finish_checkpoint(wait=True)
     end_writer()
@@ -76,11 +89,65 @@ def save_with_file_limit(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
     try:
-        worker.save_checkpoint(directory)
+        worker.save_checkpoint(directory, portable=False)
         worker.finish_checkpoint(wait=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         end_writer()
+
+
+def save_with_slow_writer(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, directory: str, *, limit_s: float, writing_s: float
+) -> bool:
+    """A save whose last rank writes for longer than collectives may take; whether it is complete."""
+    worker = open_worker(context, actor, model)
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megarl.parallel.checkpoint import end_writer
+
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def write_slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(writing_s)
+        write(*args, **kwargs)
+
+    if context.rank == context.world_size - 1:
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(write_slowly)
+    try:
+        worker.save_checkpoint(directory, portable=False)
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), torch.distributed.group.WORLD)
+        return worker.finish_checkpoint(wait=True)
+    finally:
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
+        end_writer()
+
+
+def count_gathered(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, directory: str, *, portable: bool
+) -> tuple[int, int]:
+    """Parameters on this rank; bytes of optimizer state that a save gathers on it, its own part included."""
+    worker = open_worker(context, actor, model)
+    from megarl.parallel.checkpoint import end_writer
+
+    received = 0
+
+    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal received
+            lists = [arg for arg in args if isinstance(arg, list)]
+            received += sum(part.nbytes for parts in lists for part in parts)
+            return collective(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "gather"):
+            patch.setattr(torch.distributed, name, counted(getattr(torch.distributed, name)))
+        worker.save_checkpoint(directory, portable=portable)
+    assert worker.finish_checkpoint(wait=True)
+    end_writer()
+    (chunk,) = worker.roles[Role.ACTOR].chunks
+    return sum(parameter.numel() for parameter in chunk.parameters()), received
 
 
 def load_train(

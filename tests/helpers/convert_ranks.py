@@ -45,13 +45,13 @@ def load_over_nan(chunks: Sequence[torch.nn.Module], directory: str) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from megarl.parallel.checkpoint import _METADATA
+    from megarl.parallel.checkpoint import _PORTABLE
 
     with torch.no_grad():
         for tensor in itertools.chain.from_iterable(map(weights, chunks)):
             tensor.fill_(torch.nan)
     wanted: dict[str, Any] = {
-        f"model{i}": chunk.sharded_state_dict(metadata=dict(_METADATA)) for i, chunk in enumerate(chunks)
+        f"model{i}": chunk.sharded_state_dict(metadata=dict(_PORTABLE)) for i, chunk in enumerate(chunks)
     }
     # Missing as well as superfluous keys are errors.
     state = dist_checkpointing.load(wanted, directory, strict=StrictHandling.RAISE_ALL)
@@ -71,7 +71,7 @@ def save(worker: PolicyWorker, directory: str) -> None:
     from megarl.parallel.checkpoint import end_writer
 
     Path(directory).mkdir(exist_ok=True)
-    worker.save_checkpoint(directory)
+    worker.save_checkpoint(directory, portable=False)
     assert worker.finish_checkpoint(wait=True)
     end_writer()
 

@@ -112,7 +112,7 @@ def save_roles(
     for _ in range(num_drawn):
         draw()
     Path(directory).mkdir(exist_ok=True)
-    worker.save_checkpoint(directory)
+    worker.save_checkpoint(directory, portable=True)
     assert worker.finish_checkpoint(wait=True)
     end_writer()
     return Continued(losses=train_roles(worker, rows, range(2, 4)), drawn=draw())

@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from megarl.config.schema import ActorConfig, ModelConfig
+from megarl.device.platform import platform
 from megarl.parallel.worker import PolicyWorker
 from megarl.types import Row
 from megarl.types.messages import LoadRequest, Part, Role, RoleSpec, ScoreRequest
@@ -67,9 +69,29 @@ def offload_between(context: RankContext, actor: ActorConfig, model: ModelConfig
     for part in (Part.OPTIMIZER, Part.PARAMS, Part.GRADS):
         worker.onload(Role.ACTOR, [part])
     after = dict(named_tensors(worker))
-    is_exact = before.keys() == after.keys() and all(_same_bits(before[name], after[name]) for name in before)
+    is_exact = before.keys() == after.keys() and all(
+        not after[name].any() if name.endswith(".grad") else _same_bits(before[name], after[name]) for name in before
+    )
     history += train(worker, actor, rows, range(2, 4))
     return OffloadTrace(released=released, stayed=sum(storages.values()), is_exact=is_exact, history=history)
+
+
+def host_bytes(
+    context: RankContext, actor: ActorConfig, model: ModelConfig, rows: Sequence[Row]
+) -> tuple[int, list[int]]:
+    """Bytes of the actor's parameters and optimizer; the sizes of the host buffers made in two times away and back."""
+    worker, _ = open_trained(context, actor, model, rows, 1)
+    held = {t.untyped_storage()._cdata: t.nbytes for name, t in named_tensors(worker) if not name.endswith(".grad")}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for _, t in named_tensors(worker)}
+    expected = sum(storages[key] for key in held)
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = platform().host_buffer
+        patch.setattr(platform(), "host_buffer", lambda size: (made.append(size), original(size))[1])
+        for _ in range(2):
+            worker.offload(Role.ACTOR, list(Part))
+            worker.onload(Role.ACTOR, list(Part))
+    return expected, made
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

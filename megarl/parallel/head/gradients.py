@@ -39,7 +39,10 @@ class HiddenGradient:
         self._works: deque[Sequence[dist.Work | None]] = deque()
 
     def add(self, rows: slice, grad_logits: torch.Tensor, weight: torch.Tensor) -> None:
-        """Write dz·W of a chunk, over its hidden states if `overwrite_hidden`, and start to sum it over ranks."""
+        """Compute ∂L/∂h of a chunk as (gradient of its logits)·weight, and start to sum it over ranks.
+
+        With `overwrite_hidden` it is stored in the memory of the chunk's hidden states.
+        """
         part = self._partial[rows]
         if len(weight):
             torch.mm(grad_logits, weight, out=part)

@@ -21,11 +21,11 @@ class ChunkKernels(Protocol):
     """
 
     def statistics(self, logits: Tensor, inverse_temperature: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Write three statistics of each token to `out` [3, n]: lse, entropy of the shard's softmax, and z of the
-        label.
+        """Write three numbers per token to `out` [3, n]: lse, entropy H of the shard's softmax, and the label's z.
 
-        lse = log Σ_v e^{z_v} and H = lse − Σ_v p_v z_v, in nats, over this shard alone. z of label −1 is 0. logits: [n,
-        V] raw, left unchanged, V ≥ 1. inverse_temperature: [n]. labels: [n] int64.
+        z = logits·inverse_temperature, p = softmax(z), lse = log Σ_v e^{z_v} and H = lse − Σ_v p_v z_v, in nats, all
+        over this shard alone. A label in another shard is given as −1; its z is 0. logits: [n, V] raw, left unchanged,
+        V ≥ 1. inverse_temperature: [n]. labels: [n] int64.
         """
 
     def write_gradient(

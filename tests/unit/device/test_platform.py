@@ -75,3 +75,25 @@ def test_groups_beside_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = CpuPlatform().new_group(store, 0, 1, timeout)
     assert isinstance(alone, dist.ProcessGroupGloo)
     assert (alone.rank(), alone.size()) == (0, 1)
+
+
+def test_host_buffers_for_gpus_are_page_locked_and_no_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own page-locked memory comes in powers of two: 8 KiB here."""
+    locked: dict[int, int] = {}
+
+    class FakeRuntime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            del locked[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", FakeRuntime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    buffer = CudaPlatform().host_buffer(5000)
+    assert locked == {buffer.data_ptr(): 5000}
+    assert buffer.untyped_storage().nbytes() == 5000
+    del buffer
+    assert locked == {}

@@ -11,6 +11,7 @@ from megarl.cli import main
 from megarl.config import from_dict, load_config
 from megarl.config.algo import CpoConfig, HintConfig
 from megarl.config.check_batches import max_row_tokens
+from megarl.config.judges import JudgeConfig, JudgeServerConfig
 from megarl.config.schema import Config, LayoutConfig, ReferenceConfig
 from megarl.data.records import write_parquet
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
@@ -109,11 +110,22 @@ def test_ranks_of_several_layouts_add_up_on_their_devices(tmp_path: Path) -> Non
     assert "layout     reference: 4 ranks = tp 2 × cp 1 × dp 2 × pp 1, on devices 0-3\n" in to_text(plan)
 
 
+def test_checkpoints_take_host_memory(tmp_path: Path) -> None:
+    """Two replicas on each node. The first writes the bfloat16 weights of its shard, and what is gathered of it."""
+    plan = plan_run(small_config(tmp_path))
+    of_stage = (2 * (20 + 240) + 64, 2 * (20 + 240) + 64 + 8)
+    assert [node.checkpoint for node in plan.nodes] == [2 * 2 * count + 4 * 6 * count for count in of_stage]
+    assert [node.portable_checkpoint for node in plan.nodes] == [2 * (2 + 24) * count for count in of_stage]
+    assert "checkpoint 0.0000 GiB of host memory more on a node while one is written, 0.0000 GiB if" in to_text(plan)
+
+
 def test_offload_takes_turns(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config = replace(config, placement=replace(config.placement, offload=True))
     plan = plan_run(config, device_bytes=100_000)
-    assert [node.offloaded for node in plan.nodes] == [4 * plan.devices[0].resident, 4 * plan.devices[1].resident]
+    # The host keeps all but gradients, which are 4 bytes for each of the actor's parameters.
+    kept = [plan.devices[i].resident - 4 * plan.shards[i].num_parameters for i in range(2)]
+    assert [node.offloaded for node in plan.nodes] == [4 * kept[0], 4 * kept[1]]
     phases, held = plan.devices[0].phases, plan.devices[0].resident
     actor, _, reference, _ = (shard.resident for shard in plan.shards)
     assert (phases["generate"].trainer, phases["generate"].engine) == (0, 60_000)
@@ -131,6 +143,20 @@ def test_engines_on_devices_of_their_own(tmp_path: Path) -> None:
     plan = plan_run(config, device_bytes=100_000)
     assert [(node.ranks, node.engines) for node in plan.nodes] == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ()), ((), (0, 1))]
     assert {phase.engine for phase in plan.devices[0].phases.values()} == {0}
+
+
+def test_servers_of_judges_have_nodes_of_their_own(tmp_path: Path) -> None:
+    server = JudgeServerConfig(model="m", replicas=4, num_nodes=2)
+    config = small_config(tmp_path)
+    judged = replace(
+        config.rewards, manager="judge", judges={"quality": JudgeConfig(server="big")}, judge_servers={"big": server}
+    )
+    plan = plan_run(replace(config, rewards=judged))
+    assert [(node.ranks, node.judge_servers) for node in plan.nodes[-2:]] == [
+        ((), {"big": (0, 1)}),
+        ((), {"big": (2, 3)}),
+    ]
+    assert f"node {len(plan.nodes) - 1}     judge server big, replicas 2-3\n" in to_text(plan)
 
 
 def test_a_bridge_moves_what_workers_lack(tmp_path: Path) -> None:

@@ -46,9 +46,11 @@ class FakeRanks:
 
     is_written: bool = True
     waits: list[bool] = field(default_factory=list)
+    portable: list[bool] = field(default_factory=list)
 
-    def start_checkpoint(self, directory: Path) -> None:
+    def start_checkpoint(self, directory: Path, *, portable: bool) -> None:
         (directory / "rank").write_text("weights")
+        self.portable.append(portable)
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         self.waits.append(wait)
@@ -107,6 +109,20 @@ def test_a_directory_without_the_marker_is_not_a_checkpoint(tmp_path: Path) -> N
     assert (last.path, last.state.step) == (checkpoint_dir(tmp_path, 2), 2)
     with pytest.raises(DataError, match="step_000004: has no COMPLETE file, so its writing was interrupted"):
         read_checkpoint(torn)
+
+
+@pytest.mark.parametrize(("always", "expected"), [(False, [False, False, True]), (True, [True, True, True])])
+def test_checkpoints_are_portable_at_the_end_or_on_request(tmp_path: Path, always: bool, expected: list[bool]) -> None:
+    """One that a signal asks for is not, since Slurm may give it little time."""
+    ranks, stop = FakeRanks(), StopRequest()
+    manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=2, keep_last=3, portable=always), ranks)  # type: ignore[arg-type]
+    after_step(manager, 2, total=6)
+    stop.signum = signal.SIGUSR1
+    with pytest.raises(RunStopped):
+        after_step(manager, 3, total=6, stop=stop)
+    after_step(manager, 6, total=6)
+    assert ranks.portable == expected
+    assert [read_checkpoint(checkpoint_dir(tmp_path, step)).state.portable for step in (2, 3, 6)] == expected
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -235,8 +251,8 @@ def test_a_signal_during_a_save_is_for_the_next_step(tmp_path: Path) -> None:
     stop = StopRequest()
 
     class SignalledRanks(FakeRanks):
-        def start_checkpoint(self, directory: Path) -> None:
-            super().start_checkpoint(directory)
+        def start_checkpoint(self, directory: Path, *, portable: bool) -> None:
+            super().start_checkpoint(directory, portable=portable)
             stop.signum = signal.SIGTERM
 
     manager = CheckpointManager(tmp_path, CheckpointConfig(every_steps=1), SignalledRanks(is_written=False))
