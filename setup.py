@@ -40,6 +40,7 @@ setup(
         "sympy",
         "math-verify[antlr4_13_2]",
         "httpx",
+        "openai",
         "starlette",
         "uvicorn",
         "latex2sympy2_extended",

@@ -208,11 +208,12 @@ def _row_clip(row_log_ratio: Tensor, x: PolicyLossInputs, cfg: PolicyLossConfig)
 
 @POLICY_LOSSES.register("gmpo")
 def gmpo(x: PolicyLossInputs, cfg: PolicyLossConfig) -> PolicyLossTerms:
-    """Compute geometric-mean policy optimisation (arXiv:2507.20673): a row's ratio is the mean of clipped log-ratios.
+    """Compute geometric-mean policy optimisation (arXiv:2507.20673): a row's ratio is a geometric mean of clipped ones.
 
-    s = exp(mean over the row of d), where d = logprobs − old_logprobs, at most `clip_high` where A > 0, and elsewhere
-    at least −`clip_low`; l = −s·A. Unlike in `gspo`, single tokens are clipped, before the mean and in log space, and
-    the row still trains on its other tokens. Use it with the aggregation seq-mean-token-mean. The paper clips at 0.4.
+    s = exp(mean over the row of d) is that geometric mean, where d = logprobs − old_logprobs, at most `clip_high` where
+    A > 0, and elsewhere at least −`clip_low`; l = −s·A. Unlike in `gspo`, single tokens are clipped, before the mean
+    and in log space, and the row still trains on its other tokens. Use it with the aggregation seq-mean-token-mean. The
+    paper clips at 0.4.
 
     >>> x = loss_inputs([[4.0, 1.0]], [[1.0, 1.0]])
     >>> gmpo(x, PolicyLossConfig(clip_low=0.4, clip_high=0.4)).loss.round(decimals=2).tolist()

@@ -1,25 +1,20 @@
 """Define the Ray actors of a run; each wraps the object that does the work, a `PolicyWorker` or a `VllmEngine`."""
 
-import contextlib
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import psutil
 import ray
 
+from megarl.cluster.ending import end_run_processes, is_alive
 from megarl.cluster.roster import Location
 from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
 from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
-from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, VllmEngine
-
-# How long to wait for killed processes to be gone.
-END_TIMEOUT_S = 10.0
 
 
 class RunActor:
@@ -70,14 +65,17 @@ class RankActor(RunActor):
         return getattr(self.worker, method)(shards.fetch(micro_batches), micro_batches, *args)
 
 
-# The concurrency group of calls that run beside the actor's other calls, which run one after the other.
-_GENERATION = "generation"
+# The concurrency groups of calls that run beside the actor's other calls, which run one after the other.
+_GENERATION, _WATCH = "generation", "watch"
 
 
 class EngineActor(RunActor):
-    """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs."""
+    """A Ray actor with one vLLM engine. While `serve` generates, it still answers other calls, such as weight syncs.
 
-    concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1}
+    Whatever it does, it says at once whether it has lost workers.
+    """
+
+    concurrency_groups: ClassVar[Mapping[str, int]] = {_GENERATION: 1, _WATCH: 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +94,9 @@ class EngineActor(RunActor):
         self._workers = [psutil.Process(pid) for pid in ids[1:]]
         return ids
 
+    @ray.method(concurrency_group=_WATCH)
     def lost_workers(self) -> list[int]:
-        return [i for i, worker in enumerate(self._workers) if not _is_alive(worker)]
+        return [i for i, worker in enumerate(self._workers) if not is_alive(worker)]
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)
@@ -106,26 +105,3 @@ class EngineActor(RunActor):
     def serve(self) -> Iterator[dict[int, Completion]]:
         """Yield completions from `VllmEngine.serve`. The remote call must set num_returns="streaming"."""
         yield from self.engine.serve()
-
-
-def end_run_processes(pids: Sequence[int]) -> None:
-    """Kill the given processes of this host, if they still live and belong to this run, and wait for their end."""
-    run_id = os.environ.get(RUN_ID_VARIABLE)
-    mine = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process = psutil.Process(pid)
-            if process.environ().get(RUN_ID_VARIABLE) == run_id:
-                process.kill()
-                mine.append(process)
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while any(map(_is_alive, mine)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Return whether a process lives. A zombie counts as dead, although psutil's `is_running` returns True for it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

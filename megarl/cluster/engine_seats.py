@@ -1,5 +1,8 @@
 """Start each engine in its reserved place on the cluster, and start a new engine there when one has died."""
 
+import itertools
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,10 +11,15 @@ import ray
 
 from megarl.cluster.actors import EngineActor, RunActor
 from megarl.cluster.placement import Reservation, Seat
-from megarl.cluster.processes import wait_all
+from megarl.cluster.processes import in_background, wait_all
 from megarl.cluster.roster import Process
+from megarl.cluster.stacks import describe
 from megarl.config.schema import Config
 from megarl.rollout.engine import engine_spec
+
+# How often a wait for engines says what they do, and of how many.
+PROGRESS_S = 60.0
+NUM_TOLD = 4
 
 
 def create_actor(cls: type[RunActor], reservation: Reservation, seat: Seat, *args: Any) -> Any:
@@ -24,6 +32,29 @@ def engine_pids(name: str, pids: Sequence[int]) -> dict[str, int]:
     """Map names of an engine's processes to their ids: first `name`, then `name worker 0`, `name worker 1`, …"""
     pid, *workers = pids
     return {name: pid} | {f"{name} worker {i}": worker for i, worker in enumerate(workers)}
+
+
+def wait_started(
+    starting: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str, every_s: float = PROGRESS_S
+) -> list[list[int]]:
+    """Wait until engines have started, and return the process ids of each. Raises the errors of `wait_all`.
+
+    Every `every_s` seconds, it says on stderr which engines are still starting, and what they do.
+    """
+    began = told = time.monotonic()
+
+    def tell() -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told < every_s:
+            return
+        told = now
+        ready = ray.wait([call for _, call in starting], num_returns=len(starting), timeout=0)[0]
+        slow = {process.name: process.location for process, call in starting if call not in ready}
+        count = f"{len(ready)} of {len(starting)} after {now - began:.0f} s"
+        print(f"{doing}: {count}; {describe(dict(itertools.islice(slow.items(), NUM_TOLD)))}", file=sys.stderr)
+
+    with in_background(tell):
+        return wait_all(starting, timeout_s=timeout_s, doing=doing)
 
 
 class EngineSeats:
@@ -62,10 +93,16 @@ class EngineSeats:
         process.roster.enter(process)
         process = replace(process, location=self._ask(process, process.actor.locate.remote()))
         process.roster.enter(process)
-        new_pids: list[int] = self._ask(process, self.begin(index, process, predecessor=pids))
+        doing, starting = f"restarting {process.name}", [(process, self.begin(index, process, predecessor=pids))]
+        (new_pids,) = wait_started(starting, timeout_s=self._config.cluster.engine_start_timeout_s, doing=doing)
+        self.watch(process)
         if self._config.placement.offload:
             self._ask(process, process.actor.call.remote("sleep"))
         return process, new_pids
+
+    def watch(self, process: Process) -> None:
+        """Take an engine that has started for hung whenever it is silent for `cluster.heartbeat_timeout_s`."""
+        process.roster.expect_answers(process, within_s=self._config.cluster.heartbeat_timeout_s)
 
     def _ask(self, process: Process, call: Any) -> Any:
         timeout_s = self._config.cluster.start_timeout_s

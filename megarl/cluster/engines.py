@@ -25,6 +25,10 @@ class _Open:
     position: int
 
 
+def _nobody(position: int, completion: Completion) -> None:
+    """Ignore the completion of a request that had finished before."""
+
+
 def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -> list[int]:
     """Assign requests to engines, which take turns in the given order; return the engine of each request.
 
@@ -123,11 +127,12 @@ class EngineGroup:
         """Submit the unfinished requests of an engine that died again.
 
         exactly: to the engine in its place, with all that were submitted along with them, so that results are bitwise
-        equal; otherwise to all living engines.
+        equal; nobody is told of those again that had finished. Otherwise: to all living engines.
         """
         hand = self._hands.pop(engine)
         if exactly:
-            self._start(hand)
+            told = {key: replace(each, tell=_nobody) for key, each in hand.items() if key not in self._open}
+            self._start(hand | told)
             return
         left = {key: self._open.pop(key) for key in hand if key in self._open}
         engines = deal_requests([each.request for each in left.values()], self.living())

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
+from megarl.cluster.ending import end_at
 from megarl.cluster.roster import Process, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
@@ -17,6 +18,8 @@ from megarl.errors import EngineDiedError, WorkerError
 CAUSE_WAIT_S = 2.0
 # How often, during a wait, the processes that are not waited for are asked whether they live.
 WATCH_S = 0.5
+# How often, during a wait, work in the background is served: samples that finish go to their judges without delay.
+SERVE_S = 0.05
 # How many silent processes a message describes at most; the stacks of all are in the logs.
 NUM_DESCRIBED = 4
 
@@ -56,21 +59,38 @@ class _Watch:
 
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
-        # The pending calls, and the process that each was made to.
-        self.asked: dict[Any, Process] = {}
+
+    @property
+    def asked(self) -> dict[Any, Process]:
+        """Return the pending questions, and the process that each was put to."""
+        return {ref: process for roster in self._rosters for ref, (process, _) in roster.asked.items()}
 
     def ask(self, busy: Collection[Process]) -> None:
-        """Ask every living process for a sign of life, unless it is busy or has yet to answer an earlier question."""
-        others = {*busy, *self.asked.values()}
-        living = [process for roster in self._rosters for process in roster.living.values()]
-        for process in [process for process in living if process not in others]:
-            self.asked[process.actor.lost_workers.remote()] = process
+        """Ask every living process for a sign of life that has answered the last question; not if it is busy, unless it
+        answers nevertheless.
+        """
+        for roster in self._rosters:
+            asked = {process for process, _ in roster.asked.values()}
+            for name, process in roster.living.items():
+                if process not in asked and (process not in busy or roster.watched.get(name) is process):
+                    roster.asked[process.actor.lost_workers.remote()] = (process, time.monotonic())
 
     def deaths(self) -> Iterator[_Death]:
-        """Yield a `_Death` for each death that the answers received so far reveal."""
-        for ref in ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0)[0] if self.asked else []:
-            if (death := _answered_death(self.asked.pop(ref), ref)) is not None:
-                yield death
+        """Yield a `_Death` for each death that the answers received so far reveal, and for each watched process that
+        has not answered for too long, after killing it.
+        """
+        for roster in self._rosters:
+            asked = list(roster.asked)
+            for ref in ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []:
+                if (death := _answered_death(roster.asked.pop(ref)[0], ref)) is not None:
+                    yield death
+            for ref, (process, since) in list(roster.asked.items()):
+                silent_s = time.monotonic() - since
+                if roster.watched.get(process.name) is process and silent_s > roster.silence_s:
+                    del roster.asked[ref], roster.watched[process.name]
+                    what = f"{process.name} hangs: no sign of life for {silent_s:.0f} s{_described([process])}"
+                    end_at(process.location)
+                    yield _Death(process=process, what=what)
 
 
 # What this process waits for, and since when.
@@ -88,7 +108,7 @@ _background: list[Callable[[], None]] = []
 
 @contextmanager
 def in_background(serve: Callable[[], None]) -> Iterator[None]:
-    """Within this context, call `serve` about every `WATCH_S` seconds of each wait; it must not wait itself."""
+    """Within this context, call `serve` about every `SERVE_S` seconds of each wait; it must not wait itself."""
     _background.append(serve)
     try:
         yield
@@ -205,6 +225,7 @@ class _Wait:
         self._pending = {call: process for process, call in calls}
         self._watch = _Watch(process for process, _ in calls)
         self._timeout_s, self._doing, self._needs_all = timeout_s, doing, needs_all
+        self._next_watch = time.monotonic() + WATCH_S
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -214,19 +235,21 @@ class _Wait:
     def ready(self) -> Iterator[Any]:
         """Yield each pending call that has a result, until `end` was called for every call; None after a pause."""
         while self._pending:
-            left_s = self._deadline - time.monotonic()
-            done, _ = ray.wait(list(self._pending), timeout=max(0.0, min(WATCH_S, left_s)))
-            if not done and left_s <= WATCH_S:
+            left_s, pause_s = self._deadline - time.monotonic(), SERVE_S if _background else WATCH_S
+            done, _ = ray.wait(list(self._pending), timeout=max(0.0, min(pause_s, left_s)))
+            if not done and left_s <= pause_s:
                 busy = list(self._pending.values())
                 silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
                 raise WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
             yield from done
-            if not done:
-                # Look for deaths of processes that are not waited for.
+            if time.monotonic() >= self._next_watch:
+                self._next_watch = time.monotonic() + WATCH_S
+                # Look for deaths of processes that are not waited for, and for those that hang.
                 for death in self._watch.deaths():
                     if not isinstance(error := death.report(self._doing()), EngineDiedError):
                         raise error
                 self._watch.ask(self._pending.values())
+            if not done:
                 for serve in _background:
                     serve()
                 # The caller may wait for what the background has just done.

@@ -1,5 +1,6 @@
 """Keep track of the processes of a run: where they run, and which of them may die without ending the run."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,9 @@ class Roster:
     """The list of a run's processes, by name. Some can be replaced when they die; the death of any other ends the run.
 
     living: processes that are not known to be dead. lost: dead processes that are to be replaced. num_restarts: the
-    number of replacements so far, including those still to come for `lost`.
+    number of replacements so far, including those still to come for `lost`. watched: processes that answer questions
+    while they work, and count as hung if they do not for `silence_s` seconds. asked: questions that have no answer yet,
+    with the process and the time (`time.monotonic`) of the question.
     """
 
     def __init__(self) -> None:
@@ -53,11 +56,18 @@ class Roster:
         self._max_restarts = 0
         self.lost: dict[str, Process] = {}
         self.num_restarts = 0
+        self.watched: dict[str, Process] = {}
+        self.silence_s = math.inf
+        self.asked: dict[Any, tuple[Process, float]] = {}
 
     def enter(self, process: Process) -> None:
         """Add a process, replacing the lost one of the same name if there is one."""
         self.living[process.name] = process
         self.lost.pop(process.name, None)
+
+    def expect_answers(self, process: Process, *, within_s: float) -> None:
+        """From now on, take this process for hung if it does not answer a question within so many seconds."""
+        self.watched[process.name], self.silence_s = process, within_s
 
     def allow_restarts(self, names: Collection[str], max_restarts: int) -> None:
         """From now on, survive up to `max_restarts` deaths among the processes `names`, all together."""

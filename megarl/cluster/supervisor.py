@@ -16,14 +16,15 @@ from megarl.rollout.vllm_source import OnCompletion
 class EngineSupervisor:
     """A supervisor of a run's engines. It restarts engines that die, and keeps all of them in sync with the policy.
 
-    The requests of an engine that dies go to the living ones at once, and the engine is restarted before the next
-    weight sync; if no engine lives, or with `deterministic`, it is restarted as soon as the living ones have finished.
-    The trainer's memory is first moved off the devices, as when the run started, and a new `BridgeSync` then sends the
-    policy to all engines, so that `BridgeSync` itself never has to handle a restart.
+    When an engine dies, the living engines take over its unfinished requests at once, and a new engine replaces it
+    before the next weight sync, or at once if no engine lives. With `deterministic` no engine takes requests over: the
+    dead engine is replaced when the living ones have finished theirs, and the new engine repeats its requests. Before a
+    replacement, `placement.offload` moves trainer and engines off the devices. Afterwards a new `BridgeSync` sends the
+    policy to all engines, so that no `BridgeSync` ever has to handle a replacement.
 
     restart_engine: replaces the engine with a given index. open_sync: returns a new `BridgeSync`; called when the actor
-    is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: requests are
-    submitted again in the same batches as before, to the engine in the same place, for bitwise equal results.
+    is on the devices. max_restarts: how many deaths of engines the run survives. deterministic: a new engine gets the
+    same batch of requests as the one that it replaces, for bitwise equal results.
     """
 
     def __init__(

@@ -133,20 +133,27 @@ class RoleWorkers:
         parts = self._call("store_weights", [str(f) for f in files], role_only=role, doing="writing weights", **options)
         return functools.reduce(StoreResult.merged, parts)
 
-    def start_checkpoint(self, directory: Path) -> None:
-        """Make every rank start writing a checkpoint; return once all have a snapshot, so that training can go on."""
-        self._call("save_checkpoint", str(directory), doing="saving a checkpoint")
+    def start_checkpoint(self, directory: Path, *, portable: bool) -> None:
+        """Make every rank start writing a checkpoint; return once all have a snapshot, so that training can go on.
+
+        portable: make it readable under any layout, which takes time and memory; see `parallel.checkpoint`.
+        """
+        self._call("save_checkpoint", str(directory), portable=portable, doing="saving a checkpoint")
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
         """Return whether all ranks have written their part of the checkpoint; with `wait`, wait until they have."""
         return all(self._call("finish_checkpoint", wait=wait, doing="writing a checkpoint"))
 
-    def load_checkpoint(self, directory: Path, *, same_layout: Collection[Role]) -> None:
-        """Load a complete checkpoint, which may have been saved with other layouts.
+    def load_checkpoint(
+        self, directory: Path, *, same_layout: Collection[Role] = (), weights_only: bool = False
+    ) -> None:
+        """Load a complete checkpoint, which may have been saved with other layouts if it is portable.
 
-        same_layout: the roles whose layout is the same as when they were saved.
+        same_layout: the roles whose layout is the same as when they were saved. weights_only: load no optimizer states;
+        then any checkpoint will do.
         """
-        self._call("load_checkpoint", str(directory), same_layout=same_layout, doing="loading a checkpoint")
+        options: dict[str, Any] = {"same_layout": same_layout, "weights_only": weights_only}
+        self._call("load_checkpoint", str(directory), doing="loading a checkpoint", **options)
 
     def offload(self, role: Role, parts: Sequence[Part]) -> int:
         """Move parts of a role's state, such as parameters, to host memory; return the bytes freed on all devices."""

@@ -31,7 +31,7 @@ from megarl.config.check_placement import (
     check_sync,
     check_trainer_nodes,
 )
-from megarl.config.check_rewards import check_group_scores, check_rewards, judges
+from megarl.config.check_rewards import check_group_scores, check_policy_judges, check_rewards, judges
 from megarl.config.schema import Config, RewardModelConfig, role_settings
 from megarl.config.setting import require_ranges
 from megarl.device.platform import platform
@@ -254,6 +254,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     _require_sound_rollout,
     check_rewards,
     check_group_scores,
+    check_policy_judges,
     _require_other_hints,
     check_role_layouts,
     check_whole_mini_batches,

@@ -35,6 +35,10 @@ class ScheduleConfig:
     # before an older one. 0: strict order.
     window_frac: float = setting(0.0, FRACTION)
 
+    def window(self, prompts_per_step: int) -> int:
+        """Return `window_frac` in prompts; 1: strict order."""
+        return max(1, int(self.window_frac * (self.staleness + 1) * prompts_per_step))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
@@ -44,7 +48,8 @@ class RolloutConfig:
     # that the engines sample each of them again with equal tokens and log-probs.
     source: Literal["vllm", "replay", "regenerate"] = "vllm"
     num_samples: int = setting(8, AT_LEAST_1)  # Samples per prompt: the group size.
-    temperature: float = setting(1.0, POSITIVE)  # Sampling temperature; all log-probs in training use it too.
+    # Sampling temperature; all log-probs in training use it too.
+    temperature: float = setting(1.0, POSITIVE, affects=("engines",))
     # Nucleus sampling threshold; below 1, training needs a limit by top_k too. Log-probs in training are those of the
     # distribution over the tokens that top_k and top_p left to sample from.
     top_p: float = setting(1.0, SHARE, affects=("engines",))

@@ -81,8 +81,8 @@ def compose(run_file: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _take_for_algo(body: Tree, algo: Path | None) -> list[Tree]:
-    """Remove the key `for_algo` from a run file's mapping, and return the settings below it whose name matches that of
-    the chosen algorithm file.
+    """Remove `for_algo` from a run file's mapping. It maps names of algorithm files (or patterns such as `ppo*`) to
+    settings; return the settings of each name that matches the chosen algorithm file.
     """
     choices = body.pop("for_algo", {})
     if not isinstance(choices, dict) or not all(isinstance(settings, dict) for settings in choices.values()):

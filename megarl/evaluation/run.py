@@ -73,7 +73,7 @@ def send_weights(config: Config, checkpoint: Checkpoint, cluster: "Cluster") -> 
     ledger.enter(residency.LOAD)
     cluster.workers.load(LoadRequest(roles=(role,), seed=config.run.seed))
     ledger.add(residency.built_parts([role]))
-    cluster.workers.load_checkpoint(checkpoint.path, same_layout=())
+    cluster.workers.load_checkpoint(checkpoint.path, weights_only=True)
     sync = cluster.weight_sync(weight_specs(read_model_spec(config.model.path), config.model.dtype))
     ledger.enter(residency.SYNC)
     sync.push(checkpoint.state.step, verify=config.sync.verify)

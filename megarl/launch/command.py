@@ -1,8 +1,8 @@
 """Read from a megarl command line what its Slurm job needs: the output directory and the Ray settings."""
 
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.config import load_config
@@ -10,15 +10,20 @@ from megarl.config.check import TRAINING_CHECKS
 from megarl.config.load import with_overrides
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import ConfigError
+from megarl.launch.allocation import HostGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCommand:
-    """A command line of megarl, the directory that it writes to, and the settings of its Ray cluster."""
+    """A command line of megarl, the directory that it writes to, and the settings of its Ray cluster.
+
+    num_nodes: for a run whose engines have nodes of their own, the number of nodes by setting, the trainer's first.
+    """
 
     argv: tuple[str, ...]
     directory: Path
     cluster: ClusterConfig
+    num_nodes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def logs(self) -> Path:
@@ -29,12 +34,37 @@ class JobCommand:
         """Return the command line with settings added that make it join the Ray cluster at `address`."""
         return [*self.argv, f"cluster.address={address}", f"cluster.hosts=[{', '.join(hosts)}]"]
 
+    def check_components(self, groups: Sequence[HostGroup]) -> None:
+        """Raise ConfigError if `groups` are the components of a heterogeneous job that does not suit the run.
+
+        The run takes the hosts in their order, so with other numbers of nodes it would mix the components up.
+        """
+        if len(groups) == 1:
+            return
+        if len(groups) != len(self.num_nodes):
+            raise ConfigError(
+                f"megarl slurm run: got a heterogeneous job of {len(groups)} components, but a run uses "
+                f"{len(self.num_nodes) or 1} here: two components (the trainer's nodes, then the engines') with "
+                f"`megarl train` and placement.mode=split, else one; set that, or submit another kind of job"
+            )
+        for i, (setting, count) in enumerate(self.num_nodes.items()):
+            if count != len(hosts := groups[i].hosts):
+                raise ConfigError(
+                    f"{setting}: got {count}, but component {i} of this heterogeneous job has {len(hosts)} node(s): "
+                    f"{', '.join(hosts)}; pass {setting}={len(hosts)}, or change that component's --nodes"
+                )
+
 
 def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
     """Check a command line of a training or an evaluation, and return it. Raises ConfigError if it is bad."""
+    num_nodes: dict[str, int] = {}
     if arguments.command in TRAINING_CHECKS:
         config = load_config(arguments.config, arguments.overrides)
         directory = Path(config.run.dir) / config.run.name
+        placement = config.placement
+        if arguments.command == "train" and placement.mode == "split":
+            groups = {"trainer": placement.trainer, "engines": placement.engines}
+            num_nodes = {f"placement.{name}.num_nodes": nodes.num_nodes for name, nodes in groups.items()}
     elif arguments.command == "eval":
         base = Config() if arguments.config is None else load_config(arguments.config)
         config, directory = with_overrides(base, arguments.overrides), arguments.out
@@ -43,4 +73,4 @@ def read_command(argv: Sequence[str], arguments: Namespace) -> JobCommand:
             f"megarl slurm run: got the command {arguments.command!r}, expected one of "
             f"{', '.join(TRAINING_CHECKS)}, eval; the others use one host: call them in the script itself"
         )
-    return JobCommand(argv=tuple(argv), directory=directory, cluster=config.cluster)
+    return JobCommand(argv=tuple(argv), directory=directory, cluster=config.cluster, num_nodes=num_nodes)

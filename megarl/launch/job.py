@@ -60,6 +60,7 @@ def run_job(argv: Sequence[str], arguments: Namespace, *, max_restarts: int) -> 
     SIGUSR1 (the time limit is near) or a preemption the job goes back into the queue and resumes.
     """
     command, allocation = read_command(argv, arguments), Allocation.from_environment()
+    command.check_components(allocation.groups)
     logs = command.logs / f"slurm-{allocation.job_id}"
     attempts = AttemptLog(logs)
     driver = _Driver()

@@ -12,7 +12,9 @@ from megarl.config.check import TRAINING_CHECKS
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, WorkerError
 
-TEMPLATE = Path(__file__).parents[2] / "slurm" / "train.sbatch"
+TEMPLATES = Path(__file__).parents[2] / "slurm"
+# In a template, the line between the options of two components of a heterogeneous job, and the first line after all.
+_NEXT_COMPONENT, _AFTER_OPTIONS = "#SBATCH hetjob\n", "set -euo pipefail\n"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -76,7 +78,9 @@ def submit(request: SubmitRequest, *, dry_run: bool = False) -> list[int]:
 
 
 def job_script(request: SubmitRequest) -> str:
-    """Fill the request's options and arguments into slurm/train.sbatch. Raises ConfigError; see `submit`."""
+    """Fill the request's options and arguments into a template of slurm/: train.sbatch, or train_split.sbatch for nodes
+    of two kinds. Raises ConfigError; see `submit`.
+    """
     asked = [request.nodes, *([request.engine_nodes] if request.engine_nodes else [])]
     if request.num_jobs < 1 or any(nodes.num_nodes < 1 or nodes.cpus_per_node < 1 for nodes in asked):
         raise ConfigError("megarl slurm submit: numbers of nodes, of CPUs per node, and --chain: expected at least 1")
@@ -89,31 +93,32 @@ def job_script(request: SubmitRequest) -> str:
     config = load_config(request.config, request.overrides)
     placed = [*request.overrides, *node_overrides(config, request)]
     TRAINING_CHECKS[request.command](load_config(request.config, placed))
-    text = TEMPLATE.read_text()
+    template = TEMPLATES / ("train.sbatch" if request.engine_nodes is None else "train_split.sbatch")
+    options, _, text = template.read_text().partition(_AFTER_OPTIONS)
+    first, *further = options.split(_NEXT_COMPONENT)
     whole = {"job-name": config.run.name, "time": request.time_limit, "signal": f"B:USR1@{request.signal_s}"}
-    for name, value in (whole | _node_options(request.nodes)).items():
-        line = re.compile(rf"^#SBATCH --{name}=.*\n", re.MULTILINE)
-        assert line.search(text), f"{TEMPLATE} has no --{name}"
-        text = line.sub("" if value is None else f"#SBATCH --{name}={value}\n", text)
-    more = list(request.nodes.sbatch_options)
-    if request.engine_nodes is not None:
-        # A further component of the job has its own sizes; Slurm passes on the options of the whole job.
-        sizes = {**_node_options(request.engine_nodes), "ntasks-per-node": "1", "mem": "0"}
-        more += ["hetjob", *(f"--{name}={value}" for name, value in sizes.items() if value is not None)]
-        more += request.engine_nodes.sbatch_options
-    text = text.replace("set -euo pipefail\n", "".join(f"#SBATCH {each}\n" for each in more) + "set -euo pipefail\n", 1)
+    filled = [_fill(first, whole, request.nodes)]
+    # Slurm gives further components the options of the whole job.
+    filled += [_fill(component, {}, nodes) for component, nodes in zip(further, asked[1:], strict=True)]
+    text = _NEXT_COMPONENT.join(filled) + _AFTER_OPTIONS + text
     text = text.replace('"${MEGARL_MAX_RESTARTS:-3}"', str(request.max_restarts))
     text = text.replace('"${MEGARL_COMMAND:-train}"', request.command)
     arguments = shlex.join([str(request.config), *placed])
     return text.replace('"$@"', arguments)
 
 
-def _node_options(nodes: NodesRequest) -> dict[str, str | None]:
-    return {
+def _fill(component: str, options: Mapping[str, str], nodes: NodesRequest) -> str:
+    """Return a component's #SBATCH lines with these options, and with those of its nodes."""
+    sizes = {
         "nodes": str(nodes.num_nodes),
         "gpus-per-node": str(nodes.gpus_per_node) if nodes.gpus_per_node else None,
         "cpus-per-task": str(nodes.cpus_per_node),
     }
+    for name, value in {**options, **sizes}.items():
+        line = re.compile(rf"^#SBATCH --{name}=.*\n", re.MULTILINE)
+        assert line.search(component), f"the template has no --{name}"
+        component = line.sub("" if value is None else f"#SBATCH --{name}={value}\n", component)
+    return component + "".join(f"#SBATCH {each}\n" for each in nodes.sbatch_options)
 
 
 def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
@@ -135,13 +140,13 @@ def node_overrides(config: Config, request: SubmitRequest) -> list[str]:
                 f"{key}: got {tp}, but of the nodes there are {nodes}, and tensor parallelism over the network between "
                 f"nodes is too slow; lower it, and raise pp or dp instead"
             )
-    trainer, engines = layout.world_size, engine.num_engines * engine.tp
-    if not split:
-        counts = _nodes_of({"placement.trainer": trainer}, request.nodes, "--nodes")
-    elif request.engine_nodes is None:
-        counts = _nodes_of({"placement.trainer": trainer, "placement.engines": engines}, request.nodes, "--nodes")
-    else:
-        counts = _nodes_of({"placement.trainer": trainer}, request.nodes, "--nodes")
+    engines, needs = engine.num_engines * engine.tp, {"placement.trainer": layout.world_size}
+    if split and request.engine_nodes is None:
+        needs["placement.engines"] = engines
+    servers = config.rewards.judge_servers if request.command == "train" else {}
+    needs |= {f"rewards.judge_servers.{name}": server.replicas * server.tp for name, server in servers.items()}
+    counts = _nodes_of(needs, request.nodes, "--nodes")
+    if split and request.engine_nodes is not None:
         counts |= _nodes_of({"placement.engines": engines}, engine_nodes, "--engine-nodes")
     return [f"{where}.num_nodes={count}" for where, count in counts.items()]
 

@@ -14,7 +14,7 @@ from megarl.config.batches import batch_counts
 from megarl.config.load import read_yaml, saved_config
 from megarl.config.schema import Config
 from megarl.errors import DataError
-from megarl.plan.simulate import Costs, GroupLengths, Workload
+from megarl.plan.simulate import Costs, GroupLengths, Setting, Workload
 from megarl.record.metrics import RunPaths, read_metrics, read_rollouts
 from megarl.record.performance import FORWARD_AND_BACKWARD
 
@@ -31,12 +31,31 @@ _LENGTHS = ("response_length/mean", "response_length/max", "prompt_length/mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run says of its costs and samples. notes: what was estimated rather than measured, in words."""
+    """What a run says of its costs and samples.
+
+    step_s: the mean time of its steps. scores: whether its steps score old log-probs. notes: say what was
+    estimated rather than measured.
+    """
 
     config: Config
     costs: Costs
     workload: Workload
+    step_s: float
+    scores: bool
     notes: tuple[str, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """The way in which the run itself ran."""
+        schedule, engine = self.config.rollout.schedule, self.config.rollout.engine
+        return Setting(
+            num_engines=engine.num_engines,
+            num_trainers=self.config.actor.layout.world_size,
+            staleness=schedule.staleness,
+            finish=schedule.on_update == "finish",
+            window=schedule.window(self.config.trainer.prompts_per_step),
+            scores=self.scores,
+        )
 
 
 def measure(run_dir: Path) -> Measured:
@@ -60,23 +79,21 @@ def measure(run_dir: Path) -> Measured:
         num_samples=config.rollout.num_samples,
         groups=_recorded_groups(paths),
     )
-    decode, notes = _decode_costs(steps, config)
     tokens = _column(steps, "timing_s/step") * _column(steps, "perf/tokens_per_s")
     trained_s = _column(steps, "timing_s/step") - sum(_column(steps, name) for name in _NOT_TRAINING)
     scored_s = _column(steps, "timing_s/old_log_prob")
-    # With one optimizer step, only corrections of stale samples need old log-probs: that pass is not part of others.
+    # With one optimizer step, only corrections by weights need old log-probs: runs without one do not have that pass.
     is_extra = batch_counts(config).optimizer_steps_per_step == 1
-    if is_extra:
-        trained_s = trained_s - scored_s
+    trained_s -= scored_s * is_extra
     train_step_s, train_token_s = fit_non_negative(np.stack([np.ones_like(tokens), tokens], axis=1), trained_s)
     num_trainers = config.actor.layout.world_size
-    update_s = float(np.median(_column(steps, "timing_s/update_actor") / tokens))
+    updates_s = float(np.median(_column(steps, "timing_s/update_actor") / tokens)) * num_trainers
     # Device-seconds of a forward pass over a token.
-    forward_s = update_s * num_trainers / config.trainer.num_epochs / FORWARD_AND_BACKWARD
-    recompute_s = decode[2]
-    if recompute_s is None:
-        recompute_s = forward_s / config.rollout.engine.tp
-        notes.append("recomputing after an update: estimated as a third of a token's update, as the run did none")
+    forward_s = updates_s / config.trainer.num_epochs / FORWARD_AND_BACKWARD
+    # Not fitted: what a run recomputes grows with all that it decodes, so that a fit cannot tell them apart.
+    recompute_s = forward_s / config.rollout.engine.tp
+    decode_step_s, decode_sequence_s, notes = _decode_costs(steps, config, recompute_s)
+    notes.append("recomputing after an update: estimated as a third of a token's update")
     scoring_s = float(np.median(scored_s / tokens)) * num_trainers
     if not scoring_s:
         scoring_s = forward_s
@@ -84,8 +101,8 @@ def measure(run_dir: Path) -> Measured:
     if config.placement.offload:
         notes.append("moving models between devices and hosts counts as training, also for splits, which need none")
     costs = Costs(
-        decode_step_s=decode[0],
-        decode_sequence_s=decode[1],
+        decode_step_s=decode_step_s,
+        decode_sequence_s=decode_sequence_s,
         max_num_seqs=config.rollout.engine.max_num_seqs,
         recompute_s=recompute_s,
         train_step_s=train_step_s,
@@ -93,7 +110,14 @@ def measure(run_dir: Path) -> Measured:
         scoring_token_s=scoring_s if is_extra else 0.0,
         sync_s=float(np.median(_column(steps, "timing_s/sync"))),
     )
-    return Measured(config=config, costs=costs, workload=workload, notes=tuple(notes))
+    return Measured(
+        config=config,
+        costs=costs,
+        workload=workload,
+        step_s=float(np.mean(_column(steps, "timing_s/step"))),
+        scores=is_extra and float(np.median(scored_s)) > 0,
+        notes=tuple(notes),
+    )
 
 
 def fit_non_negative(columns: Array, y: Array) -> list[float]:
@@ -118,15 +142,13 @@ def fit_non_negative(columns: Array, y: Array) -> list[float]:
 
 
 def _decode_costs(
-    steps: Sequence[Mapping[str, float]], config: Config
-) -> tuple[tuple[float, float, float | None], list[str]]:
-    """Return the seconds of a decode step, of each sequence in it, and of a recomputed token if the run had some."""
+    steps: Sequence[Mapping[str, float]], config: Config, recompute_s: float
+) -> tuple[float, float, list[str]]:
+    """Return the seconds of a decode step, those of each sequence in it, and notes on what was estimated."""
     if all(name in step for step in steps for name in _COUNTERS):
         counts, seqs, busy = (_column(steps, name) for name in _COUNTERS)
-        recomputed = _column(steps, "perf/recomputed_tokens")
-        has_recomputed = bool(recomputed.any())
-        columns = [counts, seqs, *([recomputed] if has_recomputed else [])]
-        a, c, *rest = fit_non_negative(np.stack(columns, axis=1), busy)
+        decoding = busy - recompute_s * _column(steps, "perf/recomputed_tokens")
+        a, c = fit_non_negative(np.stack([counts, seqs], axis=1), decoding)
         notes: list[str] = []
     else:
         if config.rollout.schedule.staleness > 0:
@@ -139,14 +161,14 @@ def _decode_costs(
         longest, means, prompts = (_column(steps, name) for name in ("response_length/max", *_LENGTHS[::2]))
         rows = _column(steps, "timing_s/step") * _column(steps, "perf/tokens_per_s") / (means + prompts)
         share = rows * means / config.rollout.engine.num_engines
-        a, c, *rest = fit_non_negative(np.stack([longest, share], axis=1), _column(steps, "timing_s/gen"))
+        a, c = fit_non_negative(np.stack([longest, share], axis=1), _column(steps, "timing_s/gen"))
         notes = ["decoding: estimated from timing_s/gen and lengths, as the run did not count its engines' steps"]
     if a + c <= 0:
         raise DataError(
             f"metrics of {config.run.name}: their engine times do not grow with the decode steps, expected some that "
             "do; name a run with more steps"
         )
-    return (a, c, rest[0] if rest else None), notes
+    return a, c, notes
 
 
 def _column(steps: Sequence[Mapping[str, float]], name: str) -> Array:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from megarl.config.generation import ScheduleConfig
 from megarl.errors import ConfigError
 from megarl.plan.async_fit import Measured, measure
 from megarl.plan.simulate import Outcome, Setting, simulate
@@ -31,11 +32,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncPlan:
-    """The simulated settings of a run, beside the colocated synchronous one with as many devices."""
+    """The simulated settings of a run, beside the colocated synchronous one with as many devices, and beside the run
+    itself, whose measured time says how far simulations are off.
+    """
 
     run: str
     num_devices: int
     measured: Measured
+    itself: Outcome
     colocated: Outcome
     choices: tuple[Choice, ...]
 
@@ -79,25 +83,33 @@ def plan_async(
             f"--devices: got {num_devices}, expected what can be split into engines of {per_engine} devices and "
             f"trainer replicas of {layout.world_size // layout.dp}; give more, or name a run with a smaller layout"
         )
-    schedules = {"synchronous": (0, True, 1), "one step off": (1, True, 1)}
+    # A synchronous run scores if this one does; one step off, the ratio to the engines' log-probs needs no scoring.
+    sync_scores = measured.scores and config.rollout.schedule.staleness == 0
+    schedules = {"synchronous": (0, True, 1, sync_scores), "one step off": (1, True, 1, False)}
     for eta in staleness:
-        window = max(1, int(window_frac * (eta + 1) * config.trainer.prompts_per_step))
-        schedules[f"in flight, staleness {eta}"] = (eta, False, window)
+        window = ScheduleConfig(staleness=eta, window_frac=window_frac).window(config.trainer.prompts_per_step)
+        schedules[f"in flight, staleness {eta}"] = (eta, False, window, True)
     # Small batches differ more from one another: more steps of them count.
     num_steps = max(LEAST_STEPS, -(-LEAST_GROUPS // config.trainer.prompts_per_step))
     choices = []
-    for name, (eta, finish, window) in schedules.items():
+    for name, (eta, finish, window, scores) in schedules.items():
         for trainers, engines in possible:
             setting = Setting(
-                num_engines=engines // per_engine, num_trainers=trainers, staleness=eta, finish=finish, window=window
+                num_engines=engines // per_engine,
+                num_trainers=trainers,
+                staleness=eta,
+                finish=finish,
+                window=window,
+                scores=scores,
             )
             outcome = simulate(measured.workload, measured.costs, setting, num_steps=num_steps)
             choices.append(Choice(schedule=name, devices=(trainers, engines), setting=setting, outcome=outcome))
-    together = Setting(num_engines=max(1, num_devices // per_engine), num_trainers=num_devices)
+    together = Setting(num_engines=max(1, num_devices // per_engine), num_trainers=num_devices, scores=sync_scores)
     return AsyncPlan(
         run=config.run.name,
         num_devices=num_devices,
         measured=measured,
+        itself=simulate(measured.workload, measured.costs, measured.setting, num_steps=num_steps),
         colocated=simulate(measured.workload, measured.costs, together, num_steps=num_steps),
         choices=tuple(choices),
     )
@@ -138,6 +150,11 @@ def plan_lines(plan: AsyncPlan) -> Iterator[str]:
         f"{max(lengths)} tokens, {sum(lengths) / len(lengths):.4g} on average, from {len(lengths)} recorded ones"
     )
     yield from (f"estimate   {note}" for note in plan.measured.notes)
+    took = plan.measured.step_s
+    yield (
+        f"check      the run itself took {took:.4g} s per step, its simulation {plan.itself.step_s:.4g} s "
+        f"({plan.itself.step_s / took - 1:+.0%})"
+    )
     yield ""
     yield from align(
         [

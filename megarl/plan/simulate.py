@@ -26,8 +26,7 @@ class Costs:
     max_num_seqs: how many sequences an engine decodes at a time; others wait. recompute_s: per token whose keys and
     values an engine computes again after an update. train_step_s: per step, whatever its tokens. train_token_s:
     seconds × devices per token of prompts and responses. scoring_token_s: seconds × devices per token that a step needs
-    on top with updates in flight, to score old log-probs; samples of one version are corrected without. sync_s: pause
-    of engines and trainer at an update.
+    on top if it scores old log-probs. sync_s: pause of engines and trainer at an update.
     """
 
     decode_step_s: float
@@ -78,6 +77,8 @@ class Workload:
 class Setting:
     """A way to run: `num_engines` engines, `num_trainers` devices that train, and `rollout.schedule` with its window in
     tickets. With staleness 0, trainer and engines take turns, on the same devices or not.
+
+    scores: whether a step scores old log-probs, as corrections by weights need.
     """
 
     num_engines: int
@@ -85,6 +86,7 @@ class Setting:
     staleness: int = 0
     finish: bool = True
     window: int = 1
+    scores: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +229,7 @@ class _Simulation:
             scheduler.take(number)
             num_tokens += self._tokens.pop(number)
             self.lags.append(step - 1 - scheduler.pipeline[number])
-        token_s = costs.train_token_s + (0.0 if setting.finish else costs.scoring_token_s)
+        token_s = costs.train_token_s + (costs.scoring_token_s if setting.scores else 0.0)
         self._run_until(self._now + costs.train_step_s + num_tokens * token_s / setting.num_trainers)
         if setting.finish:
             self._wait(lambda: not self._open)

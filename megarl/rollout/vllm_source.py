@@ -88,7 +88,7 @@ class VllmSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The samples that engines were asked to go on with, in the order of the requests, each with its prompt."""
+    """The samples that engines generate, new or continued, each with its prompt, in the order of their requests."""
 
     batch: Batch
     samples: list[tuple[Prompt, Sample]] = field(default_factory=list)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.algos.advantages import estimator_of
-from megarl.config.schema import Config
+from megarl.config.schema import Config, role_settings
 from megarl.config.setting import differences
 from megarl.errors import ConfigError
 from megarl.record.metrics import RunPaths
@@ -93,6 +93,7 @@ def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
             f"{checkpoint.path}: was written by megarl {checkpoint.state.command}, which continues it; "
             f"choose another run.name for megarl {command}"
         )
+    _require_readable_layout(checkpoint, config)
     section, total = _TOTAL_STEPS[command](config)
     if checkpoint.state.step > total:
         raise ConfigError(
@@ -107,6 +108,26 @@ def find_checkpoint(config: Config, command: Command) -> Checkpoint | None:
             f"restore them, or choose another run.name"
         )
     return checkpoint
+
+
+def _require_readable_layout(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise ConfigError if a trained role's layout differs in more than dp from that of a checkpoint that is not
+    portable.
+    """
+    if checkpoint.state.portable:
+        return
+    before, now = role_settings(checkpoint.state.config), role_settings(config)
+    roles = ("actor", "critic") if estimator_of(config.algo).needs_values else ("actor",)
+    for role in roles:
+        old, new = before[role].layout, now[role].layout
+        if replace(old, dp=new.dp) != new and now[role].optimizer.distributed:
+            changed = "; ".join(
+                f"{key}: {was} → {wanted}" for key, was, wanted in differences(old, new, f"{role}.layout.")
+            )
+            raise ConfigError(
+                f"{changed}: {checkpoint.path} is not portable, so only dp may change; continue with the old layout "
+                "and checkpoint.portable=true until the next checkpoint, and change the layout then"
+            )
 
 
 def resume_notes(checkpoint: Checkpoint, config: Config) -> list[str]:

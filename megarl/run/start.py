@@ -28,7 +28,10 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
     for warning in inputs.warnings:
         print(f"warning: {warning}")
-    with _heartbeat(recorder, "train"), started_cluster(config, recorder.paths.logs, inputs.roles) as cluster:
+    with (
+        _heartbeat(recorder, "train"),
+        started_cluster(config, recorder.paths.logs, inputs.roles, with_judges=True) as cluster,
+    ):
         from megarl.train.wiring import build_trainer
 
         build_trainer(inputs, cluster, recorder).fit(checkpoint)
@@ -71,7 +74,13 @@ def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: 
 
 @contextlib.contextmanager
 def started_cluster(
-    config: Config, log_dir: Path, roles: Sequence[RoleSpec], *, with_engine: bool = True, with_trainer: bool = True
+    config: Config,
+    log_dir: Path,
+    roles: Sequence[RoleSpec],
+    *,
+    with_engine: bool = True,
+    with_trainer: bool = True,
+    with_judges: bool = False,
 ) -> Iterator["Cluster"]:
     """Start a cluster for one command, and close it at the end of this context.
 
@@ -81,7 +90,12 @@ def started_cluster(
 
     try:
         with Cluster(
-            config, roles=roles, with_engine=with_engine, with_trainer=with_trainer, log_dir=log_dir
+            config,
+            roles=roles,
+            with_engine=with_engine,
+            with_trainer=with_trainer,
+            with_judges=with_judges,
+            log_dir=log_dir,
         ) as cluster:
             yield cluster
     except (ConfigError, DataError) as error:

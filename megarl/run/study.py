@@ -229,7 +229,7 @@ def _run_until_failure(study: Study, plan: StudyPlan, waiting: deque[PlannedRun]
 
     logs = Path(study.dir) / "logs"
     try:
-        cluster = Cluster(plan.cluster_config, roles=plan.roles, log_dir=logs)
+        cluster = Cluster(plan.cluster_config, roles=plan.roles, with_judges=True, log_dir=logs)
     except (ConfigError, DataError) as error:
         raise RunError(str(error)) from error
     with cluster:

@@ -33,10 +33,7 @@ from megarl.types.messages import LoadRequest, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of a step: its samples, the rows it trained on, and the metrics of its stages.
-
-    rows: empty if the filter removed all groups.
-    """
+    """The result of a step: its samples, the rows it trained on (none if the filter left none), and its metrics."""
 
     collected: Collected
     rows: list[Row]
@@ -93,7 +90,8 @@ class Trainer:
                 progress.note(residency.phase_table(residency.SYNC.needs, residency.step_phases(inputs.roles)))
             self.engines.push(start)
             if checkpoint:
-                self.rollouts.restore(checkpoint.state.source, checkpoint.path, step=start)
+                source, goes_on = checkpoint.state.source, self.gate.passed
+                self.rollouts.restore(source, checkpoint.path, step=start, goes_on=goes_on)
             if start == 0 and (config.validation.before_train or total == 0):
                 self._validate(0, log, progress)
             for step in range(start + 1, total + 1):
@@ -152,6 +150,7 @@ class Trainer:
         if (update_s := times.get("timing_s/update_actor")) is not None:
             metrics |= self.meter.metrics(rows, update_s)
         log.log(step, metrics | resident_memory(self.cluster.pids))
+        self.recorder.problems(step, collected.troubles)
         self.recorder.sample_rollouts(step, collected.rollout, collected.rewards, rows, self.inputs.tokenizer)
         progress.update(
             step,
@@ -169,6 +168,7 @@ class Trainer:
             return None
         with self.timers("testing"):
             result = self.validator.validate(step)
+        self.recorder.problems(step, result.troubles, phase="validation")
         self.recorder.timeline(step, self.timers.stages(), {})
         log.log(step, {**result.metrics} | self.timers.pop())
         progress.note(f"step {step}: {result.summary}")

@@ -55,11 +55,11 @@ class SupervisedInputs(Generic[Data]):
 
 
 def in_steps(settings: Settings, num_examples: int) -> tuple[Settings, tuple[str, ...]]:
-    """Check that the examples fill a batch, and turn `total_epochs` into a number of optimizer steps.
+    """Return the settings with `total_epochs` turned into optimizer steps, and notes; check that a batch can be filled.
 
-    Every batch has `batch_size` examples. One that starts at the end of an epoch is filled from the next epoch, so no
-    examples are left out but those after the last full batch of the last epoch. Returned notes give the number of steps
-    and of examples left out.
+    Every batch has `batch_size` examples. If an epoch ends within a batch, the next epoch fills it; only at the end of
+    the last epoch are examples left out, if they do not fill a batch. The notes say how many steps there are, and how
+    many examples are left out.
     """
     require_batch(num_examples, settings.batch_size)
     if (epochs := settings.total_epochs) is None:

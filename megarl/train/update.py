@@ -177,7 +177,7 @@ def update_on_batch(
 class UpdateStage:
     """The stage that updates every trained role on the rows of a step, the critic before the actor.
 
-    enter: called with the phase of each role's update before it, so that the role is on its devices.
+    enter: called before each role's update, with the `Phase` that says what memory must be on the devices for it.
     """
 
     config: Config
@@ -186,7 +186,7 @@ class UpdateStage:
     enter: Callable[[residency.Phase], None]
     timers: Timers
 
-    def steps(self) -> dict[str, int]:
+    def steps(self) -> dict[str, Any]:
         """Return the numbers of optimizer steps that the actor and the critic have taken, as `RunState` names them."""
         taken = {role: updater.num_optimizer_steps for role, updater in self.updaters.items()}
         return {"num_optimizer_steps": taken[Role.ACTOR], "num_critic_steps": taken.get(Role.CRITIC, 0)}

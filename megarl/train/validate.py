@@ -9,6 +9,7 @@ from megarl.cluster import residency
 from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.record.answers import Answer, SourceResult, results_by_source, write_answers
+from megarl.rewards.judge import Trouble
 from megarl.rewards.manager import RewardManager
 from megarl.rollout.source import RolloutSource, SamplingPlan, collect
 from megarl.types import Prompt
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The result of a validation: its metrics, the score for `checkpoint.keep_best`, and a one-line summary."""
+    """The result of a validation: its metrics, the score for `checkpoint.keep_best`, a one-line summary, and the
+    answers that judges could not judge or read.
+    """
 
     metrics: Mapping[str, float]
     score: float | None
     summary: str
+    troubles: Sequence[Trouble] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +54,10 @@ class Validator:
         settings = self.config.validation
         count = min(len(self.data), settings.max_prompts or len(self.data))
         prompts = [self.data[i] for i in range(count)]
-        answers = self._answers(prompts, step, greedy=False)
+        answers, troubles = self._answers(prompts, step, greedy=False)
         if settings.greedy:
-            answers += self._answers(prompts, step, greedy=True)
+            greedy_answers, more = self._answers(prompts, step, greedy=True)
+            answers, troubles = [*answers, *greedy_answers], [*troubles, *more]
         write_answers(self.answers(step), answers)
         results = results_by_source(answers, settings.pass_at)
         metrics = {name: value for result in results for name, value in validation_metrics(result).items()}
@@ -66,9 +71,11 @@ class Validator:
             metrics=metrics,
             score=sum(scores) / len(scores) if scores else None,
             summary=f"validation on {count} prompts: {summary}",
+            troubles=troubles,
         )
 
-    def _answers(self, prompts: Sequence[Prompt], step: int, *, greedy: bool) -> list[Answer]:
+    def _answers(self, prompts: Sequence[Prompt], step: int, *, greedy: bool) -> tuple[list[Answer], Sequence[Trouble]]:
+        """Sample and judge answers, and return them with the troubles of their judges."""
         settings, rollout = self.config.validation, self.config.rollout
         plan = SamplingPlan(
             step=step,
@@ -86,11 +93,13 @@ class Validator:
         batch = collect(
             self.source, self.source.submit(prompts, plan, on_sample=judging.add), timeout_s=rollout.timeout_s
         )
-        return [
+        judged = judging.finish(batch.samples)
+        answers = [
             Answer.of(batch.prompts[sample.uid], sample, reward, greedy=greedy, tokenizer=self.tokenizer)
-            for sample, reward in zip(batch.samples, judging.finish(batch.samples).rewards, strict=True)
+            for sample, reward in zip(batch.samples, judged.rewards, strict=True)
             if not reward.dropped
         ]
+        return answers, judged.troubles
 
 
 def validation_metrics(result: SourceResult) -> dict[str, float]:

@@ -12,7 +12,10 @@ from megarl.types.samples import Reward
 
 
 class _PaddedScores:
-    """A base class with scores [B, T] by name; reading one that was not computed raises a KeyError with a remedy."""
+    """The base class of batches that hold per-token quantities [B, T], such as log-probs, by name.
+
+    `score` returns one of them; if it was not computed, the KeyError says how to have it computed.
+    """
 
     __slots__ = ()
     loss_mask: torch.Tensor

@@ -97,7 +97,7 @@ def run(_: RankContext, model: str, critic: str, directory: str) -> Report:
         workers = cluster.workers
         before = Run(cluster, roles)
         apart = [before.step()]
-        workers.start_checkpoint(checkpoint)
+        workers.start_checkpoint(checkpoint, portable=True)
         assert workers.finish_checkpoint(wait=True)
         apart.append(before.step())
         critic_role = roles[-1]

@@ -1,10 +1,14 @@
 """Runs whose engines generate while the trainer works: what samples are made of, and that runs can be repeated."""
 
+import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,8 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.rollout.replay import read_record, record_path
-from megarl.types import Sample
+from megarl.train.checkpoint import last_checkpoint
+from megarl.types import Sample, SegmentSource
+from tests.helpers.expert_checkpoint import make_moe
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
+from tools.bench.killed import kill
 
 NUM_STEPS = 12
 ASYNC = (*SCHEDULES["async"], f"trainer.total_steps={NUM_STEPS}", "data.val=[]", "checkpoint.every_steps=0")
@@ -24,21 +31,45 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("async"))
 
 
-@pytest.fixture(scope="module")
-def recorded(inputs: Path) -> SmallRun:
+# Whether vLLM's engine core is a process of its own, which is vLLM's default on CUDA.
+INSIDE, APART = ({"VLLM_ENABLE_V1_MULTIPROCESSING": value} for value in "01")
+EXPERTS = ("model.path={inputs}/experts", "actor.layout={{tp: 1, sequence_parallel: false, dp: 2, ep: 2}}")
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "one engine": ((), INSIDE),
+    "two engines": (("rollout.engine.num_engines=2",), INSIDE),
+    "experts": (EXPERTS, INSIDE),
+    "core apart": ((), APART),
+}
+FIRST, *FURTHER = VARIANTS
+
+
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])
+def recorded(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
     """An asynchronous run, with every version of its policy in NAME-versions."""
-    run = SmallRun(inputs=inputs, name="recorded", settings=ASYNC)
-    versions = inputs / "runs" / "recorded-versions"
+    settings, environment = VARIANTS[request.param]
+    if settings == EXPERTS:
+        make_moe(inputs / "experts", seed=0)
+    run = SmallRun(
+        inputs=inputs,
+        name=request.param.replace(" ", "-"),
+        settings=(*ASYNC, *(setting.format(inputs=inputs) for setting in settings)),
+        environment=environment,
+    )
     arguments = run.arguments[run.arguments.index("train") :]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.e2e.versions_run", str(versions), *arguments],
+        [sys.executable, "-W", "ignore", "-m", "tests.e2e.versions_run", str(versions_directory(run)), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env=os.environ | dict(run.environment),
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return run
+
+
+def versions_directory(run: SmallRun) -> Path:
+    return run.paths.root.with_name(f"{run.name}-versions")
 
 
 def samples_of(run: SmallRun) -> list[Sample]:
@@ -57,7 +88,7 @@ def test_every_token_was_sampled_by_the_version_that_it_names(recorded: SmallRun
     assert spanning >= 0.3 * len(samples)
     errors, neighbours = [], []
     for version in range(NUM_STEPS):
-        directory = recorded.inputs / "runs" / "recorded-versions" / str(version)
+        directory = versions_directory(recorded) / str(version)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         for sample in samples:
             versions = versions_of(sample)
@@ -94,6 +125,7 @@ def test_a_recorded_run_is_executed_again_to_the_bit(recorded: SmallRun) -> None
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("recorded", [FIRST], indirect=True)
 def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
     spoiled = recorded.inputs / "runs" / "spoiled"
     spoiled.mkdir()
@@ -104,7 +136,7 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
         table = pa.Table.from_pylist(rows, schema=pq.read_schema(record_path(recorded.paths.records, step)))
         pq.write_table(table, record_path(spoiled, step))
     replay = ("rollout.record=false", "rollout.source=regenerate", f"rollout.replay_dir={spoiled}")
-    run = SmallRun(inputs=recorded.inputs, name="spoiled-again", settings=(*ASYNC, *replay))
+    run = replace(recorded, name="spoiled-again", settings=(*recorded.settings, *replay))
     assert run.start().wait() != 0
     sample = samples_of(recorded)[0]
     named = f"sample {sample.uid}/{sample.sample_index} is sampled differently now: generated token 3, by version 0"
@@ -128,3 +160,34 @@ def test_a_deterministic_run_one_step_off_equals_its_repetition(inputs: Path) ->
     part.paths.metrics.write_text("".join(lines[:2]))
     assert part.start().wait() == 0
     assert differences(part, whole) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("environment", [INSIDE, APART], ids=["core inside", "core apart"])
+def test_a_killed_run_goes_on_with_its_unfinished_samples(environment: dict[str, str], inputs: Path) -> None:
+    """It loses no prompt and repeats none, and what it sampled in parts is sampled again to the bit."""
+    name = "killed-apart" if environment is APART else "killed"
+    settings = (*ASYNC, "checkpoint.every_steps=1")
+    run = SmallRun(inputs=inputs, name=name, settings=settings, environment=environment)
+    process = run.start()
+    try:
+        while run.last_step() < NUM_STEPS // 2:
+            assert process.poll() is None, run.paths.root.with_suffix(".log").read_text()
+            time.sleep(0.02)
+        commands = [" ".join(each.cmdline()) for each in psutil.Process(process.pid).children(recursive=True)]
+        assert any("VLLM::EngineCore" in command for command in commands) == (environment is APART)
+        assert kill(process).leftovers == ()
+    finally:
+        process.kill()
+        process.wait()
+    stopped = last_checkpoint(run.paths.checkpoints)
+    assert stopped is not None
+    assert stopped.state.step < NUM_STEPS
+    assert run.start().wait() == 0, run.paths.root.with_suffix(".log").read_text()
+    whole = replace(run, name=f"{name}-not")
+    assert whole.start().wait() == 0
+    faults, _ = asynchronous_faults(run, whole, NUM_STEPS)
+    assert faults == []
+    policy = [[each.source for each in sample.segments].count(SegmentSource.POLICY) for sample in samples_of(run)]
+    assert max(policy) == 2

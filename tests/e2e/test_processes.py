@@ -150,16 +150,14 @@ def test_nothing_is_left(start: Callable[..., CliRun], ending: Ending) -> None:
 
 
 @pytest.mark.long
-def test_a_layout_that_the_cluster_cannot_place_ends_with_a_table_of_what_there_is(
-    start: Callable[..., CliRun],
-) -> None:
-    run = start("placement.mode=split", "cluster.num_cpus=1", "cluster.start_timeout_s=2")
+def test_a_layout_that_a_host_cannot_hold_is_refused_at_once(start: Callable[..., CliRun]) -> None:
+    run = start("placement.mode=split", "cluster.num_cpus=1")
     run_id = run.run_id()
     assert run.process.wait(cli_run.START_S) == 1
     (error,) = run.stderr.read_text().splitlines()
     message = (
-        r"error: placement: after 2 s the cluster has no room for engines on 1 node\(s\) × 1 bundle\(s\) of 0\.5 CPU; "
-        r"it has node [\d.]+: 1 CPU, 0 GPU; free in all: 0 CPU, 0 GPU; lower actor\.layout .*"
+        r"error: placement: host \S+ \([\d.]+\) has 1 CPU, expected 1\.5 CPU for trainer and engines; use larger .*"
+        r", raise cluster\.num_cpus"
     )
     assert re.fullmatch(message, error), error
     assert cli_run.leftovers(run_id) == []

@@ -101,7 +101,8 @@ def test_a_supervised_run_continues_under_another_layout(inputs: Path) -> None:
     reference = SmallRun(inputs=inputs, name="sft-reference", command="sft", settings=steps)
     assert finish(reference) == 0
 
-    run = SmallRun(inputs=inputs, name="sft-stopped", command="sft", settings=steps)
+    portable = (*steps, "checkpoint.portable=true")
+    run = SmallRun(inputs=inputs, name="sft-stopped", command="sft", settings=portable)
     with started(run) as process:
         wait_until(lambda: run.last_step() >= 1, process)
         process.send_signal(signal.SIGTERM)

@@ -232,6 +232,7 @@ def test_files_of_a_run(runs: Runs) -> None:
         "checkpoints",
         "status.json",
         "timeline.jsonl",
+        "reward_problems.jsonl",
     }
     arguments = runs.train_arguments("rl", "logging.tensorboard=true")[2:]
     assert from_dict(Config, yaml.safe_load(paths.config.read_text())) == load_config(RUN_FILE, arguments)

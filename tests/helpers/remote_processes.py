@@ -111,17 +111,41 @@ class Worker:
                 yield {key: completion}
 
 
-def start(index: int) -> Process:
+class Watched(Worker):
+    """Says whether it lives while it does other things."""
+
+    @ray.method(concurrency_group="watch")
+    def lost_workers(self) -> list[int]:
+        return super().lost_workers()
+
+
+def start(index: int, cls: type[Worker] = Worker) -> Process:
+    groups = {"generation": 1, "watch": 1}
     return Process(
         name=f"trainer rank {index}",
-        actor=ray.remote(concurrency_groups={"generation": 1})(Worker).options(num_cpus=0.5).remote(index),
+        actor=ray.remote(concurrency_groups=groups)(cls).options(num_cpus=0.5).remote(index),
     )
 
 
-def start_run(*names: str) -> list[Process]:
-    """Processes of one run, who know of each other. Those of earlier ones, which did too, end now."""
+_started: list[Process] = []
+
+
+def start_run(*names: str, watched_s: float | None = None) -> list[Process]:
+    """Processes of one run, who know of each other. Those of earlier ones, which did too, end now.
+
+    watched_s: engines answer while they work, and count as hung if they are silent for so long.
+    """
+    while _started:
+        # An engine serves without end.
+        ray.kill(_started.pop().actor)
     gc.collect()
-    return locate({name: start(i).actor for i, name in enumerate(names)}, timeout_s=120.0)
+    classes = [Watched if watched_s and name.startswith("engine") else Worker for name in names]
+    found = locate({name: start(i, classes[i]).actor for i, name in enumerate(names)}, timeout_s=120.0)
+    for process, cls in zip(found, classes, strict=True):
+        if watched_s and cls is Watched:
+            process.roster.expect_answers(process, within_s=watched_s)
+    _started.extend(found)
+    return found
 
 
 def kill_after(delay_s: float, process: Process) -> None:

@@ -234,7 +234,7 @@ SlurmctldTimeout=30
 SlurmdTimeout=20
 KillWait=10
 MinJobAge=600
-JobRequeue=1
+JobRequeue=0
 NodeName=node[1-{last}] NodeAddr=10.78.0.[1-{last}] CPUs={CPUS_PER_NODE} Sockets=1 CoresPerSocket={CPUS_PER_NODE} \
 ThreadsPerCore=1 RealMemory=16000 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES OverSubscribe=FORCE:2 MaxTime=60 State=UP

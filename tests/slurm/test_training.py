@@ -9,8 +9,19 @@ import pytest
 
 from megarl.rollout.replay import read_record, record_path
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import JOB_S, REPOSITORY, VENV, SlurmRun, finish_here, left_behind, mid_run, noticed
-from tools.bench.kill_resume import MEGARL, differences
+from tests.slurm.runs import (
+    JOB_S,
+    REPOSITORY,
+    VENV,
+    SlurmRun,
+    finish_here,
+    job_options,
+    left_behind,
+    mid_run,
+    noticed,
+    wait_until,
+)
+from tools.bench.kill_resume import MEGARL, SCHEDULES, differences
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 3
@@ -22,6 +33,12 @@ ENGINES = (
     "rollout.engine.num_engines=2",
     "sync.verify=true",
     "rollout.record=true",
+)
+ONE_RANK = ("actor.layout.tp=1", "actor.layout.sequence_parallel=false", "actor.layout.dp=1")
+ASYNC_STEPS = 12
+ASYNC = (
+    *SCHEDULES["async"],
+    *(f"trainer.total_steps={ASYNC_STEPS}", "data.val=[]", "sync.verify=true"),
 )
 RL = (*LAYOUT, "data.val=[]", f"trainer.total_steps={STEPS}", "actor.optimizer.warmup_steps=0")
 
@@ -58,11 +75,9 @@ def test_two_nodes_compute_what_one_does(two_nodes: SlurmRun) -> None:
     assert [found for found in differences(here, two_nodes) if "sync/" not in found] == []
 
 
-def test_a_split_run_on_nodes_of_two_kinds_outlives_an_engine(lab: SlurmLab, inputs: Path) -> None:
+def test_an_asynchronous_run_on_nodes_of_two_kinds_outlives_an_engine(lab: SlurmLab, inputs: Path) -> None:
     """A heterogeneous job as `megarl slurm submit` writes it: the trainer on one kind, the engine on another."""
-    split = ("placement.mode=split", "sync.verify=true", "rollout.engine.num_engines=1")
-    single = ("actor.layout.tp=1", "actor.layout.sequence_parallel=false", "actor.layout.dp=1")
-    run = SlurmRun(inputs=inputs, name="two-kinds", nodes=1, more=(*RL, *single, *split))
+    run = SlurmRun(inputs=inputs, name="two-kinds", nodes=1, more=(*ONE_RANK, *ASYNC))
     config, *overrides = [a for a in run.arguments[len(MEGARL) + 1 :] if a != "--resume"]
     where = [f"--sbatch=--output={run.output}", "--sbatch=--nodelist=node1", "--engine-sbatch=--nodelist=node2"]
     sizes = ["--nodes=1", "--gpus-per-node=0", "--cpus-per-node=8"]
@@ -75,13 +90,46 @@ def test_a_split_run_on_nodes_of_two_kinds_outlives_an_engine(lab: SlurmLab, inp
     )
     job = int(submitted.split()[-1])
     mid_run(run, after=1)
-    assert [len(lab.processes(node, name="ray::RankActor")) for node in lab.nodes] == [1, 0]
+    require_apart(lab)
     (engine,) = lab.processes("node2", name="ray::EngineActor")
     os.kill(engine, signal.SIGKILL)
     noticed(run, "engine 0 (node2) died")
     assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
-    require_synced(run)
+    require_asynchronous(run)
     assert left_behind(lab) == []
+
+
+@pytest.mark.long
+def test_a_job_of_two_components_continues_as_a_whole_after_its_time_limit(lab: SlurmLab, inputs: Path) -> None:
+    """USR1 to the batch script, as before the limit. The job is slurm/train_split.sbatch, with options for both."""
+    run = SlurmRun(inputs=inputs, name="two-kinds-requeued", nodes=1, more=(*ONE_RANK, *ASYNC))
+    other = [*job_options(1, run.output), "--nodelist=node2", "--cpus-per-task=4"]
+    job = run.submit(lab, "--nodelist=node1", ":", *other, script="train_split")
+    mid_run(run, after=2)
+    lab.query("scancel", "--batch", "--signal=USR1", str(job))
+    wait_until(lambda: "continuing after step" in run.log(), "the job's second life")
+    mid_run(run, after=run.last_step() + 1)
+    require_apart(lab)
+    ended = lab.wait(job, timeout_s=JOB_S)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), run.log()
+    require_asynchronous(run)
+    assert left_behind(lab) == []
+
+
+def require_asynchronous(run: SlurmRun) -> None:
+    """No prompt was lost or trained on twice, and samples were stale within the limit."""
+    trained = [read_record(record_path(run.paths.records, step)) for step in range(1, ASYNC_STEPS + 1)]
+    prompts = [uid for rollout in trained for uid in rollout.prompts]
+    assert len(set(prompts)) == len(prompts) == ASYNC_STEPS
+    samples = [(step, sample) for step, rollout in enumerate(trained, start=1) for sample in rollout.samples]
+    lags = [step - 1 - int(segment.weight_versions.min()) for step, s in samples for segment in s.segments[1:]]
+    assert 1 <= max(lags) <= 2
+
+
+def require_apart(lab: SlurmLab) -> None:
+    """The rank is on the node of the job's first component, and the engine on that of its second."""
+    for name, counts in (("ray::RankActor", [1, 0]), ("ray::EngineActor", [0, 1])):
+        assert [len(lab.processes(node, name=name)) for node in lab.nodes] == counts
 
 
 def require_synced(run: SlurmRun) -> None:

@@ -12,13 +12,14 @@ prompt was lost or repeated, or if a token is staler than the schedule allows.
 """
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +66,13 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallRun:
-    """A run of the command line, and where it writes."""
+    """A run of the command line, and where it writes. `environment`: variables that only this run has."""
 
     inputs: Path
     name: str
     command: str = "train"
     settings: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def paths(self) -> RunPaths:
@@ -95,7 +97,8 @@ class SmallRun:
         """Start, or continue after the last complete checkpoint; output goes to NAME.log."""
         self.paths.root.parent.mkdir(parents=True, exist_ok=True)
         with self.paths.root.with_suffix(".log").open("ab") as log:
-            return subprocess.Popen(self.arguments, stdout=log, stderr=subprocess.STDOUT)
+            environment = os.environ | dict(self.environment)
+            return subprocess.Popen(self.arguments, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def records(self) -> list[MetricsRecord]:
         return read_metrics(self.paths.metrics) if self.paths.metrics.exists() else []
@@ -117,7 +120,7 @@ def make_inputs(directory: Path) -> Path:
     return directory
 
 
-# With long samples and few rows in a step, most samples are under way at an update.
+# Long samples, few rows in a step, and an engine that keeps the trainer waiting: samples are under way at every update.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "sync": (),
     "one_step_off": ("use.schedule=one_step_off",),
@@ -126,6 +129,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "run.deterministic=false",
         "rollout.record=true",
         "rollout.max_response_tokens=384",
+        "rollout.engine.max_num_seqs=2",
         "trainer.prompts_per_step=1",
     ),
 }
@@ -148,7 +152,7 @@ def asynchronous_faults(run: SmallRun, reference: SmallRun, num_steps: int) -> t
     if max_lag > (limit := load_config(RUN_FILES["train"], run.settings).rollout.schedule.staleness):
         found.append(f"a token has a lag of {max_lag}, the limit is {limit}")
     replay = ("rollout.record=false", "rollout.source=regenerate", f"rollout.replay_dir={run.paths.records}")
-    regenerated = SmallRun(inputs=run.inputs, name=f"{run.name}-again", settings=(*run.settings, *replay))
+    regenerated = replace(run, name=f"{run.name}-again", settings=(*run.settings, *replay))
     if exit_code := regenerated.start().wait():
         found.append(f"regenerating ended with {exit_code}; see {regenerated.paths.root}.log")
     elif _weights(regenerated) != _weights(run):

@@ -1,13 +1,15 @@
-"""The worked examples in docstrings of megarl.algos and megarl.types hold, and every public function has one."""
+"""Worked examples in docstrings hold, and every public function of megarl.algos and megarl.types has one."""
 
 import doctest
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import megarl
 import megarl.algos
 import megarl.types
 from tests.helpers.examples import NAMES
@@ -16,6 +18,12 @@ MODULES = [
     info.name
     for package in (megarl.algos, megarl.types)
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
+ROOT = Path(megarl.__file__).parent
+ELSEWHERE = [
+    ".".join(("megarl", *path.relative_to(ROOT).with_suffix("").parts))
+    for path in sorted(ROOT.rglob("*.py"))
+    if ">>>" in path.read_text() and path.relative_to(ROOT).parts[0] not in ("algos", "types")
 ]
 # They take a whole run's configuration.
 WITHOUT = {"algorithm_of"}
@@ -32,3 +40,10 @@ def test_examples(name: str) -> None:
         if function.__module__ == name and not found.startswith("_") and found not in WITHOUT
     ]
     assert [found for found, function in public if ">>>" not in (function.__doc__ or "")] == []
+
+
+def test_examples_of_other_packages() -> None:
+    assert "megarl.plan.simulate" in ELSEWHERE
+    for name in ELSEWHERE:
+        tried = doctest.testmod(importlib.import_module(name))
+        assert (tried.failed, tried.attempted > 0) == (0, True), name

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from megarl.cluster import actors
-from megarl.cluster.actors import EngineActor, end_run_processes
+from megarl.cluster.actors import EngineActor
+from megarl.cluster.ending import end_run_processes
 from megarl.config.schema import EngineConfig
 from megarl.host.janitor import RUN_ID_VARIABLE
 from megarl.rollout.engine import EngineSpec

@@ -1,6 +1,7 @@
 """Calls to groups of remote processes: order, merging, and which failure is reported."""
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,12 +13,13 @@ import ray
 
 from megarl.algos.sft import SftAlgorithm
 from megarl.cluster import EngineGroup, Process, RankGroup, RoleWorkers, put_rows, wait_all
+from megarl.cluster.engine_seats import wait_started
 from megarl.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from megarl.errors import NonFiniteError, WorkerError
 from megarl.rewards.verifier import VerifierOptions, VerifierPool
 from megarl.types import AlgoState, Row
 from megarl.types.messages import Head, LoadRequest, MicroBatchPlan, Role, RoleSpec, ScoreRequest, UpdateRequest
-from tests.helpers.remote_processes import calls, collected, request
+from tests.helpers.remote_processes import calls, collected, request, start_run
 from tests.helpers.verifier import details_of, job, wait_for_end
 
 LAYOUT = LayoutConfig(tp=2, dp=2)
@@ -40,6 +42,17 @@ def test_who_did_not_answer_is_named(processes: list[Process]) -> None:
         wait_all(pending, timeout_s=0.2, doing="waiting")
     # The next test finds it idle.
     ray.get(pending[1][1])
+
+
+def test_a_wait_for_engines_says_which_are_still_starting(
+    ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiling a model for the first time takes minutes, in which nothing else is printed."""
+    pending = calls(start_run("engine 0", "engine 1"), ("answer", 0.0), ("answer", 2.5))
+    ray.get(pending[0][1])
+    assert wait_started(pending, timeout_s=30.0, doing="starting the engines", every_s=1.0) == [0, 1]
+    first = capsys.readouterr().err.splitlines()[0]
+    assert re.match(r"starting the engines: 1 of 2 after [12] s; engine 1 is ", first)
 
 
 def test_megarls_own_error_is_raised_as_it_is(processes: list[Process]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
@@ -58,6 +59,37 @@ def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None
 def allow_restarts(engine: Process) -> Process:
     engine.roster.allow_restarts([engine.name], 1)
     return engine
+
+
+def test_an_engine_that_hangs_is_named_and_killed(ray_session: None) -> None:
+    """One that works for long is not: it answers."""
+    rank, engine = start_run("trainer rank 0", "engine 0", watched_s=2.0)
+    working = calls([engine], ("answer", 5.0))
+    assert wait_all([*working, *calls([rank], ("answer", 4.0))], timeout_s=30.0, doing="updating") == [1, 0]
+    os.kill(engine.location.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    message = r"^updating: engine 0 hangs: no sign of life for \d+ s \(engine 0 is stopped\); see RUN/logs$"
+    with pytest.raises(WorkerError, match=message):
+        wait_all(calls([rank], ("answer", 30.0)), timeout_s=60.0, doing="updating")
+    # Within two seconds of the limit; the rest is for a machine that does other things too.
+    assert time.monotonic() - began < 2.0 + 2.0 + 8.0
+    assert not psutil.pid_exists(engine.location.pid)
+
+
+def test_others_take_over_from_an_engine_that_hangs(ray_session: None) -> None:
+    """Although samples keep coming, so that no wait is ever without news."""
+    engines, told = start_run("engine 0", "engine 1", watched_s=1.0), list[int]()
+    allow_restarts(engines[1])
+    group = EngineGroup(engines, timeout_s=30.0)
+    os.kill(engines[1].location.pid, signal.SIGSTOP)
+    group.submit([request(i) for i in range(60)], lambda i, completion: told.append(i))
+    group.wait(lambda: len(told) == 60, timeout_s=30.0)
+    assert group.orphans() == [1]
+    # Engine 0 needs 0.2 s for each of its 30: it was still at work.
+    assert len(told) < 30
+    group.start_again(1, exactly=False)
+    group.wait(lambda: len(told) == 60, timeout_s=30.0)
+    assert sorted(told) == list(range(60))
 
 
 def test_an_idle_engine_that_can_be_restarted_does_not_end_a_wait(ray_session: None) -> None:
@@ -160,6 +192,24 @@ def test_what_others_generate_is_taken_when_an_engine_dies(ray_session: None) ->
     group.start_again(1, exactly=False)
     assert group.orphans() == []
     group.wait(lambda: len(found) == 6, timeout_s=30.0)
+
+
+def test_a_repeated_batch_tells_of_what_had_finished_no_more(ray_session: None) -> None:
+    engines, told = start_run("engine 0", "engine 1"), list[int]()
+    allow_restarts(engines[1])
+    group = EngineGroup(engines, timeout_s=30.0)
+    # Engine 1 finishes request 5, and dies at 3.
+    requests = [request(0), request(1), request(2), request(3, max_tokens=0), request(4), request(5)]
+    group.submit(requests, lambda i, completion: told.append(i))
+    group.wait(lambda: len(told) == 4, timeout_s=30.0)
+    group.wait(lambda: group.orphans() == [1], timeout_s=30.0)
+    group.processes[1] = replace(engines[1], actor=start(1).actor)
+    engines[1].roster.enter(group.processes[1])
+    group._hands[1] = {key: replace(each, request=request(each.position)) for key, each in group._hands[1].items()}
+    group.start_again(1, exactly=True)
+    group.wait(lambda: group.are_idle([0, 1]), timeout_s=30.0)
+    ray.kill(group.processes[1].actor)
+    assert sorted(told) == [0, 1, 2, 3, 4, 5]
 
 
 def test_completions_come_while_another_process_is_waited_for(ray_session: None) -> None:

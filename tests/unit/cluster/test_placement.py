@@ -14,7 +14,9 @@ from megarl.cluster.placement import (
     cpu_share,
     hosts_in_order,
     plan_placement,
+    require_devices,
     resource_table,
+    with_judge_servers,
 )
 from megarl.config import Config, from_dict
 from megarl.config.schema import LayoutConfig
@@ -58,6 +60,20 @@ def test_colocated_engines_take_the_ranks_that_they_are_given() -> None:
     config = from_dict(Config, {"actor": {"layout": {"dp": 4}}, "rollout": {"engine": {"num_engines": 2, "tp": 2}}})
     placed = plan_placement(config, GPU_DEVICE, with_engines=True, engine_ranks=[(0, 2), (1, 3)])
     assert [(seat.bundle, seat.shares) for seat in placed.engines] == [(0, (0, 2)), (1, (1, 3))]
+
+
+def test_servers_of_judges_have_devices_of_their_own() -> None:
+    server = {"model": "m", "replicas": 4, "tp": 2, "num_nodes": 2}
+    config = from_dict(Config, {"rewards": {"judge_servers": {"big": server}}})
+    plain = plan_placement(config, GPU_DEVICE, with_engines=True)
+    placed = with_judge_servers(plain, config, GPU_DEVICE)
+    group = NodeGroup(num_nodes=2, bundles_per_node=2, bundle={"CPU": 2.0, "GPU": 2.0})
+    assert placed.groups == {**plain.groups, "judge server big": group}
+    assert placed.judges == {
+        "big": tuple(Seat(group="judge server big", bundle=i, num_cpus=2.0, num_gpus=2.0) for i in range(4))
+    }
+    assert placed.num_cpus == plain.num_cpus + 8
+    assert (placed.ranks, placed.engines) == (plain.ranks, plain.engines)
 
 
 def test_engines_alone() -> None:
@@ -155,10 +171,11 @@ class FakeRay:
         monkeypatch: pytest.MonkeyPatch,
         *addresses: str,
         driver: str = "127.0.0.1",
+        num_devices: int = 1,
         has_room: bool = False,
     ) -> None:
         self.asked: list[tuple[list[dict[str, float]], str]] = []
-        self._has_room, nodes = has_room, [_node(a) for a in addresses or [driver]]
+        self._has_room, nodes = has_room, [_node(a, num_devices=num_devices) for a in addresses or [driver]]
         monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: driver)
         monkeypatch.setattr("megarl.cluster.placement.placement_group", self._placement_group)
         monkeypatch.setattr(ray, "get", self._get)
@@ -177,27 +194,52 @@ class FakeRay:
             raise ray.exceptions.GetTimeoutError
 
 
-def _node(address: str, hostname: str = "") -> dict[str, Any]:
+def _node(address: str, hostname: str = "", *, num_devices: int = 1) -> dict[str, Any]:
     return {
         "Alive": True,
         "NodeManagerAddress": address,
         "NodeManagerHostname": hostname,
-        "Resources": {"CPU": 1.0},
+        "Resources": {"CPU": float(num_devices), "GPU": float(num_devices)},
     }
 
 
 def test_no_room_says_what_was_wanted_what_there_is_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = FakeRay(monkeypatch)
+    full = FakeRay(monkeypatch, num_devices=4)
     placed = plan(GPU_DEVICE, dp=4, placement={"trainer": {"num_nodes": 2}})
     with pytest.raises(ConfigError) as raised:
         Reservation(placed, hosts=(), timeout_s=5)
     assert str(raised.value) == (
         "placement: after 5 s the cluster has no room for trainer on 2 node(s) × 2 bundle(s) of 1 CPU, 1 GPU; it has "
-        "node 127.0.0.1: 1 CPU, 0 GPU; free in all: 1 CPU, 0 GPU; lower actor.layout or rollout.engine, change "
+        "node 127.0.0.1: 4 CPU, 4 GPU; free in all: 1 CPU, 0 GPU; lower actor.layout or rollout.engine, change "
         "placement, or raise cluster.num_cpus"
     )
     # A placement group per node, whose bundles stay together.
     assert full.asked == [([_on("127.0.0.1"), GPU_DEVICE], "STRICT_PACK")] * 2
+
+
+def test_a_host_with_too_few_devices_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of four ranks each on hosts of four devices; an engine of two devices on a host of one."""
+    nodes = [_node("10.0.0.1", "h1", num_devices=4), _node("10.0.0.2", "h2", num_devices=4), _node("10.0.0.3", "l1")]
+    placement = {"mode": "split", "trainer": {"num_nodes": 2}}
+    groups = plan(GPU_DEVICE, dp=8, engine={"tp": 2}, placement=placement).groups
+    addresses = {"trainer": ["10.0.0.1", "10.0.0.2"], "engines": ["10.0.0.3"]}
+    with pytest.raises(ConfigError) as raised:
+        require_devices(groups, addresses, nodes)
+    assert str(raised.value).startswith(
+        "placement: host l1 (10.0.0.3) has 1 CPU, 1 GPU, expected 2 CPU, 2 GPU for engines; use larger hosts, spread"
+    )
+    nodes[2]["Resources"] = {"CPU": 2.0, "GPU": 2.0}
+    require_devices(groups, addresses, nodes)
+    # Without a GPU, and with a host for both.
+    nodes[2]["Resources"] = {"CPU": 64.0}
+    with pytest.raises(ConfigError, match=r"has 64 CPU, 0 GPU, expected 2 CPU, 2 GPU for engines;"):
+        require_devices(groups, addresses, nodes)
+    with pytest.raises(ConfigError, match=r"host h2 .* has 4 CPU, 4 GPU, expected 6 CPU, 6 GPU for trainer and"):
+        require_devices(groups, addresses | {"engines": ["10.0.0.2"]}, nodes)
+    full = FakeRay(monkeypatch)
+    with pytest.raises(ConfigError, match="has 1 CPU, 1 GPU, expected 2 CPU, 2 GPU for trainer;"):
+        Reservation(plan(GPU_DEVICE, dp=2), hosts=(), timeout_s=5)
+    assert full.asked == []
 
 
 def test_nodes_take_the_hosts_in_turn_the_drivers_first(monkeypatch: pytest.MonkeyPatch) -> None:

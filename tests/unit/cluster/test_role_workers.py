@@ -137,7 +137,7 @@ def test_a_role_that_is_not_loaded_is_named(workers: RoleWorkers, log: list[tupl
 
 def test_checkpoints_are_of_all_groups_at_once(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:
     loaded(workers, log, ACTOR, CRITIC)
-    workers.start_checkpoint(Path("d"))
+    workers.start_checkpoint(Path("d"), portable=True)
     workers.load_checkpoint(Path("d"), same_layout={Role.ACTOR})
     assert workers.finish_checkpoint(wait=False)
     assert [entry[:2] for entry in log] == [
@@ -151,7 +151,8 @@ def test_checkpoints_are_of_all_groups_at_once(workers: RoleWorkers, log: list[t
         ("second", "finish_checkpoint"),
         ("wait", 4),
     ]
-    assert log[4] == ("second", "load_checkpoint", "d", {Role.ACTOR})
+    assert log[1] == ("second", "save_checkpoint", "d", True)
+    assert log[4] == ("second", "load_checkpoint", "d", {Role.ACTOR}, False)
 
 
 def test_a_checkpoint_is_written_when_every_group_says_so(workers: RoleWorkers, log: list[tuple[Any, ...]]) -> None:

@@ -92,6 +92,7 @@ POSITIVE = [
     "rollout.timeout_s",
     "trainer.mismatch_gate_nats",
     "cluster.start_timeout_s",
+    "cluster.engine_start_timeout_s",
     "cluster.collective_timeout_s",
 ]
 AT_LEAST_0 = [

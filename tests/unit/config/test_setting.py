@@ -43,6 +43,7 @@ WORKERS = (
     "run.deterministic=true",
     "model.dtype=float32",
     "rollout.timeout_s=1",
+    "rewards.judge_servers={big: {model: m}}",
     *(f"sync.{name}" for name in ("host_group=device", "dtype=bfloat16", "delta=true")),
     *(f"sync.{name}" for name in ("delta_full_every=2", "cuda_ipc=true")),
 )
@@ -94,6 +95,7 @@ def test_nothing_else_affects() -> None:
     assert set(declared(Config, "engines")) == expected | {
         "sync",
         "trainer.mismatch_gate_nats",
+        "rollout.temperature",
         "rollout.top_p",
         "rollout.top_k",
     }

@@ -7,6 +7,7 @@ import pytest
 from megarl.cli import parse
 from megarl.config.schema import ClusterConfig
 from megarl.errors import ConfigError
+from megarl.launch.allocation import HostGroup
 from megarl.launch.command import JobCommand, read_command
 
 RUN_FILE = str(Path(__file__).parents[3] / "configs" / "run" / "sums-rl.yaml")
@@ -47,3 +48,49 @@ def test_every_command_that_trains_runs_in_a_job(command: str) -> None:
 def test_a_wrong_setting_is_found_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"actor\.layot"):
         read(["train", RUN_FILE, "actor.layot.tp=2"])
+
+
+SPLIT = ("placement.mode=split", "placement.trainer.num_nodes=2", "actor.layout.tp=1", "actor.layout.dp=2")
+
+
+def components(*hosts: str) -> list[HostGroup]:
+    """A component for each of the texts, with the hosts that it names."""
+    return [HostGroup(hosts=tuple(names.split()), cpus_per_host=8) for names in hosts]
+
+
+def test_components_of_a_heterogeneous_job_that_suit_a_run() -> None:
+    """Two nodes for the trainer, one for the engine; a job of equal nodes may have any number of them."""
+    run = read(["train", RUN_FILE, *SPLIT])
+    assert run.num_nodes == {"placement.trainer.num_nodes": 2, "placement.engines.num_nodes": 1}
+    run.check_components(components("h1 h2", "l5"))
+    for argv in (["train", RUN_FILE, *SPLIT], ["train", RUN_FILE], ["sft", RUN_FILE, *SPLIT]):
+        read(argv).check_components(components("h1 h2 h3"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "hosts", "message"),
+    [
+        (
+            ["train", RUN_FILE],
+            ["h1", "l5"],
+            r"of 2 components, but a run uses 1 here: .*mode=split",
+        ),
+        (["sft", RUN_FILE, *SPLIT], ["h1 h2", "l5"], "of 2 components, but a run uses 1 here"),
+        (["eval", "/m", "--data", "a.parquet", "--out", "/e"], ["h1", "l5"], "of 2 components, but a run uses 1"),
+        (["train", RUN_FILE, *SPLIT], ["h1", "h2", "l5"], "of 3 components, but a run uses 2 here"),
+        (
+            ["train", RUN_FILE, *SPLIT],
+            ["h1", "l5"],
+            r"placement\.trainer\.num_nodes: got 2, but component 0 .* has 1 node\(s\): h1; pass \S+\.num_nodes=1",
+        ),
+        (
+            ["train", RUN_FILE, *SPLIT],
+            ["h1 h2", "l5 l6"],
+            r"placement\.engines\.num_nodes: got 1, but component 1 .* has 2 node\(s\): l5, l6; pass \S+\.num_nodes=2",
+        ),
+    ],
+    ids=["colocated", "another command", "evaluation", "three", "trainer", "engines"],
+)
+def test_components_that_do_not_suit_a_run_are_refused(argv: list[str], hosts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(argv).check_components(components(*hosts))

@@ -90,6 +90,16 @@ def _with_nodes(request: SubmitRequest, **change: Any) -> SubmitRequest:
     return replace(request, nodes=replace(request.nodes, **change))
 
 
+def test_servers_of_judges_have_nodes_of_their_own() -> None:
+    """32 trainer GPUs on 4 nodes, 4 replicas of 4 GPUs on 2 more; supervised training starts none."""
+    servers = "rewards.judge_servers={big: {model: m, replicas: 4, tp: 4}}"
+    judge = "rewards.judges={style: {server: big}}"
+    request = _with_nodes(replace(REQUEST, overrides=(servers, judge, "rewards.manager=judge")), num_nodes=6)
+    assert "placement.trainer.num_nodes=4 rewards.judge_servers.big.num_nodes=2" in job_script(request)
+    with pytest.raises(ConfigError, match=r"4 nodes\) for placement.trainer, 16 GPUs \(2 nodes\) for rewards.judge_se"):
+        job_script(_with_nodes(request, num_nodes=4))
+
+
 def test_split_placement_has_nodes_for_engines() -> None:
     """32 trainer GPUs on 4 nodes, 2 engines of 8 on 2 more."""
     request = _with_nodes(replace(REQUEST, overrides=SPLIT), num_nodes=6)
@@ -103,18 +113,19 @@ def test_engines_on_nodes_of_another_kind_make_a_heterogeneous_job() -> None:
     engines = NodesRequest(num_nodes=2, gpus_per_node=8, cpus_per_node=32, sbatch_options=("--partition=small",))
     script = job_script(replace(REQUEST, overrides=SPLIT, engine_nodes=engines))
     trainer, _, other = script.partition("#SBATCH hetjob\n")
-    assert "#SBATCH --nodes=4\n" in trainer
-    assert "#SBATCH --partition=gpu\n" in trainer
+    for option in ("--nodes=4", "--cpus-per-task=96", "--signal=B:USR1@900", "--time=2-00:00:00", "--partition=gpu"):
+        assert trainer.count(f"#SBATCH {option}\n") == 1
     component, _, body = other.partition("set -euo pipefail\n")
-    assert component.splitlines() == [
+    assert [line for line in component.splitlines() if line.startswith("#SBATCH")] == [
         "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
         "#SBATCH --gpus-per-node=8",
         "#SBATCH --cpus-per-task=32",
-        "#SBATCH --ntasks-per-node=1",
         "#SBATCH --mem=0",
         "#SBATCH --partition=small",
     ]
     assert "placement.trainer.num_nodes=4 placement.engines.num_nodes=2 --resume" in body
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def step_metrics(step: int, *, counted: bool, staleness: int = 0) -> dict[str, f
     mean, longest = LENGTHS[step]
     num_response, num_tokens = NUM_SAMPLES * mean, NUM_SAMPLES * (mean + PROMPT)
     recomputed = 100.0 * step if staleness else 0.0
-    busy_s = 0.01 * longest + 0.0005 * num_response + 0.0001 * recomputed
+    busy_s = 0.01 * longest + 0.0005 * num_response + 0.00002 * recomputed
     gen_s = 50.0 if step == 1 else (0.0 if staleness else busy_s)
     update_s = 0.00003 * num_tokens
     step_s = gen_s + 0.2 + 0.00004 * num_tokens + 0.1
@@ -122,16 +122,16 @@ def test_without_counters_decoding_is_estimated_from_the_longest_and_from_all_to
     assert measured.notes[0].startswith("decoding: estimated from timing_s/gen")
 
 
-def test_a_run_in_flight_measures_what_it_recomputes_and_scores(tmp_path: Path) -> None:
+def test_a_run_in_flight_recomputes_and_scores(tmp_path: Path) -> None:
     measured = measure(make_run(tmp_path / "run", staleness=2))
     assert measured.costs.decode_step_s == pytest.approx(0.01)
     assert measured.costs.decode_sequence_s == pytest.approx(0.0005)
-    assert measured.costs.recompute_s == pytest.approx(0.0001)
+    assert measured.costs.recompute_s == pytest.approx(0.00002)
     # Scoring is not part of the 0.2 s + 40 µs per token: a synchronous run would not do it.
     assert measured.costs.train_step_s == pytest.approx(0.2)
     assert measured.costs.train_token_s == pytest.approx(0.00008)
     assert measured.costs.scoring_token_s == pytest.approx(0.000024)
-    assert measured.notes == ()
+    assert [note.split(":")[0] for note in measured.notes] == ["recomputing after an update"]
 
 
 def test_scoring_that_every_step_does_is_part_of_training(tmp_path: Path) -> None:
@@ -139,6 +139,16 @@ def test_scoring_that_every_step_does_is_part_of_training(tmp_path: Path) -> Non
     measured = measure(make_run(tmp_path / "run", "trainer.mini_batch_prompts=4", staleness=2))
     assert measured.costs.train_token_s == pytest.approx(0.000104)
     assert measured.costs.scoring_token_s == 0.0
+
+
+def test_a_synchronous_run_that_scores_is_compared_with_one_that_does() -> None:
+    """10 s of decoding, 10 s of training, 14 tokens of 0.5 s to score: one step off needs no scoring."""
+    costs = dataclasses.replace(COSTS, scoring_token_s=0.5)
+    plan = plan_async(dataclasses.replace(measured_by(costs, 10), scores=True), num_devices=2, staleness=[1])
+    assert {c.schedule: c.outcome.step_s for c in plan.choices} == pytest.approx(
+        {"synchronous": 27.0, "one step off": 10.0, "in flight, staleness 1": 17.0}
+    )
+    assert (plan.itself.step_s, plan.colocated.step_s) == pytest.approx((27.0, 23.5))
 
 
 def test_a_run_in_flight_without_counters_says_too_little(tmp_path: Path) -> None:
@@ -182,7 +192,7 @@ def measured_by(costs: Costs, *lengths: int) -> Measured:
     workload = Workload(
         prompts_per_step=1, num_samples=len(lengths), groups=(GroupLengths(prompt=4, responses=lengths),)
     )
-    return Measured(config=Config(), costs=costs, workload=workload, notes=())
+    return Measured(config=Config(), costs=costs, workload=workload, step_s=25.0, scores=False, notes=())
 
 
 COSTS = Costs(
@@ -213,6 +223,8 @@ def test_the_least_stale_of_the_fastest_is_recommended() -> None:
     assert best is not None
     assert (best.schedule, best.devices) == ("one step off", (1, 1))
     lines = list(plan_lines(plan))
+    # The run itself was synchronous, and took 25 s.
+    assert "check      the run itself took 25 s per step, its simulation 20 s (-20%)" in lines
     assert "recommended: one step off, trainer:engines 1:1 (×2.00):" in lines
     assert "num_engines=1 rollout.schedule.staleness=1 rollout.schedule.on_update=finish" in lines[-2]
 

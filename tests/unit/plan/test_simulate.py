@@ -29,7 +29,7 @@ def workload(*responses: int, prompts: int = 1) -> Workload:
 
 
 def setting(staleness: int = 0, *, finish: bool = True, engines: int = 1, trainers: int = 1) -> Setting:
-    return Setting(num_engines=engines, num_trainers=trainers, staleness=staleness, finish=finish)
+    return Setting(num_engines=engines, num_trainers=trainers, staleness=staleness, finish=finish, scores=not finish)
 
 
 def test_synchronous_steps_follow_one_another() -> None:

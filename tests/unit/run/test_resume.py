@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, from_dict
+from megarl.config.schema import LayoutConfig
 from megarl.errors import ConfigError
 from megarl.record.metrics import JsonlSink, MetricsRecord, read_metrics
 from megarl.record.recorder import RunRecorder
@@ -20,7 +21,7 @@ def config(root: Path, **sections: Any) -> Config:
     return from_dict(Config, {"run": run, "data": {"train": ["a.parquet"]}, **sections})
 
 
-def save(config: Config, step: int = 4, command: str = "train") -> Path:
+def save(config: Config, step: int = 4, command: str = "train", *, portable: bool = True) -> Path:
     """A complete checkpoint in the run directory of a configuration."""
     path = checkpoint_dir(Path(config.run.dir, config.run.name, "checkpoints"), step)
     path.mkdir(parents=True)
@@ -33,6 +34,7 @@ def save(config: Config, step: int = 4, command: str = "train") -> Path:
         source={},
         score=None,
         config=config,
+        portable=portable,
     )
     (path / "state.json").write_text(state.to_json())
     mark_complete(path)
@@ -52,6 +54,23 @@ def test_the_same_configuration_continues(tmp_path: Path) -> None:
     assert checkpoint is not None
     assert checkpoint.path == path
     assert resume_notes(checkpoint, config(tmp_path)) == [f"continuing after step 4 from {path}"]
+
+
+def test_a_layout_that_cannot_read_the_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    def run(**layout: int) -> Config:
+        return config(tmp_path, actor={"layout": layout})
+
+    path = save(run(tp=2, dp=2), portable=False)
+    # Megatron divides the optimizer's state anew over other numbers of replicas, but nothing else.
+    assert find_checkpoint(run(tp=2, dp=4), "train") is not None
+    assert message(run(tp=1, pp=2, dp=2)) == (
+        f"actor.layout.tp: 2 → 1; actor.layout.pp: 1 → 2: {path} is not portable, so only dp may change; continue with "
+        "the old layout and checkpoint.portable=true until the next checkpoint, and change the layout then"
+    )
+    # Without the distributed optimizer there is nothing to gather.
+    plain = config(tmp_path, run={"name": "plain"}, actor={"layout": {"tp": 2}, "optimizer": {"distributed": False}})
+    save(plain, portable=False)
+    assert find_checkpoint(replace(plain, actor=replace(plain.actor, layout=LayoutConfig())), "train") is not None
 
 
 def test_nothing_to_continue(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ from megarl.config.schema import Config, TrainerConfig
 from megarl.data.sampler import MixtureSampler, PromptSampler
 from megarl.errors import RunError
 from megarl.record.metrics import Timers
-from megarl.rewards.judge import Judged, Tally
+from megarl.rewards.judge import Judged, Tally, Trouble
 from megarl.rollout.scheduler import Scheduler
 from megarl.rollout.source import Batch, Doing, OnSample, RolloutSource, SamplingPlan, generating, ignore_sample
 from megarl.train.collect import Collected, PromptQueue, Rollouts
 from megarl.train.groups import refill_count
 from megarl.train.rows import training_rows
 from megarl.types import DROPPED, FinishReason, Prompt, Reward, Sample, prompt_segment, scored_batch
+from tests.helpers.reward_items import item
 from tests.helpers.segments import demonstration_segment, policy_segment
 
 MIXED, WRONG, RIGHT = (0.0, 1.0), (0.0, 0.0), (1.0, 1.0)
@@ -232,7 +233,8 @@ class WorldJudging:
         assert {id(sample) for sample in self.told} == {id(sample) for sample in samples}
         assert len(self.told) == len(samples)
         tallies = {"reward/jobs": Tally(total=len(samples)), "reward/s": Tally(total=2.0, over=len(samples))}
-        return Judged(rewards=[self.world.judge(sample) for sample in samples], tallies=tallies)
+        troubles = [Trouble(item=item(samples[0].uid, "", ""), outcome="crashed", reason=samples[0].uid)]
+        return Judged(rewards=[self.world.judge(sample) for sample in samples], tallies=tallies, troubles=troubles)
 
 
 def collect(rollouts: Rollouts, step: int) -> Collected:
@@ -303,6 +305,8 @@ def test_metrics_are_of_all_that_was_sampled() -> None:
     world = World([WRONG, MIXED, RIGHT, MIXED, WRONG])
     got = collect(world.collector(FilterConfig(mean_score=(0.0, 1.0), max_refills=1), 3, queue=queue_of(5, 3)), 1)
     # 0, 1, 2, of which 1 passes; two are missing and a third passes: all of the other two are asked.
+    # Troubles of both batches are told of, those of groups that the filter removed among them.
+    assert [each.reason for each in got.troubles] == ["q:0", "q:3"]
     assert world.asked == [(1, [0, 1, 2]), (1, [3, 4])]
     assert got.metrics == {
         "filter/num_groups": 5.0,
@@ -556,7 +560,7 @@ def test_a_checkpoint_keeps_the_pipeline(tmp_path: Path) -> None:
     state = json.loads(json.dumps(rollouts.save(tmp_path)))
     resumed = again.collector(FilterConfig(), 2, schedule=finish)
     resumed.queue.load_state_dict(queue)
-    resumed.restore(state, tmp_path, step=1)
+    resumed.restore(state, tmp_path, step=1, goes_on=True)
     # 2 and 3 were finished: their samples are handed over. 4 and 5 had no sample yet.
     assert {sample.uid for sample in again.begun} == {"q:2", "q:3"}
     assert again.asked == [(2, [2, 3]), (3, [4, 5])]
@@ -565,12 +569,16 @@ def test_a_checkpoint_keeps_the_pipeline(tmp_path: Path) -> None:
         assert prompts_of(collect(resumed, step)) == prompts
 
 
-def test_a_changed_schedule_samples_the_pipeline_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("schedule", "goes_on"), [(ScheduleConfig(), True), (AHEAD, False)])
+def test_a_changed_schedule_or_engine_samples_the_pipeline_anew(
+    schedule: ScheduleConfig, goes_on: bool, tmp_path: Path
+) -> None:
     world, again = World([MIXED] * 9), World([MIXED] * 9)
     rollouts = world.collector(FilterConfig(), 2, schedule=AHEAD)
     collect(rollouts, 1)
     state = rollouts.save(tmp_path)
-    resumed = again.collector(FilterConfig(), 2)
+    resumed = again.collector(FilterConfig(), 2, schedule=schedule)
     resumed.queue.load_state_dict(rollouts.queue.state_dict())
-    resumed.restore(state, tmp_path, step=1)
+    resumed.restore(state, tmp_path, step=1, goes_on=goes_on)
+    assert again.asked == []
     assert prompts_of(collect(resumed, 2)) == [2, 3]

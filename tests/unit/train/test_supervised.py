@@ -53,7 +53,7 @@ class FakeRanks:
     def score(self, rows: Sequence[Row], plan: MicroBatchPlan, request: ScoreRequest) -> dict[str, list[FloatArray]]:
         return {"logprobs": [np.full(row.num_response_tokens, -self.weight, np.float32) for row in rows]}
 
-    def start_checkpoint(self, directory: Path) -> None:
+    def start_checkpoint(self, directory: Path, *, portable: bool) -> None:
         (directory / "weight").write_text(self.weight.hex())
 
     def finish_checkpoint(self, *, wait: bool) -> bool:
