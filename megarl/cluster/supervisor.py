@@ -51,11 +51,17 @@ class EngineSupervisor:
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)
 
     def push(self, version: int) -> dict[str, float]:
-        """Restart lost engines, and send the current weights to all engines as `version`; see `BridgeSync.push`."""
+        """Restart lost engines, and send the current weights to all engines as `version`; see `BridgeSync.push`.
+
+        Unfinished requests of lost engines begin again afterwards.
+        """
         self._version = version
+        orphans: set[int] = set()
         while True:
             try:
                 if self._roster.lost:
+                    # Once an engine has been replaced, nothing tells its predecessor's requests from its own.
+                    orphans.update(self._engines.orphans())
                     self.close()
                     self._ledger.enter(residency.LOAD)
                     for index, process in enumerate(self._engines.processes):
@@ -64,10 +70,16 @@ class EngineSupervisor:
                 self._ledger.enter(residency.SYNC)
                 if self._sync is None:
                     self._sync = self._open_sync()
-                return self._sync.push(version, verify=self._verify)
+                metrics = self._sync.push(version, verify=self._verify)
+                break
             except EngineDiedError:
                 # Engines may now have some, all or none of the new weights: start over and send all of them everything.
                 continue
+        if orphans:
+            self._ledger.enter(residency.GENERATE)
+        for engine in sorted(orphans):
+            self._engines.start_again(engine, exactly=self._deterministic)
+        return metrics
 
     def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
         """Submit requests to the living engines; see `EngineGroup.submit`."""
@@ -87,15 +99,14 @@ class EngineSupervisor:
                 are_idle = partial(self._engines.are_idle, living)
                 self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
                 self._bring_back()
-            for engine in orphans:
-                self._engines.start_again(engine, exactly=self._deterministic)
+            else:
+                self._hand_over(orphans)
 
     def poll(self) -> None:
         """Pass completions on that have arrived, without waiting; give requests of dead engines to living ones."""
         self._engines.poll()
         if self._engines.living() and not self._deterministic:
-            for engine in self._engines.orphans():
-                self._engines.start_again(engine, exactly=False)
+            self._hand_over(self._engines.orphans())
 
     def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
         """Return the tokens so far of all unfinished requests; see `EngineGroup.unfinished`."""
@@ -131,7 +142,14 @@ class EngineSupervisor:
             self._sync.close()
             self._sync = None
 
+    def _hand_over(self, dead: Sequence[int]) -> None:
+        """Give the unfinished requests of dead engines to the living ones."""
+        for engine in dead:
+            self._engines.start_again(engine, exactly=False)
+
     def _bring_back(self) -> None:
-        """Restart lost engines, and sync all engines so that they generate with the same weights as before."""
+        """Restart lost engines, sync all engines so that they generate with the same weights as before, and begin the
+        lost engines' unfinished requests again.
+        """
         self.push(self._version)
         self._ledger.enter(residency.GENERATE)

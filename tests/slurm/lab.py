@@ -168,7 +168,11 @@ class SlurmLab:
     def wait(self, job_id: int, *, timeout_s: float) -> Mapping[str, str]:
         """The job once it has left Slurm's hands."""
         busy = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
-        self._until(lambda: self.job(job_id)["JobState"] not in busy, f"the end of job {job_id}", timeout_s)
+        try:
+            self._until(lambda: self.job(job_id)["JobState"] not in busy, f"the end of job {job_id}", timeout_s)
+        except LabError as error:
+            output = Path(self.job(job_id)["StdOut"])
+            raise LabError(f"{error}; its output:\n{output.read_text() if output.exists() else ''}") from error
         return self.job(job_id)
 
     def _until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:

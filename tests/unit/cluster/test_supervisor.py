@@ -245,6 +245,30 @@ def test_completions_that_have_arrived_are_taken_without_a_restart() -> None:
     assert run.calls[2:] == ["submit [[0], [1]]", "poll", "again [1] on [0]"]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("ended_by", ["a sync", "a submission"])
+def test_requests_of_engines_that_died_outside_a_wait_begin_again(deterministic: bool, ended_by: str) -> None:
+    """As when the only engine dies during an update or while a checkpoint is written, with samples under way."""
+    run = Run(deterministic=deterministic)
+    run.supervisor.push(0)
+    told = Told()
+    run.supervisor.submit([request(0), request(1)], told)
+    run.die(0)
+    run.die(1)
+    run.supervisor.poll()
+    run.calls.clear()
+    version = 1 if ended_by == "a sync" else 0
+    if version:
+        run.supervisor.push(version)
+    else:
+        run.supervisor.submit([], told)
+    assert run.calls[:5] == ["close", "restart 0", "restart 1", OPEN, PUSH(version)]
+    assert run.calls[5:7] == (
+        ["again [0] on [0]", "again [1] on [1]"] if deterministic else ["again [0] on [0, 1]", "again [1] on [0, 1]"]
+    )
+    run.supervisor.wait(lambda: sorted(told.seeds) == [0, 1], timeout_s=1.0, doing=lambda: "generating")
+
+
 def test_a_wait_that_nothing_can_end_is_refused() -> None:
     run = Run()
     with pytest.raises(WorkerError, match="ticket 7: no engine has anything left to generate"):
