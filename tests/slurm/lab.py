@@ -136,6 +136,17 @@ class SlurmLab:
                     found += [int(entry.name)] if name in command else []
         return sorted(found)
 
+    def actors(self, node: str, cls: str) -> list[int]:
+        """Processes of a node's Ray actors of a class, without what they have forked, such as writers of a checkpoint,
+        which have their title.
+        """
+        found = {pid: Path(f"/proc/{pid}/stat") for pid in self.processes(node, name=f"ray::{cls}")}
+        parents = {}
+        for pid, stat in found.items():
+            with contextlib.suppress(OSError):
+                parents[pid] = int(stat.read_text().rpartition(")")[2].split()[1])
+        return [pid for pid, parent in parents.items() if parent not in found]
+
     def files(self, node: str) -> list[str]:
         """What lies in the node's shared memory and temporary directory."""
         root = Path(f"/proc/{self._init[node]}/root")

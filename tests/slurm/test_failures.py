@@ -31,11 +31,11 @@ def test_after_each_failure_a_run_starts_again_until_no_restart_is_left(
     os.kill(lab.processes("node1", name="megarl.cli")[0], signal.SIGKILL)
     noticed(run, "the run failed with exit code 137; 2 restart")
     mid_run(run, after=run.last_step() + 2)
-    os.kill(lab.processes("node2", name="ray::RankActor")[0], signal.SIGKILL)
+    os.kill(lab.actors("node2", "RankActor")[0], signal.SIGKILL)
     noticed(run, "trainer rank 1 (node2) died")
     mid_run(run, after=run.last_step() + 2)
     num_errors = run.log().count("error:")
-    os.kill(lab.processes("node2", name="ray::RankActor")[0], signal.SIGSTOP)
+    os.kill(lab.actors("node2", "RankActor")[0], signal.SIGSTOP)
     ended = lab.wait(job, timeout_s=JOB_S)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
     assert [f"attempt {i} on node1, node2" in run.log() for i in range(4)] == [True, True, True, False]

@@ -68,7 +68,7 @@ def test_conversion_and_evaluation(lab: SlurmLab, inputs: Path) -> None:
 
     def has_engines() -> bool:
         assert lab.job(evaluate)["JobState"] in ("PENDING", "RUNNING"), (inputs / "eval.out").read_text()
-        return all(lab.processes(node, name="ray::EngineActor") for node in lab.nodes)
+        return all(lab.actors(node, "EngineActor") for node in lab.nodes)
 
     wait_until(has_engines, "an engine on each node")
     for job, name in ((convert, "convert"), (evaluate, "eval")):

@@ -50,8 +50,8 @@ def two_nodes(lab: SlurmLab, inputs: Path) -> SlurmRun:
     job = run.submit(lab)
     mid_run(run, after=1)
     for node in lab.nodes:
-        assert len(lab.processes(node, name="ray::RankActor")) == 2
-        assert len(lab.processes(node, name="ray::EngineActor")) == 1
+        assert len(lab.actors(node, "RankActor")) == 2
+        assert len(lab.actors(node, "EngineActor")) == 1
     ended = lab.wait(job, timeout_s=JOB_S)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), run.log()
     assert left_behind(lab) == []
@@ -91,7 +91,7 @@ def test_an_asynchronous_run_on_nodes_of_two_kinds_outlives_an_engine(lab: Slurm
     job = int(submitted.split()[-1])
     mid_run(run, after=1)
     require_apart(lab)
-    (engine,) = lab.processes("node2", name="ray::EngineActor")
+    (engine,) = lab.actors("node2", "EngineActor")
     os.kill(engine, signal.SIGKILL)
     noticed(run, "engine 0 (node2) died")
     assert lab.wait(job, timeout_s=JOB_S)["JobState"] == "COMPLETED", run.log()
@@ -128,8 +128,8 @@ def require_asynchronous(run: SlurmRun) -> None:
 
 def require_apart(lab: SlurmLab) -> None:
     """The rank is on the node of the job's first component, and the engine on that of its second."""
-    for name, counts in (("ray::RankActor", [1, 0]), ("ray::EngineActor", [0, 1])):
-        assert [len(lab.processes(node, name=name)) for node in lab.nodes] == counts
+    for name, counts in (("RankActor", [1, 0]), ("EngineActor", [0, 1])):
+        assert [len(lab.actors(node, name)) for node in lab.nodes] == counts
 
 
 def require_synced(run: SlurmRun) -> None:

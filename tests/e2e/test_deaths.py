@@ -1,0 +1,143 @@
+"""Whole runs in which a process dies or hangs, under each schedule that generates while it trains."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.host.janitor import RunScope
+from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+NUM_STEPS = 12
+HEARTBEAT_S, ANSWER_S = 4.0, 15.0
+SETTINGS = (
+    f"trainer.total_steps={NUM_STEPS}",
+    "data.val=[]",
+    "rollout.record=true",
+    f"cluster.heartbeat_timeout_s={HEARTBEAT_S}",
+    f"rollout.timeout_s={ANSWER_S}",
+)
+# From a death to the line that names it; a machine with two cores is busy then.
+NAMED_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What happens to whom, what the log says of it, within which time, and whether the run goes on without help."""
+
+    signum: signal.Signals
+    title: str
+    named: str
+    within_s: float
+    survived: bool
+
+
+FAILURES = {
+    "an engine dies": Failure(
+        signum=signal.SIGKILL,
+        title="ray::EngineActor",
+        named="engine 0 died.*restart 1 of",
+        within_s=NAMED_S,
+        survived=True,
+    ),
+    "an engine hangs": Failure(
+        signum=signal.SIGSTOP,
+        title="ray::EngineActor",
+        named="engine 0 hangs: no sign of life for .* s .*is stopped.*restart 1 of",
+        # The engine is asked twice a second.
+        within_s=HEARTBEAT_S + NAMED_S,
+        survived=True,
+    ),
+    "a rank dies": Failure(
+        signum=signal.SIGKILL,
+        title="ray::RankActor",
+        named="error: .*rank 0 died",
+        # After the first failure the cause is looked for.
+        within_s=2 * NAMED_S,
+        survived=False,
+    ),
+    "a rank hangs": Failure(
+        signum=signal.SIGSTOP,
+        title="ray::RankActor",
+        named="error: .*no answer from .*rank 0 within .* s .*is stopped",
+        within_s=ANSWER_S + 2 * NAMED_S,
+        survived=False,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("deaths"))
+
+
+@pytest.fixture(scope="module", params=["one_step_off", "async"])
+def undisturbed(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
+    run = SmallRun(inputs=inputs, name=request.param, settings=(*SCHEDULES[request.param], *SETTINGS))
+    assert run.start().wait() == 0, log(run)
+    return run
+
+
+def log(run: SmallRun) -> str:
+    return run.paths.root.with_suffix(".log").read_text()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.4], ids=["after a step", "within a step"])
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
+    kind: str, delay_s: float, undisturbed: SmallRun
+) -> None:
+    """After a resume if the process was a rank; no prompt is lost or trained on twice, and nothing stays behind."""
+    failure = FAILURES[kind]
+    run = SmallRun(
+        inputs=undisturbed.inputs,
+        name=f"{undisturbed.name}-{kind}-{delay_s}".replace(" ", "-"),
+        settings=undisturbed.settings,
+    )
+    process = run.start()
+    try:
+        scope = strike(process, run, failure, delay_s)
+        assert (process.wait() == 0) == failure.survived, log(run)
+    finally:
+        process.kill()
+        process.wait()
+    assert left_behind(scope) == []
+    if not failure.survived:
+        assert run.start().wait() == 0, log(run)
+    if undisturbed.name == "async":
+        faults, _ = asynchronous_faults(run, undisturbed, NUM_STEPS)
+    else:
+        faults = [each for each in differences(run, undisturbed) if "rollout/engine_restarts" not in each]
+    assert faults == []
+
+
+def strike(process: subprocess.Popen[bytes], run: SmallRun, failure: Failure, delay_s: float) -> RunScope:
+    """Send the signal in the middle of the run, and wait until the log names what happened; returns the run's scope."""
+    while run.last_step() < NUM_STEPS // 3:
+        assert process.poll() is None, log(run)
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    family = {each: each.cmdline() for each in psutil.Process(process.pid).children(recursive=True)}
+    (janitor,) = (command for command in family.values() if "megarl.host.janitor" in command)
+    victim = next(each for each, command in family.items() if command[0].startswith(failure.title))
+    os.kill(victim.pid, failure.signum)
+    began = time.monotonic()
+    while not re.search(failure.named, log(run)):
+        assert time.monotonic() - began < failure.within_s, log(run)
+        time.sleep(0.02)
+    return RunScope(run_id=janitor[-1])
+
+
+def left_behind(scope: RunScope) -> list[str]:
+    """What is still there of a run some time after its driver has ended."""
+    deadline = time.monotonic() + 30.0
+    while (left := [*map(str, scope.processes()), *map(str, scope.leftovers())]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
