@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from types import TracebackType
 import megarl
 from megarl.errors import ConfigError, WorkerError
 from megarl.sandbox import wire
+from megarl.sandbox.jail.scratch import delete_tree
 from megarl.sandbox.options import Isolation, SandboxOptions
 from megarl.sandbox.python_files import python_paths
 from megarl.sandbox.task import Check, Ending, Outcome, ProgramTask
@@ -130,7 +130,9 @@ class Program(AbstractContextManager["Program"]):
             except ConnectionError:
                 pass
         if self._options.isolation is not Isolation.NAMESPACES:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            # Where the keeper has been killed, it is still there.
+            with suppress(OSError):
+                delete_tree(self._scratch)
 
     def _kill(self) -> None:
         """Kill the keeper, the sandbox's process that looks after this program."""

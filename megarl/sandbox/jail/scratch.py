@@ -1,7 +1,7 @@
 """Manage the directories that programs may write to. Each task finds its directory empty."""
 
+import itertools
 import os
-import shutil
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -46,16 +46,22 @@ class DirectoryScratch:
         self._make()
 
     def is_full(self) -> bool:
-        """Return whether it holds more files, or larger ones in total, than a program may have."""
+        """Return whether it holds more files, or larger ones in total, than a program may have.
+
+        It is also full if it cannot be looked through: a program may take its own right to list a directory, or nest
+        directories until their path is too long.
+        """
         size = count = 0
-        for directory, inner, names in os.walk(self.path):
+        hidden: list[OSError] = []
+        for directory, inner, names in os.walk(self.path, onerror=hidden.append):
             for name in (*inner, *names):
                 with suppress(OSError):
                     size += os.lstat(os.path.join(directory, name)).st_blocks * 512
             count += len(inner) + len(names)
             if count > self._files or size > self._bytes:
                 return True
-        return False
+        # The program may also remove a directory meanwhile.
+        return any(not isinstance(error, FileNotFoundError) for error in hidden)
 
     def _make(self) -> None:
         os.mkdir(self.path, 0o700)
@@ -64,7 +70,28 @@ class DirectoryScratch:
 
     def remove(self) -> None:
         """Delete the directory after the last task."""
-        shutil.rmtree(self.path)
+        delete_tree(self.path)
+
+
+def delete_tree(path: str) -> None:
+    """Delete a directory that no program uses any more, however deep its tree, and without the right to list parts of
+    it. OSError if that fails.
+    """
+    # Moved up, directories are deleted without recursion, and no path gets long.
+    new = (os.path.join(path, f"{os.getpid()}-{os.urandom(8).hex()}-{number}") for number in itertools.count())
+    while entries := list(os.scandir(path)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):
+                if inner.is_dir(follow_symlinks=False):
+                    # Only who may write to a directory may move it.
+                    os.chmod(inner.path, 0o700)
+                os.rename(inner.path, next(new))
+            os.rmdir(entry.path)
+    os.rmdir(path)
 
 
 Scratch: TypeAlias = MountedScratch | DirectoryScratch

@@ -1,8 +1,9 @@
 """Filter system calls (seccomp): programs may make those of a list (`calls.py`), and no others.
 
 What is not on it: sockets, executing files, new namespaces, mounts, tracing, memory that no limit counts (memfd, System
-V segments), other users' identities, and whatever a later kernel brings. Under Landlock a program is one process: it
-may start threads, and send signals to itself alone.
+V segments), other users' identities, and whatever a later kernel brings. Nor may a program have the kernel signal
+others in its place (owners of descriptors, leases), or own a datagram socket, which reaches any socket whose address it
+knows. Under Landlock a program is one process: it may start threads, and send signals to itself alone.
 """
 
 import ctypes
@@ -18,6 +19,11 @@ AUDIT_ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 # Calls whose arguments decide: number on x86_64, number on aarch64.
 _CLONE, _KILL, _TGKILL, _PRCTL = (56, 220), (62, 129), (234, 131), (157, 167)
 _PRLIMIT, _CLONE3 = (302, 261), (435, 435)
+_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+# F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE; FIOSETOWN, SIOCSPGRP.
+_OWNING = ((_FCNTL, (8, 10, 15, 1024)), (_IOCTL, (0x8901, 0x8902)))
+# The first and second argument of the one kind of socket pair: AF_UNIX; SOCK_STREAM but for its flags.
+_AF_UNIX, _SOCK_STREAM, _SOCKET_TYPES = 1, 1, 0x0F
 # From this number on, calls are newer than the list. Libraries try them, and fall back on "no such call".
 _NEWER = 441
 # Calls of the 32-bit-pointer interface of x86_64 carry this bit, and would slip past the numbers.
@@ -33,10 +39,10 @@ _NEW_NAMESPACES = (
 )
 _CLONE_THREAD = 0x00010000
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
 _MODE_FILTER = 2
 
 
@@ -67,6 +73,15 @@ def _head(column: int, arch: int, own: int, one_process: bool) -> bytes:
     # It may not outlive the sandbox, nor change the limits of another process.
     code += _judge(_PRCTL[column], _EQUAL, kernel.PR_SET_PDEATHSIG, if_true=_ERRNO | _EPERM, if_false=_ALLOW)
     code += _judge(_PRLIMIT[column], _EQUAL, 0, if_true=_ALLOW, if_false=_ERRNO | _EPERM)
+    for numbers, operands in _OWNING:
+        refusals = [each for operand in operands for each in _answer_if(_EQUAL, operand, _ERRNO | _EPERM)]
+        code += [_step(_EQUAL, numbers[column], 0, 2 + len(refusals)), _step(_LOAD, _SECOND_ARGUMENT_AT), *refusals]
+        code.append(_step(_RETURN, _ALLOW))
+    # Other kinds, sent to an address, would reach sockets of the host.
+    pair = [_step(_LOAD, _FIRST_ARGUMENT_AT), *_answer_if(_EQUAL, _AF_UNIX, _ERRNO | _EPERM, negated=True)]
+    pair += [_step(_LOAD, _SECOND_ARGUMENT_AT), _step(_AND, _SOCKET_TYPES)]
+    pair += _answer_if(_EQUAL, _SOCK_STREAM, _ERRNO | _EPERM, negated=True)
+    code += [_step(_EQUAL, _SOCKETPAIR[column], 0, len(pair) + 1), *pair, _step(_RETURN, _ALLOW)]
     return b"".join(code)
 
 

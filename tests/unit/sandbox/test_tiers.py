@@ -5,6 +5,7 @@ Programs here touch nothing but files of the test itself.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from megarl.doctor.finding import Status
 from megarl.doctor.machine import check_sandbox
 from megarl.sandbox import Check, Ending, Isolation, RunWithInput, Sandbox, SandboxOptions, process
 from megarl.sandbox.jail import calls
+from megarl.sandbox.jail.scratch import delete_tree
 from tests.helpers.sandboxes import BRIEF, LIMITS
 from tests.unit.rewards.code.test_forgery import FORGERS
 
@@ -189,6 +191,46 @@ print(refused(__import__("resource").prlimit, os.getppid(), 7), refused(os.setsi
 """
         assert set(printed(landlock, REFUSED + attempt).split()) == {"EPERM"}
 
+    def test_no_datagram_reaches_a_socket_of_the_host(self, landlock: Sandbox, tmp_path: Path) -> None:
+        """An end of a pair of datagram sockets can send to any address; SOCK_RAW is another word for it."""
+        path = str(tmp_path / "s")
+        tmp_path.chmod(0o777)
+        attempt = f"""
+def send(kind):
+    with socket.socketpair(socket.AF_UNIX, kind)[0] as end:
+        end.sendto(b"from inside", {path!r})
+print(*(refused(send, kind) for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET)))
+print(refused(socket.socketpair, 30, socket.SOCK_STREAM))
+first, second = socket.socketpair()
+first.sendall(b"inside")
+print(second.recv(9))
+"""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mine:
+            mine.bind(path)
+            os.chmod(path, 0o777)
+            mine.setblocking(False)
+            assert printed(landlock, REFUSED + attempt) == "EPERM EPERM EPERM\nEPERM\nb'inside'\n"
+            with pytest.raises(BlockingIOError):
+                mine.recv(99)
+
+    def test_what_a_program_hides_from_its_bounds(self) -> None:
+        """Below a path that is too long, or a directory without the right to list it. Nothing stays on the host."""
+        long = "for _ in range(17): os.mkdir('n' * 255); os.chdir('n' * 255)"
+        secret = "os.umask(0o477); os.mkdir('d'); os.chdir('d')"
+        for hide in (long, secret):
+            source = (
+                f"import os, time\n{hide}\nfor i in range(9): open(str(i), 'wb').write(bytes(1 << 20))\ntime.sleep(60)"
+            )
+            attempt = f"""
+options = SandboxOptions(limits=Limits(files_mib=1), isolation=Isolation.LANDLOCK)
+with Sandbox(options) as sandbox, sandbox.program({source!r}) as program:
+    print(*(program.run(RunWithInput(text="")).ending for _ in range(2)))
+    place = f"{{sandbox._scratch}}-{{program.keeper}}"
+    print(os.path.exists(place))
+print(os.path.exists(place))
+"""
+            assert run_there(USER + attempt) == ["output output", "True", "False"], hide
+
     def test_what_programs_need_is_there(self, landlock: Sandbox) -> None:
         source = """
 import asyncio, ctypes, decimal, json, lzma, signal, sqlite3, ssl, tempfile, threading, zlib, os, time
@@ -251,6 +293,43 @@ print(sqlite3.connect("base").execute("select 7").fetchone())
             assert not outcome.answer or json.loads(outcome.answer)["passed"] is False, forger
         with landlock.program("def f(x): return x * x") as program:
             assert json.loads(program.run(Check(test="assert f(3) == 9")).answer)["passed"]
+
+
+@pytest.mark.parametrize("isolation", [Isolation.NAMESPACES, Isolation.LANDLOCK])
+def test_the_kernel_signals_nobody_for_a_program(isolation: Isolation) -> None:
+    """The owner of a descriptor gets the signal that the program chose, SIGKILL too; breaking a lease makes others
+    wait.
+    """
+    source = """
+import fcntl, struct
+reader, writer = os.pipe()
+end, _ = socket.socketpair()
+parent = os.getppid()
+print(refused(fcntl.fcntl, reader, 8, parent), refused(fcntl.fcntl, reader, 10, 9))
+print(refused(fcntl.fcntl, reader, 15, struct.pack("ii", 1, parent)), refused(fcntl.fcntl, reader, 1024, 0))
+print(*(refused(fcntl.ioctl, end, number, struct.pack("i", parent)) for number in (0x8901, 0x8902)))
+os.set_blocking(reader, False)
+"""
+    with Sandbox(SandboxOptions(limits=LIMITS, isolation=isolation)) as sandbox:
+        assert set(printed(sandbox, REFUSED + source).split()) == {"EPERM"}
+
+
+def test_a_tree_is_deleted_however_deep_it_is(tmp_path: Path) -> None:
+    """Deeper than Python recurses and longer than a path may be, with names that occur on every level."""
+    here = os.open(".", os.O_RDONLY)
+    try:
+        (tmp_path / "tree").mkdir()
+        os.chdir(tmp_path / "tree")
+        for _ in range(1500):
+            os.symlink(tmp_path, "link")
+            os.mkdir("name")
+            os.chdir("name")
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    (tmp_path / "mine").write_text("untouched")
+    delete_tree(str(tmp_path / "tree"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_the_doctor_names_the_weaker_kind(monkeypatch: pytest.MonkeyPatch) -> None:
