@@ -149,11 +149,19 @@ class RemoteSession:
         self._items += rows
         self._requests.append((len(rows), self.judge.ask(rows, len(self._requests), self._failed)))
 
+    def _without_reward(self) -> Reward:
+        """Return what a row gets that was not judged."""
+        cfg = self.judge.cfg
+        if cfg.on_error == "drop_rows":
+            return DROPPED
+        assert cfg.value is not None, "the configuration was checked"
+        return Reward(score=cfg.value, correct=False)
+
     def finish(self) -> Judged:
         """Wait for all answers.
 
         Raises RunError if all services refuse a request, which only the configuration can change or, with
-        `on_error=raise`, if none answers.
+        `on_error=raise`, if none answers or a row has no reward.
         """
         cfg = self.judge.cfg
         size = -(-len(self._waiting) // len(self.judge.urls))
@@ -164,10 +172,21 @@ class RemoteSession:
         # Wait for all answers before raising an error, so that no request is still under way.
         answers = [(num_rows, pending.result()) for num_rows, pending in self._requests]
         for num_rows, answer in answers:
-            if answer.reply is not None:
-                rewards += [answer.reply.reward(row) for row in range(num_rows)]
-                continue
             rows = self._items[len(rewards) : len(rewards) + num_rows]
+            if (reply := answer.reply) is not None:
+                found = [reply.reward(row) for row in range(num_rows)]
+                troubles += [
+                    Trouble(item=item, outcome="unanswered", reason=reply.why_unjudged(row))
+                    for row, (item, reward) in enumerate(zip(rows, found, strict=True))
+                    if reward.dropped
+                ]
+                if cfg.on_error == "raise" and troubles:
+                    raise RunError(
+                        f"rewards.remote: a service could not judge sample {troubles[0].item.label}: "
+                        f"{troubles[0].reason}; mend the service and --resume, or set rewards.remote.on_error"
+                    )
+                rewards += [self._without_reward() if reward.dropped else reward for reward in found]
+                continue
             troubles += [Trouble(item=item, outcome="unanswered", reason=answer.failures[-1]) for item in rows]
             if answer.is_refused:
                 raise RunError(
@@ -180,11 +199,7 @@ class RemoteSession:
                     f"last: {answer.failures[-1]}; start the services again and --resume, or set "
                     "rewards.remote.on_error"
                 )
-            if cfg.on_error == "drop_rows":
-                rewards += [DROPPED] * num_rows
-            else:
-                assert cfg.value is not None, "the configuration was checked"
-                rewards += [Reward(score=cfg.value, correct=False)] * num_rows
+            rewards += [self._without_reward()] * num_rows
         name = f"reward/{self.judge.name}"
         logs = sorted({key for reward in rewards for key in reward.details})
         tallies = {

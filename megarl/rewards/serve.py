@@ -19,6 +19,7 @@ from megarl.config.rewards import RewardsConfig
 from megarl.errors import ConfigError, DataError, NonFiniteError, RunError
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.rule import RuleJudge
+from megarl.rewards.wire import UNJUDGED
 
 PATH = "/get_reward"
 MAX_REQUEST_BYTES = 256 << 20
@@ -97,19 +98,21 @@ class RewardService:
 
 
 def encode_reply(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Build the reply: rewards, correctness as `scores`, other numbers as `extra_logs`; RunError for a dropped row."""
-    rewards = []
-    for row, verdict in enumerate(verdicts):
-        if verdict.reward is None:
-            raise RunError(f"row {row}: the reward function has no answer: {verdict.outcome}, {verdict.reason}")
-        rewards.append(verdict.reward)
+    """Build the reply: rewards, correctness as `scores`, other numbers as `extra_logs`.
+
+    A row that nobody could judge has null as its reward and score, and the reason in `extra_logs.unjudged`.
+    """
+    rewards = [verdict.reward for verdict in verdicts]
+    judged = [reward for reward in rewards if reward is not None]
     # Details that some rows lack cannot be sent, since their lists must have one entry per row.
-    shared = set.intersection(*(set(reward.details) for reward in rewards)) if rewards else set()
+    shared = set.intersection(*(set(reward.details) for reward in judged)) if len(judged) == len(rewards) > 0 else set()
+    reasons = [f"{each.outcome}: {each.reason}" if each.reward is None else "" for each in verdicts]
     return {
-        "rewards": [reward.score for reward in rewards],
-        "scores": [float(reward.correct) for reward in rewards],
+        "rewards": [None if reward is None else reward.score for reward in rewards],
+        "scores": [None if reward is None else float(reward.correct) for reward in rewards],
         "extra_logs": {
-            **{name: [reward.details[name] for reward in rewards] for name in sorted(shared)},
+            **({UNJUDGED: reasons} if any(reasons) else {}),
+            **{name: [reward.details[name] for reward in judged] for name in sorted(shared)},
             **{name: [float(each.outcome == name) for each in verdicts] for name in _LOGGED_OUTCOMES},
         },
     }

@@ -3,7 +3,8 @@
 Request: {"query": [prompt + response, …], "prompts": […], "labels": [ground truth, …]}, and "data_source": […] and
 "extra_info": […], which services may ignore. Answer: {"rewards": [number, …], "scores": [number, …],
 "extra_logs": {name: [number, …] or number}}; "scores" and "extra_logs" may be missing. Other values than numbers in
-"extra_logs" are notes.
+"extra_logs" are notes. A reward of null says that the service could not judge this row; "extra_logs":
+{"unjudged": [text, …]} must then say why.
 """
 
 import json
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.rewards.judge import FinishedSample
-from megarl.types import Reward
+from megarl.types import DROPPED, Reward
 
+# The entry of "extra_logs" that says for each row why it has no reward.
+UNJUDGED = "unjudged"
 # Longest note that is kept, since replies are limited and rollout files are meant for reading.
 MAX_NOTE_CHARS = 16_384
 
@@ -25,23 +28,35 @@ class BadReplyError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """A service's checked answer, with an entry per row; `scores` is None if the service gave none."""
+    """A service's checked answer, with an entry per row; `scores` is None if the service gave none.
 
-    rewards: Sequence[float]
-    scores: Sequence[float] | None
+    rewards: None for a row that the service could not judge.
+    """
+
+    rewards: Sequence[float | None]
+    scores: Sequence[float | None] | None
     logs: Mapping[str, Sequence[float]]
     notes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def reward(self, row: int) -> Reward:
-        """Return a row's reward; it is correct if its score is above 0.5 or, without scores, its reward is above 0."""
-        correct = self.rewards[row] > 0 if self.scores is None else self.scores[row] > 0.5
+        """Return a row's reward; it is correct if its score is above 0.5 or, without scores, its reward is above 0.
+        Without a reward, the row is dropped.
+        """
+        value = self.rewards[row]
+        if value is None:
+            return DROPPED
+        score = None if self.scores is None else self.scores[row]
         return Reward(
-            score=self.rewards[row],
-            correct=correct,
+            score=value,
+            correct=value > 0 if score is None else score > 0.5,
             details={name: values[row] for name, values in self.logs.items()},
-            notes={name: values[row] for name, values in self.notes.items()},
-            own_score=None if self.scores is None else self.scores[row],
+            notes={name: values[row] for name, values in self.notes.items() if name != UNJUDGED},
+            own_score=score,
         )
+
+    def why_unjudged(self, row: int) -> str:
+        """Return why the service has no reward for a row."""
+        return str(self.notes[UNJUDGED][row])
 
 
 def encode_request(items: Sequence[FinishedSample]) -> dict[str, list[Any]]:
@@ -74,9 +89,16 @@ def decode_reply(reply: Any, num_rows: int) -> ServiceReply:
             numbers[name] = [float(value) for value in column]
         else:
             notes[name] = [note(value) for value in column]
+    rewards = _numbers("rewards", reply["rewards"], num_rows)
+    checked = None if scores is None else _numbers("scores", scores, num_rows)
+    for row, value in enumerate(rewards):
+        if value is None and not (UNJUDGED in notes and notes[UNJUDGED][row]):
+            raise BadReplyError(f"rewards[{row}]: got None, expected a finite number, or why in extra_logs.{UNJUDGED}")
+        if checked is not None and checked[row] is None and value is not None:
+            raise BadReplyError(f"scores[{row}]: got None, expected a finite number, as rewards[{row}] is one")
     return ServiceReply(
-        rewards=_numbers("rewards", reply["rewards"], num_rows),
-        scores=None if scores is None else _numbers("scores", scores, num_rows),
+        rewards=rewards,
+        scores=checked,
         logs=numbers,
         notes=notes,
     )
@@ -100,13 +122,15 @@ def _is_finite(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max
 
 
-def _numbers(name: str, values: Any, num_rows: int) -> list[float]:
-    """Return the list `name` of an answer if it has one finite number for each row; otherwise raise BadReplyError."""
+def _numbers(name: str, values: Any, num_rows: int) -> list[float | None]:
+    """Return the list `name` of an answer if it has one finite number, or None, for each row; otherwise raise
+    BadReplyError.
+    """
     if not isinstance(values, list):
         raise BadReplyError(f"{name}: got {values!r:.80}, expected a list of {num_rows} numbers")
     if len(values) != num_rows:
         raise BadReplyError(f"{name}: got {len(values)} numbers, expected {num_rows}, one per row")
     for row, value in enumerate(values):
-        if not _is_finite(value):
+        if value is not None and not _is_finite(value):
             raise BadReplyError(f"{name}[{row}]: got {value!r:.80}, expected a finite number")
-    return [float(value) for value in values]
+    return [None if value is None else float(value) for value in values]

@@ -216,3 +216,27 @@ def test_what_cannot_be_sent_says_so() -> None:
         with pytest.raises(DataError, match="samples q/0 to q/0"):
             judging.finish()
     assert server.requests == []
+
+
+def unable(body: dict[str, Any]) -> tuple[int, bytes]:
+    """Judges all rows but those whose label is xx."""
+    rewards = [None if label == "xx" else 1.0 for label in body["labels"]]
+    return reply(
+        rewards=rewards, scores=rewards, extra_logs={"unjudged": ["no file" if r is None else "" for r in rewards]}
+    )
+
+
+@pytest.mark.parametrize(("settings", "expected"), [({}, None), ({"on_error": "value", "value": -1.0}, -1.0)])
+def test_a_row_that_a_service_cannot_judge_costs_no_other(settings: dict[str, Any], expected: float | None) -> None:
+    with RewardServer(unable) as server, judge_of(server.url, **settings) as judge:
+        result = judged(judge, 3)
+    assert scores(result) == [1.0, expected, 1.0]
+    assert [(trouble.item.prompt.ground_truth, trouble.reason) for trouble in result.troubles] == [("xx", "no file")]
+    assert (counted(result, "requests"), counted(result, "failed_attempts")) == (1.0, 0.0)
+    assert (counted(result, "unjudged_rows"), result.rewards[0].notes) == (1.0, {})
+
+
+def test_a_row_without_a_reward_ends_the_run_where_that_is_wanted() -> None:
+    expected = pytest.raises(RunError, match=r"a service could not judge sample .*: no file; mend the service")
+    with RewardServer(unable) as server, judge_of(server.url, on_error="raise") as judge, expected:
+        judged(judge, 3)

@@ -1,6 +1,7 @@
 """`megarl serve-reward`: the format on a socket, its limits, and how it ends."""
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from megarl.config.rewards import RemoteConfig
 from megarl.rewards.question import Question, Verdict
 from megarl.rewards.remote import RemoteJudge
 from megarl.rewards.serve import PATH, RewardService, ServeOptions, encode_reply
+from megarl.rewards.wire import decode_reply
 from megarl.types import Reward
 from tests.helpers.reward_items import item
 
@@ -27,6 +29,8 @@ FILE = """
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "boom":
+        raise KeyError("boom")
     time.sleep(1.5)
     return float(solution_str == ground_truth)
 """
@@ -97,6 +101,13 @@ def test_what_is_not_in_the_format(service: tuple[subprocess.Popen[str], str], b
     assert (broken.status_code, broken.json()["error"][:12]) == (422, "got no JSON:")
 
 
+def test_a_function_that_fails_on_one_row(service: tuple[subprocess.Popen[str], str]) -> None:
+    body = {**BODY, "data_source": ["slow"] * 3, "query": ["?4", "?boom", "?5"]}
+    answer = post(service[1], body)
+    assert (answer.status_code, answer.json()["rewards"]) == (200, [1.0, None, 0.0])
+    assert "boom" in answer.json()["extra_logs"]["unjudged"][1]
+
+
 def test_busy_refuses_and_a_stop_finishes_what_has_begun(service: tuple[subprocess.Popen[str], str]) -> None:
     """Last: it ends the service."""
     process, url = service
@@ -152,6 +163,18 @@ def test_details_that_only_some_rows_have_are_left_out() -> None:
         "a": [1.0, 3.0],
         **{name: [0.0, 0.0] for name in ("timed_out", "parse_failed", "crashed")},
     }
+
+
+def test_a_row_that_fails_costs_no_other() -> None:
+    """What the rule could not judge is null in the reply, with the reason, and is dropped where it was asked for."""
+    good = Verdict(reward=Reward(score=0.5, correct=True, details={"a": 1.0}), outcome="correct")
+    reply = encode_reply([good, Verdict(reward=None, outcome="failed", reason="KeyError: 'x' in mine.py:3")])
+    assert (reply["rewards"], reply["scores"]) == ([0.5, None], [1.0, None])
+    assert reply["extra_logs"]["unjudged"] == ["", "failed: KeyError: 'x' in mine.py:3"]
+    decoded = decode_reply(json.loads(json.dumps(reply)), 2)
+    assert (decoded.reward(0).score, decoded.reward(0).correct) == (0.5, True)
+    assert decoded.reward(1).dropped
+    assert decoded.why_unjudged(1) == "failed: KeyError: 'x' in mine.py:3"
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_scores_say_what_is_correct() -> None:
         ({"rewards": [1.0, float("nan")]}, r"rewards\[1\]: got nan"),
         ({"rewards": [float("-inf"), 0.0]}, r"rewards\[0\]: got -inf"),
         ({"rewards": [10**400, 0.0]}, r"rewards\[0\]: got 1000"),
+        ({"rewards": [1.0, 0.0], "scores": [1.0, None]}, r"scores\[1\]: got None"),
         ({"rewards": [1.0, 0.0], "scores": [1.0]}, "scores: got 1 numbers"),
         ({"rewards": [1.0, 0.0], "extra_logs": {"x": [1.0]}}, r"extra_logs.x: got 1 values, expected 2, one per row"),
         ({"rewards": [1.0, 0.0], "extra_logs": [1.0]}, "extra_logs: got"),
