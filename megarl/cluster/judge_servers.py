@@ -18,6 +18,8 @@ from megarl.device.platform import platform
 from megarl.errors import WorkerError
 
 _POLL_S = 0.5
+# How often a server that died is started again in a run, since one that keeps dying judges nothing.
+MAX_RESTARTS = 3
 # Flags by device, for settings that the configuration leaves open; those of the rollout engines, for the same reasons.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"kv-cache-memory-bytes": 64 << 20, "block-size": 32, "enforce-eager": True},
@@ -26,11 +28,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 class JudgeServerActor(RunActor):
-    """A Ray actor that keeps one `vllm serve` process on its devices; the run ends if that process dies."""
+    """A Ray actor that keeps one `vllm serve` process on its devices, and starts it again if it dies."""
 
     def __init__(self) -> None:
         super().__init__()
         self._server: subprocess.Popen[bytes] | None = None
+        self._command: Sequence[str] = ()
+        self._workers: Sequence[int] = ()
+        self._num_restarts = 0
 
     def start(self, cfg: JudgeServerConfig, *, timeout_s: float) -> str:
         """Start the server, wait until it answers, and return the base URL of its endpoint.
@@ -42,7 +47,8 @@ class JudgeServerActor(RunActor):
             held.bind((address, 0))
             port = held.getsockname()[1]
         # It writes to this actor's log.
-        self._server = subprocess.Popen(server_command(cfg, address, port), start_new_session=True)
+        self._command = server_command(cfg, address, port)
+        self._server = subprocess.Popen(self._command, start_new_session=True)
         url, deadline = f"http://{address}:{port}", time.monotonic() + timeout_s
         while not _is_healthy(url):
             if self._server.poll() is not None or time.monotonic() > deadline:
@@ -50,17 +56,42 @@ class JudgeServerActor(RunActor):
                 self.call("close")
                 raise WorkerError(f"rewards.judge_servers: the server of {cfg.model} {ended}; see RUN/logs for why")
             time.sleep(_POLL_S)
+        self._workers = self._list_workers()
         return f"{url}/v1"
 
     def lost_workers(self) -> list[int]:
-        return [0] if self._server is not None and self._server.poll() is not None else []
+        """Start the server again, at the same address, if it has died; report it as lost if it has died too often.
+
+        Until it answers, requests to it fail, and the judge turns to its other replicas.
+        """
+        if self._server is None:
+            return []
+        if (code := self._server.poll()) is None:
+            self._workers = self._list_workers() or self._workers
+            return []
+        if self._num_restarts == MAX_RESTARTS:
+            return [0]
+        self._num_restarts += 1
+        # Its workers may live on, and hold the devices' memory.
+        end_run_processes(self._workers)
+        print(f"a judge's server ended with {code}; restart {self._num_restarts} of {MAX_RESTARTS}", flush=True)
+        self._server, self._workers = subprocess.Popen(self._command, start_new_session=True), ()
+        return []
+
+    def _list_workers(self) -> Sequence[int]:
+        """List the processes that the server has started; none if it has just died."""
+        assert self._server is not None
+        try:
+            return [child.pid for child in psutil.Process(self._server.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def call(self, method: str) -> None:
         """End the server with its workers; `close` is the only method."""
         assert method == "close", method
         if self._server is None:
             return
-        workers = [child.pid for child in psutil.Process(self._server.pid).children(recursive=True)]
+        workers = self._list_workers() or self._workers
         self._server.terminate()
         try:
             self._server.wait(END_TIMEOUT_S)
