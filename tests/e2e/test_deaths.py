@@ -1,5 +1,6 @@
 """Whole runs in which a process dies or hangs, under each schedule that generates while it trains."""
 
+import contextlib
 import os
 import re
 import signal
@@ -58,7 +59,7 @@ FAILURES = {
     "a rank dies": Failure(
         signum=signal.SIGKILL,
         title="ray::RankActor",
-        named="error: .*rank 0 died",
+        named="error: .*rank [01] died",
         # After the first failure the cause is looked for.
         within_s=2 * NAMED_S,
         survived=False,
@@ -66,11 +67,13 @@ FAILURES = {
     "a rank hangs": Failure(
         signum=signal.SIGSTOP,
         title="ray::RankActor",
-        named="error: .*no answer from .*rank 0 within .* s .*is stopped",
+        named="error: .*no answer from .*rank [01] within .* s .*is stopped",
         within_s=ANSWER_S + 2 * NAMED_S,
         survived=False,
     ),
 }
+
+DELAYS_S = {"after a step": 0.0, "within a step": 0.4}
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +92,21 @@ def log(run: SmallRun) -> str:
     return run.paths.root.with_suffix(".log").read_text()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.4], ids=["after a step", "within a step"])
+@pytest.mark.parametrize("moment", DELAYS_S)
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_failure_is_named_and_the_run_ends_as_if_there_had_been_none(
-    kind: str, delay_s: float, undisturbed: SmallRun
+    kind: str, moment: str, undisturbed: SmallRun
 ) -> None:
     """After a resume if the process was a rank; no prompt is lost or trained on twice, and nothing stays behind."""
     failure = FAILURES[kind]
     run = SmallRun(
         inputs=undisturbed.inputs,
-        name=f"{undisturbed.name}-{kind}-{delay_s}".replace(" ", "-"),
+        name=f"{undisturbed.name}-{kind}-{moment}".replace(" ", "-"),
         settings=undisturbed.settings,
     )
     process = run.start()
     try:
-        scope = strike(process, run, failure, delay_s)
+        scope = strike(process, run, failure, DELAYS_S[moment])
         assert (process.wait() == 0) == failure.survived, log(run)
     finally:
         process.kill()
@@ -124,10 +127,13 @@ def strike(process: subprocess.Popen[bytes], run: SmallRun, failure: Failure, de
         assert process.poll() is None, log(run)
         time.sleep(0.01)
     time.sleep(delay_s)
-    family = {each: each.cmdline() for each in psutil.Process(process.pid).children(recursive=True)}
+    family: dict[int, list[str]] = {}
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            family[each.pid] = each.cmdline() or [""]
     (janitor,) = (command for command in family.values() if "megarl.host.janitor" in command)
-    victim = next(each for each, command in family.items() if command[0].startswith(failure.title))
-    os.kill(victim.pid, failure.signum)
+    # What an actor forks, such as writers of a checkpoint, has its title and a later number.
+    os.kill(min(pid for pid, command in family.items() if command[0].startswith(failure.title)), failure.signum)
     began = time.monotonic()
     while not re.search(failure.named, log(run)):
         assert time.monotonic() - began < failure.within_s, log(run)
