@@ -60,6 +60,17 @@ class _Watch:
     def __init__(self, waited_for: Iterable[Process]) -> None:
         self._rosters = list({id(process.roster): process.roster for process in waited_for}.values())
 
+    def is_due(self) -> bool:
+        """Return whether `WATCH_S` have passed since any wait last looked, and begin to count anew if so.
+
+        Waits may each be shorter than that: their common clock is the roster's.
+        """
+        now = time.monotonic()
+        due = [roster for roster in self._rosters if now >= roster.next_look]
+        for roster in due:
+            roster.next_look = now + WATCH_S
+        return bool(due)
+
     @property
     def asked(self) -> dict[Any, Process]:
         """Return the pending questions, and the process that each was put to."""
@@ -225,7 +236,6 @@ class _Wait:
         self._pending = {call: process for process, call in calls}
         self._watch = _Watch(process for process, _ in calls)
         self._timeout_s, self._doing, self._needs_all = timeout_s, doing, needs_all
-        self._next_watch = time.monotonic() + WATCH_S
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -242,8 +252,7 @@ class _Wait:
                 silent = f"no answer from {', '.join(p.name for p in busy)} within {self._timeout_s:.0f} s"
                 raise WorkerError(f"{self._doing()}: {silent}{_described(busy)}; see RUN/logs")
             yield from done
-            if time.monotonic() >= self._next_watch:
-                self._next_watch = time.monotonic() + WATCH_S
+            if self._watch.is_due():
                 # Look for deaths of processes that are not waited for, and for those that hang.
                 for death in self._watch.deaths():
                     if not isinstance(error := death.report(self._doing()), EngineDiedError):

@@ -47,7 +47,8 @@ class Roster:
     living: processes that are not known to be dead. lost: dead processes that are to be replaced. num_restarts: the
     number of replacements so far, including those still to come for `lost`. watched: processes that answer questions
     while they work, and count as hung if they do not for `silence_s` seconds. asked: questions that have no answer yet,
-    with the process and the time (`time.monotonic`) of the question.
+    with the process and the time (`time.monotonic`) of the question. next_look: when a wait should look for deaths
+    again.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class Roster:
         self.watched: dict[str, Process] = {}
         self.silence_s = math.inf
         self.asked: dict[Any, tuple[Process, float]] = {}
+        self.next_look = 0.0
 
     def enter(self, process: Process) -> None:
         """Add a process, replacing the lost one of the same name if there is one."""

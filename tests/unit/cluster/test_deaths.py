@@ -49,6 +49,18 @@ def test_the_death_of_a_process_that_nobody_waits_for_ends_the_wait(ray_session:
     assert time.monotonic() - began < 1.0 + 2.0 + 7.0
 
 
+def test_a_death_is_noticed_by_waits_that_are_all_short(ray_session: None) -> None:
+    """Each wait of a step of a small model ends before it would look for deaths by itself."""
+    rank, doomed = start_run("trainer rank 0", "engine 0")
+    allow_restarts(doomed)
+    kill_after(0.5, doomed)
+    began = time.monotonic()
+    while not doomed.roster.lost:
+        assert wait_all(calls([rank], ("answer", 0.1)), timeout_s=30.0, doing="updating") == [0]
+        # Within two seconds of the death; the rest is for a machine that does other things too.
+        assert time.monotonic() - began < 0.5 + 2.0 + 7.0
+
+
 def test_the_death_of_an_engines_worker_ends_the_wait(ray_session: None) -> None:
     rank, engine = start_run("trainer rank 0", "engine 0")
     ray.get(engine.actor.call.remote("lose", 1))
