@@ -1,5 +1,6 @@
 """Remote processes that stand in for ranks and engines: Ray is real, the work is not."""
 
+import contextlib
 import gc
 import os
 import queue
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import ActorHandleNotFoundError
 
 from megarl.cluster import EngineGroup, Process
 from megarl.cluster.processes import locate
@@ -136,8 +138,9 @@ def start_run(*names: str, watched_s: float | None = None) -> list[Process]:
     watched_s: engines answer while they work, and count as hung if they are silent for so long.
     """
     while _started:
-        # An engine serves without end.
-        ray.kill(_started.pop().actor)
+        # An engine serves without end. Those of another session of Ray have ended with it.
+        with contextlib.suppress(ActorHandleNotFoundError):
+            ray.kill(_started.pop().actor)
     gc.collect()
     classes = [Watched if watched_s and name.startswith("engine") else Worker for name in names]
     found = locate({name: start(i, classes[i]).actor for i, name in enumerate(names)}, timeout_s=120.0)
