@@ -2,14 +2,17 @@
 
 python -m tools.bench.real_answers DIR [--shifts 20] [--out FILE.json]
 
+Mutations of a gold are the gold with one digit, its sign, a factor or an element changed; see `mutations`.
+
 DIR holds `gsm8k/{train,test}.jsonl` (`question`, `answer`) and `eval/{aime24,amc23,minerva_math,svamp}.jsonl`. Exit
 code 1 if worked solutions of GSM8K or Minerva score below 99.5 %, if a boxed gold is wrong, or if the gold of another
-problem is accepted. Pairs that are truly equal do not count there: the same text, or the same value by Python's
-fractions.
+problem or a mutation is accepted. Pairs that are truly equal do not count there: the same text, or the same value by
+Python's fractions.
 """
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +23,7 @@ from pathlib import Path
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 
 from megarl.rewards import score, source_spec
+from megarl.rewards.answers.numbers import REL_TOLERANCE
 from megarl.text_table import align
 
 WORKED_GATE = 0.995
@@ -107,6 +111,43 @@ def _pairs(problems: Sequence[Problem], num_shifts: int) -> Iterator[tuple[Probl
             yield problems[index], problems[(index + shift) % size]
 
 
+def mutated(data: str, scorer: str, problems: Sequence[Problem]) -> Counts:
+    """Mutations of each distinct gold against it, without those within the tolerance of rounded decimals."""
+    judged, accepted = 0, []
+    for gold in sorted({problem.gold for problem in problems}):
+        value = _value(gold)
+        for answer in mutations(gold):
+            other = _value(answer)
+            is_near = value is not None and other is not None and abs(value - other) <= REL_TOLERANCE * abs(value)
+            # GSM8K's scorer reads the number alone, as its authors' does.
+            if is_near or (scorer == "openai/gsm8k" and answer.endswith("pi")):
+                continue
+            judged += 1
+            if is_correct(scorer, _stated(scorer, answer), gold):
+                accepted.append(f"{answer} for {gold}")
+    return _counts(data, "mutation", scorer, judged, len(accepted), accepted)
+
+
+def mutations(gold: str) -> list[str]:
+    """Each digit replaced by the next one, digits of subscripts that name a quantity aside; another sign, ten times a
+    whole number, a factor π, and without the last element of several.
+    """
+    names = [match.span() for match in re.finditer(r"[A-Za-z]_(?:\{[^{}]*\}|\w)", gold)]
+    found = [
+        gold[: match.start()] + str(int(match[0]) % 9 + 1) + gold[match.end() :]
+        for match in re.finditer(r"\d", gold)
+        if not any(start <= match.start() < end for start, end in names)
+    ]
+    if re.fullmatch(r"-?[\d,.]*\d", gold) and _value(gold) != 0:
+        found.append(gold[1:] if gold.startswith("-") else f"-{gold}")
+        found += [f"{gold}0"] if "." not in gold else []
+        found.append(rf"{gold}\pi")
+    if ", " in gold:
+        end = gold[-1] if gold[-1] in ")]}" else ""
+        found.append(gold.rpartition(", ")[0] + end)
+    return found
+
+
 def are_truly_equal(a: str, b: str) -> bool:
     """The same text, or the same value."""
     if a == b:
@@ -164,6 +205,7 @@ def measure(root: Path, num_shifts: int) -> list[Counts]:
         for scorer in [*own, "math", "strict"]:
             results.append(boxed(data, scorer, problems))
             results.append(shuffled(data, scorer, problems, num_shifts))
+            results.append(mutated(data, scorer, problems))
     return results
 
 
@@ -176,7 +218,7 @@ def failures(results: Sequence[Counts]) -> list[str]:
             found.append(f"{name}: {result.correct}/{result.judged} correct, at least {WORKED_GATE:.1%} expected")
         elif result.check == "boxed gold" and result.unexpected:
             found.append(f"{name}: {len(result.unexpected)} wrong, 0 expected")
-        elif result.check == "other gold" and result.correct:
+        elif result.check in ("other gold", "mutation") and result.correct:
             found.append(f"{name}: {result.correct} accepted, 0 expected")
     return found
 

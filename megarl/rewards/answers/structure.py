@@ -17,6 +17,8 @@ _LETTER = r"[^\W\d_]"
 _LIST_SEPARATORS = (
     rf"[,;和或]|(?<!{_LETTER})(?<!\\)(?:and|or|или|et|und|oder|ou)(?!{_LETTER})|(?<=\d )[yoи](?= -?[\d\\])"
 )
+# Its commas separate nothing, unless it stands in brackets.
+_THOUSANDS = r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])"
 _INFINITY = r"\infty"
 
 
@@ -33,12 +35,17 @@ class Group:
         return self.opening not in ("", r"\{")
 
 
-def split_top(text: str, separators: str) -> list[str]:
-    """Split a text where the regular expression `separators` matches outside of brackets, braces and environments."""
+def split_top(text: str, separators: str, *, whole: str = "(?!)") -> list[str]:
+    """Split a text where the regular expression `separators` matches outside of brackets, braces and environments.
+
+    whole: what this regular expression matches is not split.
+    """
     parts, depth, start, position = [], 0, 0, 0
-    pattern = re.compile(rf"\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
+    pattern = re.compile(rf"(?P<whole>{whole})|\\begin\b|\\end\b|[([{{]|[)\]}}]|{separators}")
     while match := pattern.search(text, position):
         token, position = match[0], max(match.end(), match.start() + 1)
+        if match["whole"]:
+            continue
         if token in _OPENING or token == r"\begin":
             depth += 1
         elif token in _CLOSING or token == r"\end":
@@ -52,7 +59,7 @@ def split_top(text: str, separators: str) -> list[str]:
 def parse_group(text: str) -> Group | None:
     r"""Parse a group such as `(1,2)`, `[0,1)`, `\{1,2\}`, `1, 2`, `1 and 2` or `x=1; y=2`.
 
-    Returns None if the text is a single item without brackets.
+    Without brackets, `12,000` is one number. Returns None if the text is a single item without brackets.
     """
     if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at_end(text[1:-2] + text[-1]):
         opening, closing, inside = r"\{", r"\}", text[2:-2]
@@ -60,7 +67,8 @@ def parse_group(text: str) -> Group | None:
         opening, closing, inside = text[0], text[-1], text[1:-1]
     else:
         opening, closing, inside = "", "", text
-    items = [item for item in split_top(inside, _LIST_SEPARATORS) if item]
+    whole = "(?!)" if opening else _THOUSANDS
+    items = [item for item in split_top(inside, _LIST_SEPARATORS, whole=whole) if item]
     if not items or (len(items) == 1 and opening not in ("(", r"\{")):
         return None
     return Group(opening=opening, closing=closing, items=tuple(items))

@@ -21,6 +21,8 @@ _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 _IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z_])")
 _DECIMAL = re.compile(r"\d\.\d")
 _DEGREE = re.compile(r"\s*degree\b")
+# The parser takes \gamma for the gamma function of what follows; here it is a variable, whose new name nobody writes.
+_GAMMA = re.compile(r"\\gamma(?![a-zA-Z])")
 # Decimal places and digits at which math-verify compares floats.
 _FLOAT_ROUNDING, _NUMERIC_PRECISION = 6, 15
 # Values of the variables in the order of their names; negative ones distinguish sqrt(x^2) from x.
@@ -41,7 +43,8 @@ _CONSTANT_DIGITS, _DECIMAL_DIGITS, _LOST_DIGITS = 1_000, 80, 30
 
 @lru_cache(maxsize=8192)
 def parse_latex(text: str, *, is_complex: bool = False) -> Any:
-    """Parse LaTeX to a sympy object, without evaluating Python code; None if `guard` refuses it or it is not LaTeX.
+    """Parse LaTeX to a sympy object, without evaluating Python code; None if `guard` refuses it, or it is not LaTeX or
+    has no value, as a division by zero.
 
     Variables are real. With `is_complex` they are complex, and i is the imaginary unit.
     """
@@ -49,12 +52,14 @@ def parse_latex(text: str, *, is_complex: bool = False) -> Any:
         return None
     try:
         expression = latex2sympy(
-            _DEGREE.sub(r"^{\\circ}", text),
+            _GAMMA.sub(r"\\varpi ", _DEGREE.sub(r"^{\\circ}", text)),
             is_real=None if is_complex else True,
             convert_degrees=True,
             conversion_config=_KEEP_CASE,
             normalization_config=_READ_AS_WRITTEN,
         )
+        if expression.has(sympy.zoo, sympy.nan):
+            return None
         return expression.xreplace({sympy.Symbol("i"): sympy.I}) if is_complex else expression
     except Exception:  # the parser raises Exception itself, and sympy whatever its constructors meet
         return None

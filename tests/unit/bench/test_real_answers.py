@@ -8,7 +8,17 @@ import pytest
 
 from megarl.rewards import SCORERS
 from megarl.types import Reward
-from tools.bench.real_answers import are_truly_equal, boxed, failures, measure, read_sets, shuffled, worked
+from tools.bench.real_answers import (
+    are_truly_equal,
+    boxed,
+    failures,
+    measure,
+    mutated,
+    mutations,
+    read_sets,
+    shuffled,
+    worked,
+)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -52,6 +62,29 @@ def test_a_scorer_that_accepts_everything_fails(root: Path, monkeypatch: pytest.
     # Of six pairs the two of 1.0 and 1.0 do not count.
     assert failures([result]) == ["svamp, other gold, anything: 4 accepted, 0 expected"]
     assert result.unexpected[0] == "1.0 for 1.5 (a, b)"
+
+
+def test_a_scorer_that_accepts_mutations_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORERS._entries, "anything", lambda *_: Reward(score=1.0, correct=True))
+    # Two digits, the sign and a factor of 1.0 and of 1.5.
+    found = mutated("svamp", "anything", read_sets(root)["svamp"])
+    assert failures([found]) == ["svamp, mutation, anything: 8 accepted, 0 expected"]
+    assert found.unexpected[:4] == ("2.0 for 1.0", "1.1 for 1.0", "-1.0 for 1.0", r"1.0\pi for 1.0")
+
+
+@pytest.mark.parametrize(
+    ("gold", "others"),
+    [
+        ("12", ["22", "13", "-12", "120", r"12\pi"]),
+        ("-0.9", ["-1.9", "-0.1", "0.9", r"-0.9\pi"]),
+        # The digit of a name is no value.
+        ("x_{1}^2", ["x_{1}^3"]),
+        ("(1, 2)", ["(2, 2)", "(1, 3)", "(1)"]),
+        ("0", ["1"]),
+    ],
+)
+def test_mutations(gold: str, others: list[str]) -> None:
+    assert mutations(gold) == others
 
 
 def test_what_is_wrong_is_found(root: Path) -> None:
