@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -73,7 +74,10 @@ with Sandbox().program({SLEEPER!r}) as program:
     ) as caller:
         assert caller.stdout is not None
         keeper = psutil.Process(int(caller.stdout.readline()))
-        family = [keeper, keeper.parent(), *keeper.children()]
+        deadline = time.monotonic() + 10.0
+        while not (children := keeper.children()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        family = [keeper, keeper.parent(), *children]
         caller.kill()
     assert len(family) == 3
     assert gone([process for process in family if process is not None])
