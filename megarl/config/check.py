@@ -6,6 +6,7 @@ Each rule is a function that raises ConfigError. Tuples at the end of the module
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import TypeAlias
 
 from megarl.config.check_batches import (
@@ -111,6 +112,15 @@ def _require_ipc(config: Config) -> None:
         raise ConfigError(
             f"sync.cuda_ipc: got true, but processes cannot share a device's memory on {here.name}; set "
             f"sync.cuda_ipc=false"
+        )
+
+
+def _require_dtype_of_layers(config: Config) -> None:
+    here = platform()
+    if config.model.dtype == "float32" and here.name == "cuda" and find_spec("transformer_engine") is not None:
+        raise ConfigError(
+            "model.dtype: got float32, but Transformer Engine has no attention for packed sequences in float32; set "
+            "model.dtype=bfloat16"
         )
 
 
@@ -241,6 +251,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     require_ranges,
     _require_model_path,
     _require_sound_layout,
+    _require_dtype_of_layers,
     check_trainer_nodes,
     _require_joined_cluster,
 )

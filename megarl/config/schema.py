@@ -68,7 +68,7 @@ class RunConfig:
     dir: str = "runs"  # Directory that holds runs.
     seed: int = setting(0, AT_LEAST_0)  # Seed that all randomness derives from.
     # Produce the same numbers in every run, resumed or not, by disabling the engines' prefix cache and using
-    # torch's deterministic algorithms.
+    # the deterministic algorithms of torch and Transformer Engine and, on GPUs, vLLM's batch-invariant kernels.
     deterministic: bool = setting(False, affects=("workers",))
 
 

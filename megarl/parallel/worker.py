@@ -75,6 +75,8 @@ class PolicyWorker:
         tensor_parallel.model_parallel_cuda_manual_seed(request.seed)
         # cuBLAS reads it when it is first used. torch warns of operations that have no deterministic algorithm.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Transformer Engine reads it when it builds attention.
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not request.deterministic))
         torch.use_deterministic_algorithms(request.deterministic, warn_only=True)
         self.roles = {spec.role: load_role(spec, self.layout) for spec in request.roles}
         self.offloaders = {role: Offloader(loaded) for role, loaded in self.roles.items()}

@@ -71,7 +71,10 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """The settings with which an engine starts."""
+    """The settings with which an engine starts.
+
+    batch_invariant: whether kernels compute a sequence in the same way whatever else is in its batch.
+    """
 
     model_path: str
     dtype: str
@@ -80,6 +83,7 @@ class EngineSpec:
     config: EngineConfig
     can_sleep: bool = False
     max_nucleus: int = 0
+    batch_invariant: bool = False
 
 
 def engine_spec(config: Config) -> EngineSpec:
@@ -101,6 +105,7 @@ def engine_spec(config: Config) -> EngineSpec:
         config=engine,
         can_sleep=config.placement.offload,
         max_nucleus=max(config.rollout.top_k, 0),
+        batch_invariant=config.run.deterministic and platform().has_batch_invariant_engines,
     )
 
 
@@ -113,6 +118,9 @@ class VllmEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
+        if spec.batch_invariant:
+            # vLLM's kernels read it while they are imported.
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm import LLM
 
         self.llm = LLM(**_engine_arguments(spec))

@@ -15,6 +15,7 @@ from megarl.config.check import (
     check_train_preference,
     check_train_reward,
 )
+from megarl.device.platform import PLATFORMS
 from megarl.errors import ConfigError
 
 # Passes every rule of both kinds of run.
@@ -453,3 +454,24 @@ def test_a_run_without_steps_only_validates() -> None:
 def test_pass_at_needs_so_many_answers() -> None:
     got = message(check_train, validation__pass_at=(1, 4), validation__num_samples=2)
     assert got.startswith("validation.pass_at: got [1, 4], expected at most validation.num_samples=2")
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "dtype", "refused"),
+    [
+        ("cuda", True, "float32", True),
+        ("cuda", True, "bfloat16", False),
+        ("cuda", False, "float32", False),
+        ("cpu", True, "float32", False),
+    ],
+)
+def test_transformer_engine_does_not_train_in_float32(
+    device: str, installed: bool, dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.config.check.platform", PLATFORMS[device])
+    monkeypatch.setattr("megarl.config.check.find_spec", lambda name: installed or None)
+    if not refused:
+        check_sft(config(model__dtype=dtype))
+        return
+    with pytest.raises(ConfigError, match=r"^model.dtype: got float32, but Transformer Engine .*model.dtype=bfloat16$"):
+        check_sft(config(model__dtype=dtype))

@@ -1,5 +1,6 @@
 """What a run's configuration makes of its engine."""
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -67,3 +68,31 @@ def test_engines_sleep_on_cuda_only(
     engine.wake(("kv_cache",))
     assert engine.llm.calls == calls
     assert {key: value for key, value in engine.llm.arguments.items() if "sleep" in key} == arguments
+
+
+@pytest.mark.usefixtures("_no_platform_chosen")
+@pytest.mark.parametrize(
+    ("device", "deterministic", "invariant"), [("cuda", True, "1"), ("cuda", False, None), ("cpu", True, None)]
+)
+def test_deterministic_engines_on_cuda_are_batch_invariant(
+    device: str, deterministic: bool, invariant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable is set before vLLM is imported, and is one that vLLM reads."""
+    from vllm.envs import environment_variables
+
+    assert "VLLM_BATCH_INVARIANT" in environment_variables
+    seen = []
+
+    class Importing(SimpleNamespace):
+        def __getattr__(self, name: str) -> type[RecordingEngine]:
+            assert name == "LLM"
+            seen.append(os.environ.get("VLLM_BATCH_INVARIANT"))
+            return RecordingEngine
+
+    monkeypatch.setenv("MEGARL_DEVICE", device)
+    # Undone afterwards, whatever the engine sets.
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "")
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    monkeypatch.setitem(sys.modules, "vllm", Importing(__path__=[], __spec__=None))
+    VllmEngine(engine_spec(from_dict(Config, {"run": {"deterministic": deterministic}})))
+    assert set(seen) == {invariant}
