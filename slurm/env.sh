@@ -2,18 +2,20 @@
 # Adapt it to the cluster; a comment says what each setting is for.
 # shellcheck shell=bash
 
-# --- Software: a virtual environment on storage that all nodes share, made by `make install`.
+# --- Software: a virtual environment on storage that all nodes share, made as docs/slurm.md says.
 # With environment modules: load compiler, CUDA and NCCL here, as in
 #   module purge; module load cuda/13.0 nccl
-# With a container (enroot and pyxis): build it once with `make install` inside, then pass to sbatch
-#   --container-image=/shared/megarl.sqsh --container-mounts=/shared:/shared --no-container-remap-root
-# srun inherits it. In that case remove the lines up to `export PATH`.
+# In a container made from containers/, MEGARL_VENV is set to the environment inside.
 MEGARL_VENV="${MEGARL_VENV:-$PWD/.venv}"
 if [[ ! -x "$MEGARL_VENV/bin/megarl" ]]; then
     echo "env.sh: no $MEGARL_VENV/bin/megarl; run make install there, or set MEGARL_VENV" >&2
     exit 2
 fi
 export PATH="$MEGARL_VENV/bin:$PATH"
+
+# --- srun: further arguments, quoted as in a shell, for the srun that starts Ray on all nodes. They follow megarl's own,
+# in every component of a heterogeneous job. With pyxis, slurm/container.sh prints those that start a container.
+export MEGARL_SRUN_ARGS="${MEGARL_SRUN_ARGS:-}"
 
 # --- Threads: a rank computes on its device; more CPU threads would only compete with those of other ranks.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

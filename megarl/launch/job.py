@@ -5,6 +5,7 @@ This process replaces the batch script (by exec), so that signals that Slurm sen
 
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from megarl.errors import ConfigError
 from megarl.host.exit_codes import EXIT_BAD_INPUT, EXIT_STOPPED
 from megarl.host.janitor import HOSTED_RUN_VARIABLE, RunScope, clean_up
 from megarl.launch.allocation import Allocation, RayPorts, own_address
@@ -30,6 +32,8 @@ CLEAN_UP_S = 20.0
 SIGN_OF_LIFE_S = 8.0
 # With a time limit shorter than the start of a run, attempts would otherwise be repeated forever.
 MAX_FRUITLESS = 3
+# Arguments of the user for srun, such as those that start a container; they follow megarl's own, so they win.
+SRUN_ARGS_VARIABLE = "MEGARL_SRUN_ARGS"
 # How long a job that was put back into the queue waits for Slurm to end it.
 REQUEUE_S = 120.0
 
@@ -129,7 +133,18 @@ def _attempt(command: JobCommand, allocation: Allocation, logs: Path, driver: _D
 
 
 def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, logs: Path) -> list[str]:
-    """Return the srun command that keeps Ray running on every host, by one task per host."""
+    """Return the srun command that keeps Ray running on every host, by one task per host.
+
+    Raises ConfigError if the user's arguments for srun cannot be split into words.
+    """
+    given = os.environ.get(SRUN_ARGS_VARIABLE, "")
+    try:
+        users = shlex.split(given)
+    except ValueError as error:
+        raise ConfigError(
+            f"{SRUN_ARGS_VARIABLE}: got {given!r}, expected arguments of srun, quoted as in a shell: {error}; correct "
+            f"it where the job is submitted, or in slurm/env.sh"
+        ) from error
     groups = allocation.groups
     line = ["srun"]
     for i, group in enumerate(groups):
@@ -145,6 +160,7 @@ def _srun(command: JobCommand, allocation: Allocation, run_id: str, head: str, l
             "--mem=0",
             "--kill-on-bad-exit=1",
             f"--output={logs}/%N.log",
+            *users,
             sys.executable,
             "-m",
             "megarl.launch.host",

@@ -1,0 +1,150 @@
+"""Arguments of srun that a user gives in MEGARL_SRUN_ARGS, and what slurm/container.sh gives for pyxis.
+
+Slurm is a shim here: programs that note what they are asked for. tests/slurm has a real one.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import ClusterConfig
+from megarl.errors import ConfigError
+from megarl.launch import job
+from megarl.launch.allocation import Allocation, HostGroup
+from megarl.launch.command import JobCommand
+
+ROOT = Path(__file__).parents[3]
+CONTAINER = "--container-image=/shared/megarl.sqsh '--container-mounts=/shared,/my data:/data:ro'"
+
+
+def srun_line(*groups: HostGroup) -> list[str]:
+    command = JobCommand(argv=("train",), directory=Path("/runs/a"), cluster=ClusterConfig())
+    return job._srun(command, Allocation(job_id=7, groups=groups), "7-0-0", "10.0.0.1", Path("/runs/a/logs"))
+
+
+def test_they_come_last_of_the_options_of_every_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun takes the last of two equal options, and the options of a component up to the colon."""
+    groups = [HostGroup(hosts=(f"{name}1", f"{name}2"), cpus_per_host=8) for name in ("trainer", "engine")]
+    monkeypatch.delenv("MEGARL_SRUN_ARGS", raising=False)
+    plain = srun_line(*groups)
+    monkeypatch.setenv("MEGARL_SRUN_ARGS", CONTAINER)
+    line = srun_line(*groups)
+    given = ["--container-image=/shared/megarl.sqsh", "--container-mounts=/shared,/my data:/data:ro"]
+    starts = [i for i, word in enumerate(line) if word == sys.executable]
+    assert [line[i - 2 : i] for i in starts] == [given, given]
+    assert [word for word in line if word not in given] == plain
+
+
+def test_an_open_quote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_SRUN_ARGS", "--container-name='a")
+    with pytest.raises(ConfigError, match=r"MEGARL_SRUN_ARGS: got .*--container-name='a.*No closing quotation"):
+        srun_line(HostGroup(hosts=("a",), cpus_per_host=8))
+
+
+@pytest.fixture
+def shim(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Makes a program of this name in `tmp_path/bin`, the body of a shell script."""
+
+    def make(name: str, body: str) -> Path:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def environment_of(tmp_path: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MEGARL_"))}
+    return kept | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"} | more
+
+
+@pytest.mark.parametrize("script", ["train", "train_split", "eval"])
+def test_they_reach_the_job_from_env_sh_and_from_the_submitters_environment(
+    tmp_path: Path, shim: Callable[[str, str], Path], script: str
+) -> None:
+    shim("megarl", 'echo "$MEGARL_SRUN_ARGS"')
+    venv = {"MEGARL_VENV": str(tmp_path), "SLURM_SUBMIT_DIR": str(ROOT)}
+
+    def run(**more: str) -> str:
+        command = ["bash", f"slurm/{script}.sbatch", "run.yaml"]
+        environment = environment_of(tmp_path, **venv, **more)
+        return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+    assert run() == "\n"
+    assert run(MEGARL_SRUN_ARGS=CONTAINER) == CONTAINER + "\n"
+
+
+CONFIG = """Configuration data as of 2026-11-24T12:00:00
+AuthAltTypes            = (null)
+AuthInfo                = {auth_info}
+AuthType                = auth/munge
+PluginDir               = {root}/lib/slurm:{root}/lib/more
+PlugStackConfig         = {root}/etc/plugstack.conf
+SLURM_CONF              = {root}/etc/slurm.conf
+SlurmUser               = slurm(64030)
+Slurmctld(primary) at login is UP"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, shim: Callable[[str, str], Path]) -> Path:
+    """A cluster's Slurm as its login node shows it, with pyxis."""
+    for name in ("lib/slurm", "lib/more", "lib/spank", "etc/plugstack.conf.d", "share"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "lib/spank/spank_pyxis.so").touch()
+    (tmp_path / "share/pyxis.conf").write_text(f"required {tmp_path}/lib/spank/spank_pyxis.so sbatch_support=1\n")
+    (tmp_path / "etc/plugstack.conf.d/pyxis.conf").symlink_to(tmp_path / "share/pyxis.conf")
+    (tmp_path / "etc/plugstack.conf").write_text(f"include {tmp_path}/etc/plugstack.conf.d/*\n")
+    for name in ("srun", "scancel"):
+        shim(name, "exit 1")
+    shim("scontrol", f"cat <<END\n{CONFIG.format(root=tmp_path, auth_info='(null)')}\nEND")
+    return tmp_path
+
+
+def container_options(root: Path, *arguments: str) -> list[str]:
+    command = [str(ROOT / "slurm/container.sh"), *arguments]
+    done = subprocess.run(command, env=environment_of(root), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    return done.stdout.split()
+
+
+def test_slurms_commands_are_mounted_on_the_path_and_what_they_read_where_it_is(slurm: Path) -> None:
+    image, mounts, *rest = container_options(slurm, "/shared/megarl.sqsh", "/shared", "/data:/data:ro")
+    assert image == "--container-image=/shared/megarl.sqsh"
+    assert rest == ["--no-container-remap-root"]
+    of_slurm = [
+        *(f"{slurm}/bin/{name}:/usr/local/bin/{name}" for name in ("srun", "scontrol", "scancel")),
+        *(f"{slurm}/{name}" for name in ("etc", "lib/slurm", "lib/more", "share/pyxis.conf", "lib/spank")),
+    ]
+    # /tmp has the sockets by which the driver, in one container, reaches Ray, in another.
+    expected = {"/shared", "/data:/data:ro", "/tmp", "/run/munge", "/etc/passwd", "/etc/group", *of_slurm}
+    found = mounts.removeprefix("--container-mounts=").split(",")
+    assert sorted(found) == sorted(expected)
+
+
+def test_munges_socket_is_where_the_configuration_says(slurm: Path, shim: Callable[[str, str], Path]) -> None:
+    text = CONFIG.format(root=slurm, auth_info="cred_expire=5,socket=/var/spool/munge/s.2,ttl=3")
+    shim("scontrol", f"cat <<END\n{text}\nEND")
+    mounts = container_options(slurm, "/a.sqsh")[1]
+    assert "/var/spool/munge," in mounts + ","
+    assert "/run/munge" not in mounts
+
+
+def test_a_host_without_slurm_is_told_where_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "env"):
+        (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    done = subprocess.run(
+        [str(ROOT / "slurm/container.sh"), "/a.sqsh"],
+        env={"PATH": f"{tmp_path}/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "container.sh: no srun here; run it on a login node, or load Slurm's module first\n"
