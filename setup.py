@@ -61,6 +61,8 @@ setup(
             "torch==2.13.0",
             "vllm==0.32.0",
             "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
+        ],
+        "apex": [
             # The package called apex on the Python Package Index is an unrelated project.
             "apex @ git+https://github.com/NVIDIA/apex.git@10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4",
         ],

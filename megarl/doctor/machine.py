@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def check_machine(platform: Platform) -> Iterator[Finding]:
-    """Check devices, collectives, memory, cores, shared memory and open files."""
+    """Check devices, collectives, memory, cores, shared memory and open files; on GPUs also the C compiler."""
     yield devices_finding(platform.name, platform.devices())
     version = torch_build().nccl_version if platform.backend == "nccl" else None
     if platform.backend != "nccl" or version is not None:
@@ -55,6 +56,8 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
     else:
         yield Finding(subject=str(SHM_DIR), found="absent", status=Status.MISSING, advice="mount a tmpfs there")
     yield files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    if platform.name == "cuda":
+        yield compiler_finding(Path(sysconfig.get_path("include")))
 
 
 def devices_finding(name: str, devices: Sequence[Device]) -> Finding:
@@ -134,6 +137,27 @@ def files_finding(soft: int, hard: int) -> Finding:
         found="unlimited" if unlimited else f"{soft} (hard limit {hard})",
         status=Status.OK if is_enough else Status.WARN,
         advice="" if is_enough else f"Ray needs many on large runs: ulimit -n {reachable}",
+    )
+
+
+def compiler_finding(include: Path) -> Finding:
+    """Report whether Triton can compile what starts its kernels, which it does when a run first needs them.
+
+    include: the directory of Python's headers.
+    """
+    # Where Triton looks, in its order.
+    wanted = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, wanted)), None)
+    lacks = [f"no {' or '.join(wanted)}"] if compiler is None else []
+    if not (include / "Python.h").is_file():
+        lacks.append(f"no {include}/Python.h")
+    return Finding(
+        subject="C compiler",
+        found=", ".join(lacks) or f"{compiler}, with Python's headers",
+        status=Status.MISSING if lacks else Status.OK,
+        advice="Triton's kernels do not start without: apt-get install gcc python3-dev, or name one by CC"
+        if lacks
+        else "",
     )
 
 

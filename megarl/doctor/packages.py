@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import platform as host
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,8 +20,15 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 MIN_PYTHON = (3, 11)
-# A run can do without these; Megatron's own layers and optimizer replace them.
-OPTIONAL = ("transformer-engine", "apex")
+# The extras of megarl whose packages a run uses, by platform.
+EXTRAS = {"cpu": ("cpu",), "cuda": ("cuda", "apex")}
+# What a run that does without these packages loses.
+OPTIONAL = {
+    "transformer-engine": "megarl's norm and attention take its place, without fused kernels and grouped experts",
+    "apex": "weight gradients are not added up within the matrix products (gradient_accumulation_fusion)",
+}
+# Importing Transformer Engine takes about ten seconds; a file system that nodes share makes it slower.
+IMPORT_S = 120.0
 # The default builds of these load CUDA libraries; if torch has no CUDA, vLLM cannot be imported beside them.
 ABSENT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 # A module of NVIDIA's apex that the unrelated package `apex` on the Python Package Index does not have.
@@ -54,7 +62,8 @@ def check_packages(check_megatron: Callable[[], None]) -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, declared):
-        if requirement.marker is None or requirement.marker.evaluate({"extra": platform().name}):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in EXTRAS[platform().name]):
             yield _package(requirement, check_megatron)
     for name in ABSENT_ON_CPU if platform().name == "cpu" else ():
         if (version := installed_version(name)) is not None and not version.endswith("+cpu"):
@@ -79,6 +88,7 @@ def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> 
     special: Mapping[str, Callable[[Requirement, str], Finding]] = {
         "torch": _torch,
         "megatron-core": partial(_megatron, check_megatron),
+        "transformer-engine": _transformer_engine,
         "apex": _apex,
     }
     version = installed_version(name)
@@ -86,7 +96,7 @@ def _package(requirement: "Requirement", check_megatron: Callable[[], None]) -> 
         needed = name not in OPTIONAL
         return Finding(
             subject=name,
-            found="not installed" if needed else "not installed; Megatron's own code takes its place",
+            found="not installed" if needed else f"not installed: {OPTIONAL[name]}",
             status=Status.MISSING if needed else Status.WARN,
             advice=_install(requirement),
         )
@@ -106,6 +116,8 @@ def _versioned(requirement: "Requirement", version: str, detail: str = "") -> Fi
 def _install(requirement: "Requirement") -> str:
     if requirement.name == "apex":
         return f'pip install --no-build-isolation "apex @ {requirement.url}" with APEX_CPP_EXT=1 APEX_CUDA_EXT=1'
+    if requirement.name == "transformer-engine":
+        return "install it as containers/install.sh does"
     return f'pip install "{requirement.name}{requirement.specifier}"'
 
 
@@ -134,6 +146,28 @@ def _megatron(check_megatron: Callable[[], None], requirement: "Requirement", ve
         found=f"{version}, which has what megarl relies on",
         status=Status.WARN,
         advice=f"tested with {TESTED_MEGATRON}; {_install(requirement)}",
+    )
+
+
+def _transformer_engine(requirement: "Requirement", version: str) -> Finding:
+    """Import it in a process of its own: built for another torch, it may end the process that imports it."""
+    child = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    try:
+        done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        problem = f"its import did not end within {IMPORT_S:g} s"
+    else:
+        if done.returncode == 0:
+            return _versioned(requirement, version, ", which imports")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        signal_name = f"signal {-done.returncode}" if done.returncode < 0 else ""
+        problem = f"its import fails: {signal_name or last}"
+    return Finding(
+        subject="transformer-engine",
+        found=f"{version}, but {problem}",
+        status=Status.MISSING,
+        advice=f"its extension must be built beside this torch: {_install(requirement)}; or do without it: "
+        "pip uninstall transformer-engine transformer-engine-torch",
     )
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from megarl import cli
 from megarl.device.accelerators import Device, parse_devices, peak_tflops
-from megarl.device.platform import CpuPlatform
+from megarl.device.platform import CpuPlatform, CudaPlatform
 from megarl.doctor import render
 from megarl.doctor.finding import Finding, Status
 from megarl.doctor.machine import (
     available_bytes,
     check_machine,
+    compiler_finding,
     devices_finding,
     files_finding,
     memory_finding,
@@ -88,6 +89,23 @@ def test_files_of_dead_runs(tmp_path: Path) -> None:
 def test_every_part_of_the_machine_is_looked_at() -> None:
     subjects = [finding.subject for finding in check_machine(CpuPlatform())]
     assert subjects == ["devices", "collectives", "memory", "cores", "/dev/shm", "stale files", "open files"]
+    assert [finding.subject for finding in check_machine(CudaPlatform())] == [*subjects, "C compiler"]
+
+
+def test_the_c_compiler_is_looked_for_as_triton_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment's CC alone if it is set, else gcc, else clang (triton/runtime/build.py); and Python's headers."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    neither = compiler_finding(tmp_path)
+    assert (neither.status, neither.found) == (Status.MISSING, f"no gcc or clang, no {tmp_path}/Python.h")
+    assert "python3-dev" in neither.advice
+    (tmp_path / "Python.h").touch()
+    for name in ("clang", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
+        assert compiler_finding(tmp_path).found == f"{tmp_path}/{name}, with Python's headers"
+        assert compiler_finding(tmp_path).status is Status.OK
+    monkeypatch.setenv("CC", "cc-13")
+    assert compiler_finding(tmp_path).found == "no cc-13"
 
 
 FINE = Finding(subject="a", found="1")

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ REQUIRES = [
     'torch==2.13.0; extra == "cuda"',
     'vllm==0.32.0; extra == "cuda"',
     'transformer-engine[pytorch]<2.12,>=2.9; extra == "cuda"',
-    'apex @ git+https://github.com/NVIDIA/apex.git@abc ; extra == "cuda"',
+    'apex @ git+https://github.com/NVIDIA/apex.git@abc ; extra == "apex"',
     'pytest; extra == "dev"',
 ]
 CUDA_BUILD, CPU_BUILD = (
@@ -90,6 +91,7 @@ def test_cuda_without_the_optional_packages(diagnose) -> None:
     assert findings["torch"].found == "2.13.0, built for CUDA 13.0"
     assert findings["transformer-engine"].status is Status.WARN
     assert findings["apex"].status is Status.WARN
+    assert "gradient_accumulation_fusion" in findings["apex"].found
     assert findings["apex"].advice.startswith(
         'pip install --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@abc"'
     )
@@ -123,6 +125,31 @@ def test_apex_is_known_by_what_it_contains(
         "apex"
     ]
     assert (finding.found, finding.status) == (found, status)
+
+
+@pytest.mark.parametrize(
+    ("code", "found", "status"),
+    [
+        ("", "2.11.0, which imports", Status.OK),
+        ("raise ImportError('undefined symbol: _ZN5torch')", "2.11.0, but .*ImportError: undefined", Status.MISSING),
+        ("import os; os.abort()", "2.11.0, but its import fails: signal 6", Status.MISSING),
+        ("import time; time.sleep(60)", "2.11.0, but its import did not end within 1 s", Status.MISSING),
+    ],
+)
+def test_transformer_engine_is_imported_where_that_can_do_no_harm(
+    diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, found: str, status: Status
+) -> None:
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if "sleep" in code:
+        monkeypatch.setattr(packages, "IMPORT_S", 1.0)
+    finding = diagnose(CudaPlatform(), CUDA_BUILD, {"transformer-engine": "2.11.0"})["transformer-engine"]
+    assert re.match(found, finding.found)
+    assert finding.status is status
+    assert bool(finding.advice) is (status is Status.MISSING)
 
 
 def test_another_megatron_is_probed(diagnose) -> None:
