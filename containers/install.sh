@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Make a virtual environment with all that megarl needs on NVIDIA GPUs, megarl itself left out:
+#   containers/install.sh DIRECTORY
+# PYTHON names the Python to use (python3.12). CUDA_HOME is the CUDA toolkit, 13.0 (/usr/local/cuda). No GPU is needed.
+# APEX=1 also builds apex; requirements/apex.txt says what it is for.
+set -euo pipefail
+venv="$(realpath -m "${1:?install.sh: expected the directory of the environment}")"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}"
+if [[ ! -x "$CUDA_HOME/bin/nvcc" ]]; then
+    echo "install.sh: no $CUDA_HOME/bin/nvcc; install the CUDA toolkit 13.0, and name its directory by CUDA_HOME" >&2
+    exit 2
+fi
+
+"${PYTHON:-python3.12}" -m venv "$venv"
+# ninja, which runs the compilers, is one of the packages.
+export PATH="$venv/bin:$CUDA_HOME/bin:$PATH"
+install=(python -m pip install --no-deps --no-input --no-cache-dir --disable-pip-version-check)
+"${install[@]}" --only-binary :all: -r requirements/cuda.txt
+
+# Transformer Engine includes the headers of cuDNN and NCCL, which lie in their wheels and not where compilers look.
+packages="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+for library in cudnn nccl; do
+    if [[ ! -d "$packages/nvidia/$library/include" ]]; then
+        echo "install.sh: no $packages/nvidia/$library/include; its wheel in requirements/cuda.txt has no headers" >&2
+        exit 1
+    fi
+    CPATH="$packages/nvidia/$library/include${CPATH:+:$CPATH}"
+done
+export CPATH
+# Compiled here: its setup would otherwise look for a wheel elsewhere, of which nothing pins the contents.
+NVTE_PYTORCH_FORCE_BUILD=TRUE "${install[@]}" --no-build-isolation -r requirements/cuda-source.txt
+if [[ "${APEX:-0}" == 1 ]]; then
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 "${install[@]}" --no-build-isolation -r requirements/apex.txt
+fi
