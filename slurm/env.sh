@@ -8,7 +8,7 @@
 # In a container made from containers/, MEGARL_VENV is set to the environment inside.
 MEGARL_VENV="${MEGARL_VENV:-$PWD/.venv}"
 if [[ ! -x "$MEGARL_VENV/bin/megarl" ]]; then
-    echo "env.sh: no $MEGARL_VENV/bin/megarl; run make install there, or set MEGARL_VENV" >&2
+    echo "env.sh: no $MEGARL_VENV/bin/megarl; make it as docs/slurm.md says, or set MEGARL_VENV" >&2
     exit 2
 fi
 export PATH="$MEGARL_VENV/bin:$PATH"

@@ -36,7 +36,7 @@ def check_machine(platform: Platform) -> Iterator[Finding]:
             subject="collectives",
             found="NCCL absent",
             status=Status.MISSING,
-            advice="install the CUDA build of torch (requirements/cuda.txt)",
+            advice="install the CUDA build of torch (containers/install.sh)",
         )
     free = available_bytes(Path("/proc/meminfo").read_text())
     # In a container the limit of its memory counts, if that is less.

@@ -128,7 +128,7 @@ def _torch(requirement: "Requirement", version: str) -> Finding:
             subject="torch",
             found=f"{version}, built without CUDA",
             status=Status.MISSING,
-            advice="install the CUDA build (requirements/cuda.txt), or set MEGARL_DEVICE=cpu",
+            advice="install the CUDA build (containers/install.sh), or set MEGARL_DEVICE=cpu",
         )
     target = f"CUDA {build.cuda_version}" if build.cuda_version else "CPU"
     return _versioned(requirement, version, f", built for {target}")

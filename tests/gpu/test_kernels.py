@@ -52,6 +52,6 @@ def test_the_self_test_passes(dtype: torch.dtype) -> None:
 
 def test_triton_is_chosen_where_it_is_installed() -> None:
     candidate = triton_candidate()
-    assert candidate is not None, "no Triton beside this torch; install what requirements/cuda.txt says"
+    assert candidate is not None, "no Triton beside this torch; install it with containers/install.sh"
     assert find_fault(candidate, torch.device("cuda")) is None
     assert not isinstance(choose_kernels(torch.device("cuda")), TorchKernels)
