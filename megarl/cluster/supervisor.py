@@ -87,8 +87,14 @@ class EngineSupervisor:
             self._bring_back()
         self._engines.submit(requests, tell)
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
-        """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again."""
+    def wait(
+        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
+    ) -> None:
+        """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again.
+
+        before_push: the policy's weights are no longer those that engines have. A new engine could only get the newer
+        ones, so where no living engine may take over, this returns early and the next `push` begins the requests again.
+        """
         while not until():
             self._engines.wait(until, timeout_s=timeout_s, doing=doing)
             orphans, living = self._engines.orphans(), self._engines.living()
@@ -98,6 +104,8 @@ class EngineSupervisor:
                 # With the memory of ranks and engines shared, no engine may be at work when one starts.
                 are_idle = partial(self._engines.are_idle, living)
                 self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
+                if before_push:
+                    return
                 self._bring_back()
             else:
                 self._hand_over(orphans)

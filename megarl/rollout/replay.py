@@ -171,7 +171,9 @@ class ReplaySource:
             batch.finish(recorded.prompts[sample.uid], sample)
         return batch
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+    def wait(
+        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
+    ) -> None:
         assert until(), "a replay answers at once"
 
     def poll(self) -> None:

@@ -222,6 +222,26 @@ def test_a_deterministic_run_repeats_the_whole_hand_in_the_same_place() -> None:
     ]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_after_an_update_a_new_engine_begins_its_requests_with_the_next_weights(deterministic: bool) -> None:
+    """Nobody has the dead engine's weights any more: what it had not finished must not name their version."""
+    run = Run(deterministic=deterministic)
+    run.supervisor.push(4)
+    told = Told()
+    run.supervisor.submit([request(0), request(1)], told)
+    run.die(0)
+    if not deterministic:
+        run.die(1)
+    run.calls.clear()
+    run.supervisor.wait(lambda: len(told.seeds) == 2, timeout_s=1.0, doing=lambda: "generating", before_push=True)
+    assert not [call for call in run.calls if "restart" in call or "push" in call]
+    run.supervisor.push(5)
+    assert PUSH(5) in run.calls
+    assert PUSH(4) not in run.calls
+    run.supervisor.wait(lambda: len(told.seeds) == 2, timeout_s=1.0, doing=lambda: "generating")
+    assert sorted(told.seeds) == [0, 1]
+
+
 def test_the_only_engine_left_dies_too() -> None:
     run = Run()
     run.supervisor.push(0)

@@ -47,7 +47,9 @@ class Source:
             batch.finish(prompt, sample)
         return batch
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+    def wait(
+        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
+    ) -> None:
         assert until()
 
     def poll(self) -> None:
