@@ -22,7 +22,7 @@ from tests.helpers.expert_checkpoint import make_moe
 from tools.bench.kill_resume import SCHEDULES, SmallRun, asynchronous_faults, differences, make_inputs
 from tools.bench.killed import kill
 
-NUM_STEPS = 8
+NUM_STEPS = 12
 ASYNC = (*SCHEDULES["async"], f"trainer.total_steps={NUM_STEPS}", "data.val=[]", "checkpoint.every_steps=0")
 
 
@@ -146,11 +146,11 @@ def test_what_is_sampled_differently_is_named(recorded: SmallRun) -> None:
 @pytest.mark.timeout(300)
 def test_a_deterministic_run_one_step_off_equals_its_repetition(inputs: Path) -> None:
     """Also when it is resumed from a checkpoint, with groups that engines had finished for the next step."""
-    settings = ("trainer.total_steps=4", "use.schedule=one_step_off", "data.val=[]")
-    whole = SmallRun(inputs=inputs, name="whole", settings=(*settings, "checkpoint.keep_last=4"))
+    settings = ("trainer.total_steps=6", "use.schedule=one_step_off", "data.val=[]")
+    whole = SmallRun(inputs=inputs, name="whole", settings=(*settings, "checkpoint.keep_last=6"))
     assert whole.start().wait() == 0
     lags = [record.metrics["staleness/lag_mean"] for record in whole.records()]
-    assert lags == [0.0, 1.0, 1.0, 1.0]
+    assert lags == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     part = SmallRun(inputs=inputs, name="part", settings=settings)
     part.paths.root.mkdir(parents=True)
     checkpoint = "checkpoints/step_000002"
