@@ -86,13 +86,10 @@ class EngineGroup:
         """List the engines that are not known to be dead, by index."""
         return [i for i, process in enumerate(self.processes) if process.name not in process.roster.lost]
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         """Pass completions on as they arrive, until `until()`. Returns early if an engine dies that can be restarted.
 
-        timeout_s: limits the time in which no completion arrives. before_push: has no effect, as nothing here restarts
-        an engine; see `EngineSupervisor.wait`.
+        timeout_s: limits the time in which no completion arrives.
         """
         living = self.living()
         streams = [self._streams[i] for i in living if i in self._streams]

@@ -43,6 +43,7 @@ class EngineSupervisor:
         self._roster = engines.processes[0].roster
         self._deterministic, self._verify = deterministic, verify
         self._sync: BridgeSync | None = None
+        self._is_outdated = False
         self._version, self._num_reported = 0, 0
         # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
         self.busy: dict[str, list[tuple[float, float]]] = {}
@@ -55,7 +56,7 @@ class EngineSupervisor:
 
         Unfinished requests of lost engines begin again afterwards.
         """
-        self._version = version
+        self._version, self._is_outdated = version, False
         orphans: set[int] = set()
         while True:
             try:
@@ -81,20 +82,22 @@ class EngineSupervisor:
             self._engines.start_again(engine, exactly=self._deterministic)
         return metrics
 
+    def outdate(self) -> None:
+        """Note that the policy is about to change: until the next `push`, nobody has the weights of the engines.
+
+        A new engine could only get newer ones. Where no living engine may take over from one that dies, `wait` then
+        returns early, and the push begins the requests again.
+        """
+        self._is_outdated = True
+
     def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
         """Submit requests to the living engines; see `EngineGroup.submit`."""
         if not self._engines.living():
             self._bring_back()
         self._engines.submit(requests, tell)
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
-        """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again.
-
-        before_push: the policy's weights are no longer those that engines have. A new engine could only get the newer
-        ones, so where no living engine may take over, this returns early and the next `push` begins the requests again.
-        """
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again."""
         while not until():
             self._engines.wait(until, timeout_s=timeout_s, doing=doing)
             orphans, living = self._engines.orphans(), self._engines.living()
@@ -104,7 +107,7 @@ class EngineSupervisor:
                 # With the memory of ranks and engines shared, no engine may be at work when one starts.
                 are_idle = partial(self._engines.are_idle, living)
                 self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
-                if before_push:
+                if self._is_outdated:
                     return
                 self._bring_back()
             else:

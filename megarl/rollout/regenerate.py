@@ -133,7 +133,7 @@ class RegenerateSource:
             self.engines.wait(lambda: len(done) == len(spans), timeout_s=self.timeout_s, doing=generating)
         return ReplaySource(self.directory).submit(prompts, plan, on_sample)
 
-    def wait(self, until: object, *, timeout_s: float, doing: Doing = generating, before_push: bool = False) -> None:
+    def wait(self, until: object, *, timeout_s: float, doing: Doing = generating) -> None:
         """Do nothing: samples were passed on when they were asked for."""
 
     def poll(self) -> None:

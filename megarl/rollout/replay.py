@@ -171,9 +171,7 @@ class ReplaySource:
             batch.finish(recorded.prompts[sample.uid], sample)
         return batch
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         assert until(), "a replay answers at once"
 
     def poll(self) -> None:

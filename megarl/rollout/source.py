@@ -98,13 +98,8 @@ class RolloutSource(Protocol):
     ) -> Batch:
         """Start sampling, and return at once. begun: samples of these prompts that go on or have finished already."""
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
-        """Pass finished samples on until `until()`; `timeout_s` limits the time in which none finishes.
-
-        before_push: weights have changed that engines do not have yet; see `EngineSupervisor.wait`.
-        """
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        """Pass finished samples on until `until()`; `timeout_s` limits the time in which none finishes."""
 
     def poll(self) -> None:
         """Pass samples on that have finished, without waiting."""

@@ -20,7 +20,7 @@ class Engines(Protocol):
 
     def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None: ...
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing, before_push: bool = False) -> None: ...
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -72,10 +72,8 @@ class VllmSource:
             self._engines.submit(requests, asked)
         return batch
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
-        self._engines.wait(until, timeout_s=timeout_s, doing=doing, before_push=before_push)
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
+        self._engines.wait(until, timeout_s=timeout_s, doing=doing)
 
     def poll(self) -> None:
         self._engines.poll()

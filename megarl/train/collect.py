@@ -161,11 +161,11 @@ class Rollouts:
     def settle(self) -> None:
         """With `on_update: finish`, wait until all samples are finished, so that none sees two versions of weights.
 
-        Those of an engine that died meanwhile begin again with the new weights.
+        Those of an engine that dies meanwhile may begin again with the new weights; see `EngineSupervisor.outdate`.
         """
         if self.config.rollout.schedule.on_update == "finish" and self.groups:
             with self.timers("settle"):
-                self._wait(lambda: all(group.is_done for group in self.groups.values()), before_push=True)
+                self._wait(lambda: all(group.is_done for group in self.groups.values()))
 
     def release(self) -> None:
         """Free the places of the groups that the step took, once engines have the weights that it made."""
@@ -293,7 +293,7 @@ class Rollouts:
                 numbers.append(number)
         return [self.groups.pop(number) for number in sorted(numbers)]
 
-    def _wait(self, until: Callable[[], bool], *, before_push: bool = False) -> None:
+    def _wait(self, until: Callable[[], bool]) -> None:
         def doing() -> str:
             oldest = next((group for group in self.groups.values() if not group.is_done), None)
             if oldest is None:
@@ -301,8 +301,7 @@ class Rollouts:
             have = f"{len(oldest.samples)} of {oldest.num_samples} samples"
             return f"generating: the oldest ticket, {oldest.number} ({oldest.prompt.uid}), has {have}"
 
-        timeout_s = self.config.rollout.timeout_s
-        self.source.wait(until, timeout_s=timeout_s, doing=doing, before_push=before_push)
+        self.source.wait(until, timeout_s=self.config.rollout.timeout_s, doing=doing)
 
     def _refill(self, step: int, *, num_kept: int, sampled: Sequence[JudgedGroup], num_refills: int) -> int:
         """Admit prompts for groups that the filter removed, and return how many groups to take next; 0 for none."""

@@ -128,6 +128,7 @@ class Trainer:
                 batch = scored_batch(rows, training.rewards, truncated=truncated, step=step, seed=seed)
                 advantages = inputs.algorithm.advantages(batch, self.state)
             scored, rows = rows, with_advantages(rows, advantages)
+            self.engines.outdate()
             updated, before = self.updates.update(rows, self.state, step=step)
             if before is not None:
                 updated |= engine_metrics(scored, before, config.algo.correction)

@@ -19,6 +19,7 @@ _LIST_SEPARATORS = (
 )
 # Its commas separate nothing, unless it stands in brackets.
 _THOUSANDS = r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])"
+_NOTHING = "(?!)"
 _INFINITY = r"\infty"
 
 
@@ -35,7 +36,7 @@ class Group:
         return self.opening not in ("", r"\{")
 
 
-def split_top(text: str, separators: str, *, whole: str = "(?!)") -> list[str]:
+def split_top(text: str, separators: str, *, whole: str = _NOTHING) -> list[str]:
     """Split a text where the regular expression `separators` matches outside of brackets, braces and environments.
 
     whole: what this regular expression matches is not split.
@@ -67,7 +68,7 @@ def parse_group(text: str) -> Group | None:
         opening, closing, inside = text[0], text[-1], text[1:-1]
     else:
         opening, closing, inside = "", "", text
-    whole = "(?!)" if opening else _THOUSANDS
+    whole = _NOTHING if opening else _THOUSANDS
     items = [item for item in split_top(inside, _LIST_SEPARATORS, whole=whole) if item]
     if not items or (len(items) == 1 and opening not in ("(", r"\{")):
         return None

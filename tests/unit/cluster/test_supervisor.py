@@ -233,7 +233,8 @@ def test_after_an_update_a_new_engine_begins_its_requests_with_the_next_weights(
     if not deterministic:
         run.die(1)
     run.calls.clear()
-    run.supervisor.wait(lambda: len(told.seeds) == 2, timeout_s=1.0, doing=lambda: "generating", before_push=True)
+    run.supervisor.outdate()
+    run.supervisor.wait(lambda: len(told.seeds) == 2, timeout_s=1.0, doing=lambda: "generating")
     assert not [call for call in run.calls if "restart" in call or "push" in call]
     run.supervisor.push(5)
     assert PUSH(5) in run.calls

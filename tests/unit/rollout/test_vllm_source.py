@@ -36,7 +36,7 @@ class EchoEngines:
         self.requests += requests
         self.asked.append((tell, list(requests)))
 
-    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing, before_push: bool = False) -> None:
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
         self.timeouts_s.append(timeout_s)
         while not until():
             tell, requests = self.asked.pop(0)

@@ -156,9 +156,7 @@ class World(RolloutSource):
         self.pending.append((batch, samples[::-1]))
         return batch
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         while not until():
             batch, samples = self.pending.pop(0)
             for prompt, sample in samples:

@@ -47,9 +47,7 @@ class Source:
             batch.finish(prompt, sample)
         return batch
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         assert until()
 
     def poll(self) -> None:

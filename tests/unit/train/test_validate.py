@@ -57,9 +57,7 @@ class World(RolloutSource):
                 batch.finish(prompt, sample)
         return batch
 
-    def wait(
-        self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating, before_push: bool = False
-    ) -> None:
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         assert until()
 
     def is_right(self, uid: str, sample_index: int, plan: SamplingPlan) -> bool | None:
