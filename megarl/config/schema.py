@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.config.algo import AlgoConfig
+from megarl.config.environments import EnvironmentConfig
 from megarl.config.generation import (
     EngineConfig,
     NodesConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "CriticOptimizerConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "HeadConfig",
     "LayoutConfig",
     "LoggingConfig",
@@ -261,6 +263,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = section(EnvironmentConfig, affects=("workers",))
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     placement: PlacementConfig = section(PlacementConfig, affects=("engines", "workers"))
     sync: SyncConfig = section(SyncConfig, affects=("engines",))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.types.samples import (
     DROPPED,
     BoolArray,
+    Episode,
     ExpertArray,
     FinishReason,
     FloatArray,
@@ -29,6 +30,7 @@ from megarl.types.samples import (
     Sample,
     Segment,
     SegmentSource,
+    environment_segment,
     prompt_segment,
 )
 
@@ -54,6 +56,7 @@ __all__ = [
     "BoolArray",
     "Denominators",
     "EntropyState",
+    "Episode",
     "ExpertArray",
     "FinishReason",
     "FloatArray",
@@ -76,6 +79,7 @@ __all__ = [
     "Segment",
     "SegmentSource",
     "ValueOutputs",
+    "environment_segment",
     "pad_rows",
     "prompt_segment",
     "row_batch",

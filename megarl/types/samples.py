@@ -22,6 +22,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    # The sample's environment failed; it must not train.
+    FAILED = "failed"
 
 
 class SegmentSource(StrEnum):
@@ -51,6 +53,7 @@ class Prompt:
     messages: the chat from which `token_ids` were made, for judges with a chat template of their own.
     demonstration_ids: an answer with which samples can start; it ends in the end token unless it was cut; empty: none.
     demonstration_probs: the demonstrator's probability of each of these tokens, -1 where unknown; empty: all unknown.
+    environment: the name of the environment that replies to answers; empty: the first answer ends a sample.
     """
 
     uid: str
@@ -61,6 +64,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     demonstration_ids: tuple[int, ...] = ()
     demonstration_probs: tuple[float, ...] = ()
+    environment: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,7 @@ class Segment:
     `weight_versions`: the version of the policy's weights that sampled each token; -1 for tokens that were not sampled.
     nucleus: [n, K] int32, the ids of the tokens that top-k and top-p left to sample each token from, itself among them,
     then -1; `rollout_logprobs` are those of the distribution over these tokens. None: the whole vocabulary.
+    reward: what the environment gave for the policy's turn that ends with this segment.
     """
 
     source: SegmentSource
@@ -78,6 +83,7 @@ class Segment:
     weight_versions: IntArray
     rollout_logprobs: FloatArray | None = None
     nucleus: NucleusArray | None = None
+    reward: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -94,13 +100,48 @@ def prompt_segment(token_ids: Sequence[int]) -> Segment:
     >>> prompt_segment([5, 6]).weight_versions.tolist()
     [-1, -1]
     """
+    return _given_segment(SegmentSource.PROMPT, token_ids)
+
+
+def environment_segment(token_ids: Sequence[int]) -> Segment:
+    """Make the segment of an environment's reply. It has no loss tokens, and weight versions -1.
+
+    >>> environment_segment([5, 6]).loss_mask.tolist()
+    [False, False]
+    """
+    return _given_segment(SegmentSource.ENVIRONMENT, token_ids)
+
+
+def _given_segment(source: SegmentSource, token_ids: Sequence[int]) -> Segment:
     n = len(token_ids)
     return Segment(
-        source=SegmentSource.PROMPT,
+        source=source,
         token_ids=np.asarray(token_ids, dtype=np.int64),
         loss_mask=np.zeros(n, dtype=np.bool_),
         weight_versions=np.full(n, -1, dtype=np.int64),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What is known of a sample's conversation with an environment.
+
+    num_turns: the policy's turns that the environment has replied to, or that ended the sample. num_calls: the tools
+    called. num_restarts: how often it began anew because a host died. seconds: the time that the environment took to
+    reply. awaits_reply: whether the environment has yet to reply to the last turn. details: what the environment said
+    besides, such as numbers for metrics. failure: why the environment failed, in a word; empty: it did not.
+    reason: the failure in one line.
+    """
+
+    environment: str
+    num_turns: int = 0
+    num_calls: int = 0
+    num_restarts: int = 0
+    seconds: float = 0.0
+    awaits_reply: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +150,7 @@ class Sample:
 
     routed_experts: [tokens, layers, k] int16, the experts to which the engine sent each token of prompt and response in
     each layer (layers without experts may hold anything); -1 where unknown, as for a last token that the engine never
-    read. None: not recorded.
+    read. None: not recorded. episode: the sample's conversation with an environment; None: there is none.
     """
 
     uid: str
@@ -118,6 +159,7 @@ class Sample:
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     routed_experts: ExpertArray | None = None
+    episode: Episode | None = None
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[0].source is not SegmentSource.PROMPT:
@@ -132,6 +174,23 @@ class Sample:
     @property
     def response_token_ids(self) -> IntArray:
         return np.concatenate([np.empty(0, np.int64), *(s.token_ids for s in self.segments[1:])])
+
+    @property
+    def last_turn_ids(self) -> IntArray:
+        """Return the tokens after the last reply of an environment: the whole response if there was none."""
+        replies = [i for i, s in enumerate(self.segments) if s.source is SegmentSource.ENVIRONMENT]
+        own = self.segments[max(replies, default=0) + 1 :]
+        return np.concatenate([np.empty(0, np.int64), *(s.token_ids for s in own)])
+
+    @property
+    def turn_rewards(self) -> FloatArray:
+        """Return rewards [R] of the environment over the response: each at the last token of its turn, 0 elsewhere."""
+        rewards = np.zeros(len(self.response_token_ids), np.float32)
+        ends = np.cumsum([len(s.token_ids) for s in self.segments[1:]])
+        for end, segment in zip(ends, self.segments[1:], strict=True):
+            if segment.reward:
+                rewards[end - 1] = segment.reward
+        return rewards
 
     @property
     def loss_mask(self) -> BoolArray:

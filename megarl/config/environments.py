@@ -1,0 +1,39 @@
+"""Define the section `environment`, which says what replies to the policy's turns. See docs/environments.md."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megarl.config.setting import AT_LEAST_0, AT_LEAST_1, POSITIVE, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentEntry:
+    """Name a class of environments and the arguments with which each of its objects is made."""
+
+    # A built-in environment, such as tools, or a class of your own as MODULE:CLASS or FILE.py:CLASS.
+    type: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # Keyword arguments of the class.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """Configure the environments with which samples have conversations of several turns."""
+
+    # Environment of the rows that name none: a name in entries, a built-in one, or MODULE:CLASS; null: the first answer
+    # of the policy ends the sample.
+    default: str | None = None
+    key: str = "environment"  # Column of the prompt files that names a row's environment.
+    entries: Mapping[str, EnvironmentEntry] = field(default_factory=dict)  # Environments by names of your own.
+    # Role of what a tool returns. tool: as the chat template renders this role; user: for templates without it.
+    tool_role: Literal["tool", "user"] = "tool"
+    max_turns: int = setting(8, AT_LEAST_1)  # Turns of the policy after which a conversation is cut.
+    # Maximum tokens of a turn; null: as many as rollout.max_response_tokens leaves. That limit holds for the whole
+    # conversation, replies included.
+    max_turn_tokens: int | None = setting(None, AT_LEAST_1)
+    hosts: int = setting(1, AT_LEAST_1)  # Processes in which environments run, on the driver's host.
+    tool_timeout_s: float = setting(30.0, POSITIVE)  # Time after which a tool's call is given up; the reply says so.
+    reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of each start and reply of an environment.
+    episode_timeout_s: float = setting(3600.0, POSITIVE)  # Time limit of a conversation, generation included.
+    # Deaths of hosts, all together, that a run survives; the conversations of a dead host begin again.
+    max_host_restarts: int = setting(10, AT_LEAST_0)

@@ -1,0 +1,83 @@
+"""Write what stands between two turns of the policy: token ids that only ever follow those of the conversation so far.
+
+Nothing that an engine wrote is tokenised again. A *bridge* is what the chat template writes between the end token of an
+answer and the next place where the assistant speaks. It begins with a special token, with which no text before it
+merges.
+"""
+
+from collections.abc import Sequence
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.chat import render_chats
+from megarl.errors import ConfigError, DataError
+from megarl.types import Message
+
+# Texts that no template writes itself, and that none changes.
+_QUESTION = Message(role="user", content="Zq1 question")
+_ANSWER = Message(role="assistant", content="Zq2 answer")
+
+
+class Bridges:
+    """The bridges of one tokenizer's chat template.
+
+    Bridges are the same whatever the conversation: each is taken from a chat of one fixed question and answer. A
+    template that drops or changes earlier turns, as some do with thoughts, therefore has no say: the policy reads its
+    own earlier turns as it wrote them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check the template with a reply of the role user.
+
+        Raises ConfigError if the template writes no special token after an answer, or changes with what follows it.
+        """
+        self._tokenizer = tokenizer
+        after_one, after_two = (self._after_answer(replies) for replies in ([_QUESTION], [_QUESTION, _ANSWER]))
+        (first, *_) = self._encode(after_one)
+        if first not in tokenizer.all_special_ids and first not in tokenizer.added_tokens_decoder:
+            raise ConfigError(
+                f"environment: after an answer the chat template writes {after_one[:40]!r}, expected a special token "
+                f"that ends the turn, such as {tokenizer.eos_token!r}; give the model a template that marks turns"
+            )
+        if self._encode(after_two)[0] != first:
+            raise ConfigError(
+                f"environment: the chat template ends an answer with {after_one[:40]!r} or {after_two[:40]!r}, "
+                "depending on what follows; conversations of several turns need one mark"
+            )
+        self.end_token_id: int = first
+
+    def bridge(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
+        """Return the tokens from an answer to the next one, with `replies` between them.
+
+        last_token: the answer's last token. An answer that does not end in the end token, since it was cut or ended by
+        a stop string, gets one first. Raises DataError if the template refuses a role of the replies.
+        """
+        ids = self._encode(self._after_answer(replies))
+        return ids[1:] if last_token == self.end_token_id else ids
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a chat up to the place where the assistant speaks first."""
+        return self._encode(render_chats(self._tokenizer, [messages])[0])
+
+    def _after_answer(self, replies: Sequence[Message]) -> str:
+        try:
+            (text,) = render_chats(self._tokenizer, [[_QUESTION, _ANSWER, *replies]])
+        except TemplateError as error:
+            roles = sorted({message.role for message in replies})
+            raise DataError(
+                f"the chat template refuses replies of the roles {roles}: {error}; set environment.tool_role=user"
+            ) from error
+        before, answer, after = text.partition(_ANSWER.content)
+        if not answer or not after.strip() or _QUESTION.content not in before:
+            raise ConfigError(
+                f"environment: the chat template renders {text[:200]!r}, expected a question, its answer and what "
+                "follows; conversations of several turns need a template that keeps all of them"
+            )
+        # Some templates pad answers with spaces.
+        return after.lstrip(" ")
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+

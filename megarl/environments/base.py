@@ -1,0 +1,149 @@
+"""Define what an environment is: an object per sample that replies to the policy's turns, and ends the conversation."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.errors import ConfigError
+from megarl.registry import Registry, unknown_name
+from megarl.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the policy wrote. error: why it cannot be run; empty: it can."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """A turn of the policy, the first has number 0; `text` has no special tokens.
+
+    is_cut: whether a limit ended the turn, so that the policy had not finished it.
+    """
+
+    text: str
+    turn: int
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An environment's reply to a turn: messages for the policy to read, and whether the conversation ends here.
+
+    reward: the reward of the turn. num_calls: the tools that the turn called. details: further findings; numbers among
+    them become metrics `environment/…`, each with its mean, and later replies override earlier ones of the same name.
+    """
+
+    messages: tuple[Message, ...] = ()
+    done: bool = False
+    reward: float = 0.0
+    num_calls: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment:
+    """The base class of environments. Each sample has an object of its own, so it may keep state between turns.
+
+    An object is made with the entry's `arguments`. Its coroutines share a process with thousands of others: they await
+    what takes long, and hand work that cannot be awaited to `asyncio.to_thread`. An exception costs the sample, which
+    then does not train. Prompts give the row of the data (`ground_truth`, `extra_info`).
+    """
+
+    # Schemas of functions that the chat template writes into the prompt, in OpenAI's form.
+    tools: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        """Begin a conversation; return messages that follow those of the prompt, which the policy answers first."""
+        return ()
+
+    async def reply(self, action: Action) -> Reply:
+        """Reply to a turn of the policy."""
+        raise NotImplementedError
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        """Bring a new object to where an earlier one was after these actions; return whether that is possible.
+
+        Called instead of `start` when a conversation goes on after a resume, or after the death of its host. Where it
+        is not possible, which is the default, the conversation begins again.
+        """
+        return False
+
+    async def close(self) -> None:
+        """Free what the conversation holds; called once, whatever happened before."""
+
+
+EnvironmentFactory: TypeAlias = Callable[..., Environment]
+ENVIRONMENTS: Registry[EnvironmentFactory] = Registry("environment", key="environment.entries.*.type")
+
+
+def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str, Callable[[], Environment]]:
+    """Return, for each name that rows use, a function that makes a new environment; each is tried once.
+
+    Raises ConfigError for a name that is neither in `environment.entries` nor built in nor MODULE:CLASS, and for
+    arguments that the class does not take.
+    """
+    found: dict[str, Callable[[], Environment]] = {}
+    for name in sorted(names):
+        key = f"environment.entries.{name}"
+        entry = cfg.entries.get(name) or EnvironmentEntry(type=name)
+        if ":" in entry.type:
+            factory = _load(entry.type, key)
+        elif entry.type in ENVIRONMENTS:
+            factory = ENVIRONMENTS.get(entry.type)
+        else:
+            known = {*ENVIRONMENTS, *cfg.entries}
+            raise unknown_name("environment", entry.type, known, key=f"{key}.type")
+        make = _Maker(factory=factory, arguments=entry.arguments, key=key)
+        make()
+        found[name] = make
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maker:
+    """Makes environments of one class with the same arguments."""
+
+    factory: EnvironmentFactory
+    arguments: Mapping[str, Any]
+    key: str
+
+    def __call__(self) -> Environment:
+        try:
+            made = self.factory(**self.arguments)
+        except TypeError as error:
+            raise ConfigError(f"{self.key}.arguments: got {dict(self.arguments)}; {error}") from error
+        missing = [name for name in ("start", "reply", "resume", "close") if not hasattr(made, name)]
+        if missing:
+            raise ConfigError(
+                f"{self.key}.type: {type(made).__name__} has no {missing[0]}; derive it from "
+                "megarl.environments.Environment"
+            )
+        return made
+
+
+def _load(spec: str, key: str) -> EnvironmentFactory:
+    """Load a class by MODULE:CLASS or FILE.py:CLASS."""
+    where, _, name = spec.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            module_spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert module_spec is not None and module_spec.loader is not None
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except Exception as error:
+        raise ConfigError(f"{key}.type: {where} does not load: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        public = ", ".join(sorted(each for each in vars(module) if not each.startswith("_")))
+        raise ConfigError(f"{key}.type: {where} has no {name!r}; it has: {public}")
+    factory: EnvironmentFactory = getattr(module, name)
+    return factory

@@ -1,0 +1,136 @@
+"""Run the environments of thousands of conversations at once in one asyncio loop, and turn their replies into tokens."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.environments import EnvironmentConfig
+from megarl.data.chat import load_tokenizer, response_decoder
+from megarl.data.turns import Bridges
+from megarl.environments.base import Action, Environment, open_environments
+from megarl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """The settings with which a host of environments starts; `names` are the environments that rows use."""
+
+    model_path: str
+    chat_template: Mapping[str, Any]
+    names: tuple[str, ...]
+    config: EnvironmentConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRequest:
+    """A request to begin a conversation, or to go on with one whose policy wrote `turns` so far, as token ids."""
+
+    prompt: Prompt
+    turns: tuple[Sequence[int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """A request to reply to a turn of the policy; is_cut: a limit ended the turn."""
+
+    token_ids: Sequence[int]
+    turn: int
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReply:
+    """The result of a request to a host.
+
+    token_ids: after a turn, what follows it up to the policy's next turn; after a start, the whole prompt if the
+    environment added messages to it, else nothing. is_anew: a conversation that was to go on begins again. failure:
+    the kind of failure (`raised`, `timed_out`, `died`), in which case the rest says nothing; reason: one line.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    done: bool = False
+    reward: float = 0.0
+    num_calls: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+    is_anew: bool = False
+    seconds: float = 0.0
+    failure: str = ""
+    reason: str = ""
+
+
+class EpisodeHost:
+    """A host of environments; it is used from one event loop. Every request has one reply, whatever the environment
+    does, except that code which blocks the loop delays all others.
+    """
+
+    def __init__(self, spec: HostSpec, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        self._config = spec.config
+        self._makers = open_environments(spec.config, spec.names)
+        tokenizer = tokenizer or load_tokenizer(spec.model_path, arguments=spec.chat_template)
+        self._bridges, self._decode = Bridges(tokenizer), response_decoder(tokenizer)
+        self._live: dict[int, tuple[Environment, float]] = {}
+
+    async def start(self, key: int, request: StartRequest) -> HostReply:
+        """Begin a conversation under a key of the caller's."""
+        began = time.monotonic()
+
+        async def begin() -> HostReply:
+            environment = self._makers[request.prompt.environment]()
+            self._live[key] = environment, began
+            if request.turns:
+                actions = [Action(text=self._decode(ids), turn=i) for i, ids in enumerate(request.turns)]
+                if await environment.resume(request.prompt, actions):
+                    return HostReply()
+            opening = await environment.start(request.prompt)
+            ids = self._bridges.opening([*request.prompt.messages, *opening]) if opening else ()
+            return HostReply(token_ids=tuple(ids), is_anew=bool(request.turns))
+
+        return await self._limited(key, begin)
+
+    async def act(self, key: int, request: TurnRequest) -> HostReply:
+        """Pass a turn of the policy to its environment."""
+        environment, began = self._live[key]
+
+        async def reply() -> HostReply:
+            text = self._decode(list(request.token_ids))
+            said = await environment.reply(Action(text=text, turn=request.turn, is_cut=request.is_cut))
+            ids: list[int] = []
+            if not said.done:
+                if not said.messages:
+                    raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
+                ids = self._bridges.bridge(said.messages, last_token=request.token_ids[-1])
+            return HostReply(
+                token_ids=tuple(ids),
+                done=said.done,
+                reward=float(said.reward),
+                num_calls=said.num_calls,
+                details=said.details,
+            )
+
+        return await self._limited(key, reply, left_s=self._config.episode_timeout_s - (time.monotonic() - began))
+
+    async def close(self, key: int) -> None:
+        """End a conversation; nothing that its environment does counts any more."""
+        if (found := self._live.pop(key, None)) is not None:
+            try:
+                await asyncio.wait_for(found[0].close(), self._config.reply_timeout_s)
+            except Exception as error:
+                print(f"an environment failed to close: {type(error).__name__}: {error}", flush=True)
+
+    async def _limited(self, key: int, call: Callable[[], Awaitable[HostReply]], *, left_s: float = 1e9) -> HostReply:
+        """Await a call within the time limits; an exception or a late answer becomes a failure."""
+        began, limit_s = time.monotonic(), min(self._config.reply_timeout_s, max(0.0, left_s))
+        try:
+            reply = await asyncio.wait_for(call(), limit_s)
+        except TimeoutError:
+            which = "reply" if limit_s == self._config.reply_timeout_s else "episode"
+            reason = f"no reply within environment.{which}_timeout_s"
+            return HostReply(failure="timed_out", reason=reason, seconds=time.monotonic() - began)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            return HostReply(failure="raised", reason=reason, seconds=time.monotonic() - began)
+        return replace(reply, seconds=time.monotonic() - began)
