@@ -288,7 +288,9 @@ class _Wait:
         """
         self._watch.ask(self._pending.values())
         others = self._pending | self._watch.asked
-        done, silent = ray.wait(list(others), num_returns=len(others), timeout=CAUSE_WAIT_S) if others else ([], [])
+        # A death explains itself; others would only fail because of it.
+        wait_s = 0.0 if _death(process, error) is not None else CAUSE_WAIT_S
+        done, silent = ray.wait(list(others), num_returns=len(others), timeout=wait_s) if others else ([], [])
         failures = [(process, error)]
         failures += [(self._pending[call], e) for call in done if call in self._pending and (e := _failure(call))]
         deaths = [*(death for failure in failures if (death := _death(*failure))), *self._watch.deaths()]
