@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from megarl.cluster.actors import RankActor
 from megarl.cluster.bridge import BridgeSync
 from megarl.cluster.engine_seats import EngineSeats, create_actor, engine_pids, wait_started
 from megarl.cluster.engines import EngineGroup
+from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.judge_servers import JudgeServerActor
 from megarl.cluster.placement import PlacementPlan, Reservation, Seat, plan_placement, with_judge_servers
 from megarl.cluster.processes import locate, wait_all
@@ -25,6 +26,7 @@ from megarl.cluster.sync_plan import ends_of, engine_ranks
 from megarl.cluster.workers import RankGroup, RoleWorkers
 from megarl.config.schema import Config
 from megarl.device.platform import apply_environment, platform
+from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
@@ -189,6 +191,22 @@ class Cluster:
         pids = [pid for name, pid in self.pids.items() if name == lost.name or name.startswith(f"{lost.name} worker ")]
         self.engines.processes[index], new_pids = self._seats.restart(index, lost, pids)
         self.pids |= engine_pids(lost.name, new_pids)
+
+    def open_hosts(self, environments: Collection[str], config: Config) -> EpisodeHosts | None:
+        """Start the hosts of these environments in place of those of an earlier run; None if there are none to run."""
+        if self.engines.hosts is not None:
+            self.engines.hosts.close()
+            self.engines.hosts = None
+        if environments:
+            spec = HostSpec(
+                model_path=config.model.path,
+                chat_template=config.data.chat_template,
+                names=tuple(sorted(environments)),
+                config=config.environment,
+            )
+            self.engines.hosts = EpisodeHosts(spec, timeout_s=config.cluster.start_timeout_s)
+            self.pids |= {process.name: process.location.pid for process in self.engines.hosts.processes}
+        return self.engines.hosts
 
     def weight_sync(self, specs: Mapping[str, TensorSpec]) -> BridgeSync:
         """Return an open `BridgeSync`, which sends the actor's weights to the engines. Load the actor first."""

@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
 
+from megarl.cluster.episodes import EpisodeHosts
 from megarl.cluster.processes import take_ready, wait_all, wait_living, wait_streams
 from megarl.cluster.roster import Process
 from megarl.rollout.engine import Completion, EngineWork, GenerationRequest
@@ -33,22 +35,30 @@ def deal_requests(requests: Sequence[GenerationRequest], order: Sequence[int]) -
     """Assign requests to engines, which take turns in the given order; return the engine of each request.
 
     Requests with the same prompt go to one engine, which then uses its prefix cache; distinct prompts are assigned in
-    turn. If there are fewer prompts than engines, single requests are assigned in turn.
+    turn. If there are fewer prompts than engines, single requests are assigned in turn. A request that names its engine
+    goes there if it is among them.
     """
     prompts = {request.token_ids: i for i, request in enumerate({r.token_ids: r for r in requests}.values())}
     by_prompt = len(prompts) >= len(order)
-    return [order[(prompts[r.token_ids] if by_prompt else i) % len(order)] for i, r in enumerate(requests)]
+    return [
+        r.engine
+        if r.engine is not None and r.engine in order
+        else order[(prompts[r.token_ids] if by_prompt else i) % len(order)]
+        for i, r in enumerate(requests)
+    ]
 
 
 class EngineGroup:
     """The engines of a run, called together; each holds a full copy of the policy.
 
     Engines take requests at any time, and send completions in one stream each. Every request has its own seed, so the
-    samples do not depend on the number of engines.
+    samples do not depend on the number of engines. hosts: run the environments that samples have conversations with;
+    waits and polls take their replies, too.
     """
 
     def __init__(self, processes: Sequence[Process], *, timeout_s: float) -> None:
         self.processes, self._timeout_s = list(processes), timeout_s
+        self.hosts: EpisodeHosts | None = None
         self._ids = itertools.count()
         self._open: dict[int, _Open] = {}
         # By engine, the requests since it last had none: after its death all are repeated for bitwise equal results.
@@ -61,15 +71,21 @@ class EngineGroup:
     def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
         """Start generating, and return at once; `tell` gets each completion with the position of its request.
 
-        Engines with fewer unfinished requests come first.
+        Engines with fewer unfinished requests come first. If none lives, the requests wait for a new one as those of a
+        dead engine do.
         """
-        load = dict.fromkeys(self.living(), 0)
+        load = dict.fromkeys(self.living() or range(len(self.processes)), 0)
         for each in self._open.values():
             if each.engine in load:
                 load[each.engine] += 1
         engines = deal_requests(requests, sorted(load, key=lambda i: (load[i], i)))
         opened = {next(self._ids): _Open(r, engines[i], tell, i) for i, r in enumerate(requests)}
-        self._start(opened)
+        if self.living():
+            self._start(opened)
+            return
+        self._open |= opened
+        for key, each in opened.items():
+            self._hands.setdefault(each.engine, {})[key] = each
 
     def _start(self, opened: Mapping[int, _Open]) -> None:
         self._open |= opened
@@ -92,15 +108,43 @@ class EngineGroup:
         timeout_s: limits the time in which no completion arrives.
         """
         living = self.living()
-        streams = [self._streams[i] for i in living if i in self._streams]
         # The calls of dead engines have failed, and their requests are submitted again.
         self._adding = [(p, call) for p, call in self._adding if p in [self.processes[i] for i in living]]
-        calls = [*streams, *self._adding]
-        wait_streams(calls, lambda _, part: self._take(part), until=until, timeout_s=timeout_s, doing=doing)
+        while not until() and self.living() == living:
+            streams = {i: self._streams[i] for i in living if i in self._streams}
+            engines = [*streams.values(), *self._adding]
+            hosts = [] if self.hosts is None else self.hosts.calls()
+            if not engines and not hosts:
+                return
+            # An engine that has had no request yet gets its stream with the first one, and its answers in a new wait.
+            self._wait_once(engines, hosts, partial(self._has_more, living, len(streams), until), timeout_s, doing)
+
+    def _has_more(self, living: Sequence[int], num_streams: int, until: Callable[[], bool]) -> bool:
+        return until() or sum(i in self._streams for i in living) > num_streams
+
+    def _wait_once(
+        self,
+        engines: Sequence[tuple[Process, Any]],
+        hosts: Sequence[tuple[Process, Any]],
+        until: Callable[[], bool],
+        timeout_s: float,
+        doing: Doing,
+    ) -> None:
+        def take(place: int, part: Mapping[int, Any]) -> None:
+            if place < len(engines):
+                self._take(part)
+            elif self.hosts is not None:
+                self.hosts.take(part)
+
+        wait_streams([*engines, *hosts], take, until=until, timeout_s=timeout_s, doing=doing)
         self._adding = [each for each in self._adding if not ray.wait([each[1]], timeout=0)[0]]
+        if self.hosts is not None:
+            self.hosts.mend()
 
     def poll(self) -> None:
-        """Pass completions on that have arrived, without waiting."""
+        """Pass completions and replies on that have arrived, without waiting."""
+        if self.hosts is not None:
+            self.hosts.poll()
         streams = {i: self._streams[i][1] for i in self.living() if i in self._streams}
         engines = [i for i, stream in streams.items() if isinstance(stream, ray.ObjectRefGenerator)]
         for place, failed in take_ready([streams[i] for i in engines], self._take).items():
@@ -112,11 +156,17 @@ class EngineGroup:
             if (each := self._open.pop(key, None)) is not None:
                 if self.are_idle([each.engine]):
                     self._hands.pop(each.engine, None)
-                each.tell(each.position, completion)
+                each.tell(each.position, replace(completion, engine=each.engine))
+        if self.hosts is not None:
+            self.hosts.flush()
 
     def are_idle(self, engines: Sequence[int]) -> bool:
         """Return whether none of these engines has unfinished requests."""
         return not any(each.engine in engines for each in self._open.values())
+
+    def await_replies(self) -> bool:
+        """Return whether environments have yet to reply to samples."""
+        return self.hosts is not None and not self.hosts.are_idle()
 
     def orphans(self) -> list[int]:
         """List the dead engines that had unfinished requests."""

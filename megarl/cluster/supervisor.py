@@ -1,7 +1,8 @@
 """Keep a run going when engines die: start new ones, sync the policy, and resubmit unfinished requests."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from megarl.cluster import residency
@@ -43,7 +44,7 @@ class EngineSupervisor:
         self._roster = engines.processes[0].roster
         self._deterministic, self._verify = deterministic, verify
         self._sync: BridgeSync | None = None
-        self._is_outdated = False
+        self._is_outdated = self._is_serving = False
         self._version, self._num_reported = 0, 0
         # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
         self.busy: dict[str, list[tuple[float, float]]] = {}
@@ -91,22 +92,27 @@ class EngineSupervisor:
         self._is_outdated = True
 
     def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
-        """Submit requests to the living engines; see `EngineGroup.submit`."""
-        if not self._engines.living():
+        """Submit requests to the living engines; see `EngineGroup.submit`.
+
+        While completions are passed on, as where a conversation asks for its next turn, nothing is replaced.
+        """
+        if not self._engines.living() and not self._is_serving:
             self._bring_back()
         self._engines.submit(requests, tell)
 
     def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing = generating) -> None:
         """Pass completions on until `until()`; see `EngineGroup.wait`. Requests of engines that die begin again."""
         while not until():
-            self._engines.wait(until, timeout_s=timeout_s, doing=doing)
+            with self._serving():
+                self._engines.wait(until, timeout_s=timeout_s, doing=doing)
             orphans, living = self._engines.orphans(), self._engines.living()
-            if not orphans and self._engines.are_idle(living) and not until():
+            if not orphans and self._engines.are_idle(living) and not self._engines.await_replies() and not until():
                 raise WorkerError(f"{doing()}: no engine has anything left to generate")
             if orphans and (self._deterministic or not living):
                 # With the memory of ranks and engines shared, no engine may be at work when one starts.
                 are_idle = partial(self._engines.are_idle, living)
-                self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
+                with self._serving():
+                    self._engines.wait(are_idle, timeout_s=timeout_s, doing=doing)
                 if self._is_outdated:
                     return
                 self._bring_back()
@@ -115,7 +121,8 @@ class EngineSupervisor:
 
     def poll(self) -> None:
         """Pass completions on that have arrived, without waiting; give requests of dead engines to living ones."""
-        self._engines.poll()
+        with self._serving():
+            self._engines.poll()
         if self._engines.living() and not self._deterministic:
             self._hand_over(self._engines.orphans())
 
@@ -152,6 +159,14 @@ class EngineSupervisor:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        before, self._is_serving = self._is_serving, True
+        try:
+            yield
+        finally:
+            self._is_serving = before
 
     def _hand_over(self, dead: Sequence[int]) -> None:
         """Give the unfinished requests of dead engines to the living ones."""

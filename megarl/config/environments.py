@@ -32,7 +32,6 @@ class EnvironmentConfig:
     # conversation, replies included.
     max_turn_tokens: int | None = setting(None, AT_LEAST_1)
     hosts: int = setting(1, AT_LEAST_1)  # Processes in which environments run, on the driver's host.
-    tool_timeout_s: float = setting(30.0, POSITIVE)  # Time after which a tool's call is given up; the reply says so.
     reply_timeout_s: float = setting(60.0, POSITIVE)  # Time limit of each start and reply of an environment.
     episode_timeout_s: float = setting(3600.0, POSITIVE)  # Time limit of a conversation, generation included.
     # Deaths of hosts, all together, that a run survives; the conversations of a dead host begin again.

@@ -147,7 +147,8 @@ class RemoteConfig:
 class HybridPartConfig:
     """Define one part of a mixture of rewards, under a name of your choice: weight × transform(a manager's reward)."""
 
-    manager: Literal["rule", "remote", "model", "judge"]  # Who gives the term's reward; see rewards.manager.
+    # Who gives the term's reward; see rewards.manager.
+    manager: Literal["rule", "remote", "model", "judge", "environment"]
     weight: float = setting(1.0, Range(expected="not 0; leave the part out", never=0))  # Weight of the term.
     # Transform of the term's reward r. identity: r; sigmoid: 1 / (1 + e^−r); group_zscore, batch_zscore: z-score
     # within the prompt's group, or within all rows of the batch that the term judged; clip: r within `clip`.
@@ -171,8 +172,9 @@ class RewardsConfig:
     """Choose what computes rewards. A data source's scorer, if there is one, decides which responses are correct."""
 
     # Who gives rewards. rule: scorers and custom functions; remote: an HTTP service; model: a reward model on
-    # Megatron; judge: a language model that writes verdicts; hybrid: a mixture of these.
-    manager: Literal["rule", "remote", "model", "judge", "hybrid"] = "rule"
+    # Megatron; judge: a language model that writes verdicts; environment: the environments of conversations, whose
+    # rewards of turns are added up; hybrid: a mixture of these.
+    manager: Literal["rule", "remote", "model", "judge", "environment", "hybrid"] = "rule"
     sources: Mapping[str, SourceConfig] = field(default_factory=dict)  # Settings of the rule by data source.
     custom: CustomConfig = field(default_factory=CustomConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)

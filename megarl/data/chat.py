@@ -88,14 +88,19 @@ def _read_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def encode_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Sequence[Message]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[list[int]]:
     """Encode chats as token ids with the tokenizer's chat template.
 
     Args:
         add_generation_prompt: end each chat with the start of an assistant turn, as in a prompt for generation.
+        tools: schemas of functions in OpenAI's form, for the template to write. ConfigError if it never reads any.
     """
-    texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt)
+    texts = render_chats(tokenizer, chats, add_generation_prompt=add_generation_prompt, tools=tools)
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return ids
 
@@ -287,11 +292,20 @@ def turn_ending(tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Sequence[Message]], *, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Sequence[Message]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """Render chats as text with the chat template. For `add_generation_prompt` see `encode_chats`."""
+    """Render chats as text with the chat template. For the arguments see `encode_chats`."""
+    if tools and "tools" not in str(tokenizer.get_chat_template(tools=list(tools))):
+        raise ConfigError(
+            "environment: the chat template writes no tools; name them in data.system_prompt, and set the argument "
+            "in_prompt of the environment to false"
+        )
     conversations = [[message.as_dict() for message in chat] for chat in chats]
     texts: list[str] = tokenizer.apply_chat_template(
-        conversations, tokenize=False, add_generation_prompt=add_generation_prompt
+        conversations, tokenize=False, add_generation_prompt=add_generation_prompt, tools=list(tools) or None
     )
     return texts

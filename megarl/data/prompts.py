@@ -5,14 +5,15 @@ arrays of 4 bytes per token instead of lists of Python objects.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.algo import DemonstrationConfig
+from megarl.config.environments import EnvironmentConfig
 from megarl.config.schema import DataConfig
 from megarl.data.chat import encode_chats, encode_demonstration, long_prompt_error
 from megarl.data.files import READ_ROWS, RowFiles
@@ -30,7 +31,13 @@ from megarl.types import Message, Prompt
 UNKNOWN_PROB = -1.0
 
 OnLongPrompt = Literal["error", "drop"]
+ToolsOf: TypeAlias = Callable[[str], Sequence[Mapping[str, Any]]]
 T = TypeVar("T")
+
+
+def no_tools(_: str) -> Sequence[Mapping[str, Any]]:
+    """Return no schemas."""
+    return ()
 
 
 class PromptDataset:
@@ -39,7 +46,8 @@ class PromptDataset:
     A prompt over `max_prompt_tokens` raises DataError; with `on_long_prompt="drop"` it is left out and counted in
     `num_dropped`. With `demonstrations`, prompts carry the demonstrations of the files; DataError if no file has any.
     `num_target_probs` counts the prompts whose demonstration comes with the demonstrator's probabilities. `form` names
-    the columns.
+    the columns. environment: names the column with a row's environment, or one for all rows. tools_of: returns the
+    schemas of an environment's tools, which the chat template writes into the prompts.
     """
 
     def __init__(
@@ -51,9 +59,12 @@ class PromptDataset:
         on_long_prompt: OnLongPrompt = "error",
         demonstrations: DemonstrationConfig | None = None,
         form: DataConfig | None = None,
+        environment: EnvironmentConfig | None = None,
+        tools_of: ToolsOf = no_tools,
     ) -> None:
-        self._form = form or DataConfig()
-        columns = prompt_columns(self._form) + (() if demonstrations is None else TARGET_COLUMNS)
+        self._form, self._environment = form or DataConfig(), environment or EnvironmentConfig()
+        columns = (*prompt_columns(self._form), self._environment.key)
+        columns += () if demonstrations is None else TARGET_COLUMNS
         required = (self._form.prompt_key, self._form.label_key or "reward_model")
         self._files = RowFiles(paths, columns=columns, required=required)
         self._tokens: list[array[int]] = []
@@ -61,11 +72,19 @@ class PromptDataset:
         self._demonstrations: list[array[int]] = []
         self.num_target_probs = 0
         self._kept = array("q")
-        sources: set[str] = set()
+        sources, environments = set[str](), set[str]()
         rows = ((i, row, parse_prompt(row, self._files.where(i), self._form)) for i, row in enumerate(self._files))
         for chunk in _chunks(rows):
             sources.update(record.data_source for *_, record in chunk)
-            prompts = encode_chats(tokenizer, [record.messages for *_, record in chunk])
+            names = [self._environment_of(row, self._files.where(index)) for index, row, _ in chunk]
+            environments.update(name for name in names if name)
+            prompts = [
+                ids
+                for name, its_rows in groupby(zip(names, chunk, strict=True), key=lambda each: each[0])
+                for ids in encode_chats(
+                    tokenizer, [record.messages for _, (*_, record) in its_rows], tools=tools_of(name) if name else ()
+                )
+            ]
             for (index, row, record), ids in zip(chunk, prompts, strict=True):
                 if len(ids) <= max_prompt_tokens:
                     self._tokens.append(array("i", ids))
@@ -77,7 +96,7 @@ class PromptDataset:
                         self.num_target_probs += has_probs
                 elif on_long_prompt == "error":
                     raise long_prompt_error(self._files.where(index), len(ids), max_prompt_tokens)
-        self.data_sources = frozenset(sources)
+        self.data_sources, self.environments = frozenset(sources), frozenset(environments)
         self.num_dropped = len(self._files) - len(self._kept)
         # Number of usable prompts of each file, in the order of `paths`.
         self.num_prompts_by_file = self._files.counts(self._kept)
@@ -91,6 +110,13 @@ class PromptDataset:
                 f"none of the {len(self)} prompts has a usable target, but algo.demonstrations.strategy asks for "
                 f"demonstrations; add the column target, raise algo.demonstrations.max_tokens, or set strategy=none"
             )
+
+    def _environment_of(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the name of a row's environment; empty: it has none."""
+        name = row.get(self._environment.key) or self._environment.default or ""
+        if not isinstance(name, str):
+            raise DataError(f"{where}: {self._environment.key} is {name!r}, expected the name of an environment")
+        return name
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -110,6 +136,7 @@ class PromptDataset:
             messages=record.messages,
             demonstration_ids=tuple(demonstration),
             demonstration_probs=(*probs, UNKNOWN_PROB)[: len(demonstration)] if probs else (),
+            environment=self._environment_of(row, where),
         )
 
 

@@ -5,12 +5,13 @@ answer and the next place where the assistant speaks. It begins with a special t
 merges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.chat import render_chats
+from megarl.data.chat import encode_chats, render_chats
 from megarl.errors import ConfigError, DataError
 from megarl.types import Message
 
@@ -56,9 +57,9 @@ class Bridges:
         ids = self._encode(self._after_answer(replies))
         return ids[1:] if last_token == self.end_token_id else ids
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a chat up to the place where the assistant speaks first."""
-        return self._encode(render_chats(self._tokenizer, [messages])[0])
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""
+        return encode_chats(self._tokenizer, [messages], tools=tools)[0]
 
     def _after_answer(self, replies: Sequence[Message]) -> str:
         try:
@@ -80,4 +81,3 @@ class Bridges:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-

@@ -1,5 +1,16 @@
 """Reply to the policy's turns: environments, the tools that they run, and the host that runs many of them at once."""
 
-from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, ToolCall, open_environments
+from megarl.environments import games
+from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply, open_environments, tools_of
+from megarl.environments.tools import ToolEnvironment
 
-__all__ = ["ENVIRONMENTS", "Action", "Environment", "Reply", "ToolCall", "open_environments"]
+__all__ = [
+    "ENVIRONMENTS",
+    "Action",
+    "Environment",
+    "Reply",
+    "ToolEnvironment",
+    "games",
+    "open_environments",
+    "tools_of",
+]

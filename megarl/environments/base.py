@@ -14,15 +14,6 @@ from megarl.types import Message, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call of a tool that the policy wrote. error: why it cannot be run; empty: it can."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """A turn of the policy, the first has number 0; `text` has no special tokens.
 
@@ -95,7 +86,7 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str,
         key = f"environment.entries.{name}"
         entry = cfg.entries.get(name) or EnvironmentEntry(type=name)
         if ":" in entry.type:
-            factory = _load(entry.type, key)
+            factory = load_object(entry.type, f"{key}.type")
         elif entry.type in ENVIRONMENTS:
             factory = ENVIRONMENTS.get(entry.type)
         else:
@@ -105,6 +96,11 @@ def open_environments(cfg: EnvironmentConfig, names: Sequence[str]) -> dict[str,
         make()
         found[name] = make
     return found
+
+
+def tools_of(cfg: EnvironmentConfig, name: str) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of an environment's tools. Raises ConfigError as `open_environments` does."""
+    return open_environments(cfg, [name])[name]().tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +125,21 @@ class _Maker:
         return made
 
 
-def _load(spec: str, key: str) -> EnvironmentFactory:
-    """Load a class by MODULE:CLASS or FILE.py:CLASS."""
+def load_object(spec: str, key: str) -> Any:
+    """Load a class or function by MODULE:NAME or FILE.py:NAME; ConfigError, which names `key`, if there is none."""
     where, _, name = spec.rpartition(":")
     try:
         if where.endswith(".py"):
             module_spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert module_spec is not None and module_spec.loader is not None
+            assert module_spec is not None
+            assert module_spec.loader is not None
             module = importlib.util.module_from_spec(module_spec)
             module_spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
     except Exception as error:
-        raise ConfigError(f"{key}.type: {where} does not load: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {where} does not load: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         public = ", ".join(sorted(each for each in vars(module) if not each.startswith("_")))
-        raise ConfigError(f"{key}.type: {where} has no {name!r}; it has: {public}")
-    factory: EnvironmentFactory = getattr(module, name)
-    return factory
+        raise ConfigError(f"{key}: {where} has no {name!r}; it has: {public}")
+    return getattr(module, name)

@@ -1,6 +1,7 @@
-"""Run the environments of thousands of conversations at once in one asyncio loop, and turn their replies into tokens."""
+"""Run the environments of thousands of conversations in one asyncio loop, and turn their replies into tokens."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,7 @@ class EpisodeHost:
                 if await environment.resume(request.prompt, actions):
                     return HostReply()
             opening = await environment.start(request.prompt)
-            ids = self._bridges.opening([*request.prompt.messages, *opening]) if opening else ()
+            ids = self._bridges.opening([*request.prompt.messages, *opening], environment.tools) if opening else ()
             return HostReply(token_ids=tuple(ids), is_anew=bool(request.turns))
 
         return await self._limited(key, begin)
@@ -98,11 +99,15 @@ class EpisodeHost:
         async def reply() -> HostReply:
             text = self._decode(list(request.token_ids))
             said = await environment.reply(Action(text=text, turn=request.turn, is_cut=request.is_cut))
+            if not math.isfinite(said.reward):
+                raise ValueError(f"the reward is {said.reward}, expected a finite number")
             ids: list[int] = []
             if not said.done:
                 if not said.messages:
                     raise ValueError("the reply has no messages, and does not end the conversation; set done=True")
-                ids = self._bridges.bridge(said.messages, last_token=request.token_ids[-1])
+                role = self._config.tool_role
+                messages = [replace(m, role=role) if m.role == "tool" else m for m in said.messages]
+                ids = self._bridges.bridge(messages, last_token=request.token_ids[-1])
             return HostReply(
                 token_ids=tuple(ids),
                 done=said.done,

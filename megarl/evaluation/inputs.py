@@ -1,6 +1,7 @@
 """Open and check what an evaluation reads before any process starts."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from megarl.config.load import saved_config, with_overrides
 from megarl.config.schema import Config, LayoutConfig, ModelConfig, NodesConfig, PlacementConfig
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptDataset
+from megarl.environments import tools_of
 from megarl.errors import ConfigError
 from megarl.evaluation.output import TABLE
 from megarl.record.metrics import RunPaths
@@ -100,6 +102,8 @@ def open_eval_inputs(request: EvalRequest) -> EvalInputs:
         max_prompt_tokens=config.data.max_prompt_tokens,
         on_long_prompt=config.data.on_long_prompt,
         form=config.data,
+        environment=config.environment,
+        tools_of=partial(tools_of, config.environment),
     )
     check_ground_truths(config.rewards, data)
     labelled = zip(path_labels(request.data), data.num_prompts_by_file, strict=True)

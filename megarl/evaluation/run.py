@@ -116,7 +116,8 @@ def _batches(
 
     While one batch is collected, the next one is already with the engines, so that they are never idle.
     """
-    source, engine = VllmSource(cluster.engines), config.rollout.engine
+    hosts = cluster.open_hosts({prompt.environment for prompt in prompts} - {""}, config)
+    source, engine = VllmSource(cluster.engines, hosts, config.environment), config.rollout.engine
     num_requests = REQUESTS_PER_SLOT * engine.max_num_seqs * engine.num_engines
     pending: deque[tuple[Batch, BatchJudging]] = deque()
     for plan in (_plan(config, greedy=True), _plan(config, greedy=False)):

@@ -13,6 +13,7 @@ from megarl.data.chat import response_decoder
 from megarl.data.prompts import PromptDataset
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.custom import CustomFunctions, try_functions
+from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.judge import Judge
 from megarl.rewards.llm import Completions, EndpointCompletions, LlmJudge, try_judge
 from megarl.rewards.manager import RULE, RewardManager
@@ -52,6 +53,8 @@ def open_rewards(
         manager = part.manager if part else rewards.manager
         if manager == "judge":
             judges[name] = open_judge(rewards, judge_key(rewards, name if part else None), completions, name=name)
+        elif manager == "environment":
+            judges[name] = EnvironmentJudge()
         elif manager == "remote":
             judges[name] = RemoteJudge(rewards.remote, (part.urls if part else ()) or rewards.remote.urls, name=name)
         elif model is None:

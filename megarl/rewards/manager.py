@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.rewards.hybrid import Summand, mix
-from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, mean_of
-from megarl.types import DROPPED, Prompt, Sample
+from megarl.rewards.judge import FinishedSample, Judge, Judged, JudgeSession, Tally, Trouble, mean_of
+from megarl.types import DROPPED, FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,11 +74,13 @@ class BatchJudging:
         """Accept a finished sample, without waiting for its reward."""
         if prompt.uid not in self.prompt_texts:
             self.prompt_texts[prompt.uid] = str(self.manager.tokenizer.decode(prompt.token_ids))
-        response = self.manager.decode(sample.response_token_ids.tolist())
+        # What an environment wrote is no answer of the policy.
+        response = self.manager.decode(sample.last_turn_ids.tolist())
         item = FinishedSample(
             prompt=prompt, sample=sample, prompt_text=self.prompt_texts[prompt.uid], response=response
         )
-        for name in self.manager.asked(prompt.data_source):
+        asked = self.manager.asked(prompt.data_source) if sample.finish_reason is not FinishReason.FAILED else ()
+        for name in asked:
             self.asked[name].append(len(self.items))
             self.sessions[name].add(item)
         self.items.append(item)
@@ -103,7 +105,12 @@ class BatchJudging:
         judged = {name: session.finish() for name, session in self.sessions.items()}
         opinions = {name: dict(zip(self.asked[name], each.rewards, strict=True)) for name, each in judged.items()}
         routes = [self.manager.route(item.prompt.data_source) for item in self.items]
-        dropped = {row for row, route in enumerate(routes) if any(opinions[name][row].dropped for name in route)}
+        failed = {row for row, item in enumerate(self.items) if item.sample.finish_reason is FinishReason.FAILED}
+        dropped = failed | {
+            row
+            for row, route in enumerate(routes)
+            if row not in failed and any(opinions[name][row].dropped for name in route)
+        }
         scores = {
             name: {
                 row: reward.score
@@ -140,7 +147,15 @@ class BatchJudging:
         tallies["reward/dropped_rows"] = Tally(total=num_dropped)
         tallies["reward/dropped_frac"] = Tally(total=num_dropped, over=len(rewards))
         troubles = [replace(trouble, judge=name) for name, each in judged.items() for trouble in each.troubles]
+        troubles += [_failure(self.items[row]) for row in sorted(failed)]
         rows = {(item.sample.uid, item.sample.sample_index): row for row, item in enumerate(self.items)}
         return Judged(
             rewards=[rewards[rows[s.uid, s.sample_index]] for s in samples], tallies=tallies, troubles=troubles
         )
+
+
+def _failure(item: FinishedSample) -> Trouble:
+    """Describe a sample whose environment failed."""
+    episode = item.sample.episode
+    assert episode is not None, "only environments fail samples"
+    return Trouble(item=item, outcome="failed", reason=f"{episode.failure}: {episode.reason}", judge="environment")

@@ -29,6 +29,7 @@ STATED: Mapping[str, Callable[[str], str]] = {
     "short_answer": _in_tags,
     "openai/gsm8k": "#### {}".format,
     "megarl/sums": "#### {}".format,
+    "megarl/calculator": "#### {}".format,
 }
 
 

@@ -145,7 +145,7 @@ def score_short_answer(response: str, ground_truth: str, extra_info: Mapping[str
     return reward_of(correct, parse_failed=not answers)
 
 
-@SCORERS.register("megarl/sums")
+@SCORERS.register("megarl/sums", "megarl/calculator")
 def score_sums(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> Reward:
     """Score 1 if the response ends in `#### ` and the ground truth, and has `####` nowhere else; otherwise 0."""
     before, mark, number = response.rpartition(_MARK)

@@ -31,7 +31,7 @@ class GenerationRequest:
 
     num_before: how many of the last `token_ids` an engine sampled for the same sample before; the request goes on with
     the sample. with_nucleus: return the tokens that top_k and top_p left to sample each token from; `top_k` bounds
-    their number.
+    their number. engine: the index of the engine that has the keys and values of earlier tokens; None: none has.
     """
 
     token_ids: tuple[int, ...]
@@ -44,6 +44,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     num_before: int = 0
     with_nucleus: bool = False
+    engine: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Completion:
     """The tokens that an engine generated for a request, in arrays [n]; of an unfinished request, those so far.
 
     logprobs: after temperature and truncation (top-p, top-k). weight_versions: the version of the weights that sampled
-    each token.
+    each token. engine: the index of the engine that generated them, where there are several.
     """
 
     token_ids: IntArray
@@ -59,6 +60,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: IntArray
     nucleus: NucleusArray | None = None
+    engine: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 
 from megarl.errors import DataError
 from megarl.rollout.source import Batch, Doing, OnSample, SamplingPlan, generating, ignore_sample
-from megarl.types import FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
+from megarl.types import Episode, FinishReason, Message, Prompt, RolloutBatch, Sample, Segment, SegmentSource
 
 # [n, k], end to end.
 _NUCLEUS = pa.struct([("shape", pa.list_(pa.int64())), ("values", pa.list_(pa.int32()))])
@@ -37,6 +38,9 @@ _SCHEMA = pa.schema(
         ("segments", pa.list_(_SEGMENT)),
         ("prompt", pa.string()),
         ("routed_experts", _EXPERTS),
+        # Of the environment: its reward of each segment, and an `Episode` as JSON; null without an environment.
+        ("rewards", pa.list_(pa.float64())),
+        ("episode", pa.string()),
     ]
 )
 
@@ -72,8 +76,12 @@ def write_record(path: Path, batch: RolloutBatch) -> None:
                     }
                     for s in sample.segments
                 ],
+                "rewards": None if sample.episode is None else [s.reward for s in sample.segments],
+                "episode": None if sample.episode is None else json.dumps(asdict(sample.episode)),
                 "prompt": json.dumps(
                     {
+                        "token_ids": prompt.token_ids,
+                        "environment": prompt.environment,
                         "data_source": prompt.data_source,
                         "ground_truth": prompt.ground_truth,
                         "extra_info": dict(prompt.extra_info),
@@ -103,11 +111,14 @@ def read_record(path: Path) -> RolloutBatch:
     for row in rows:
         fields = json.loads(row["prompt"])
         # JSON has no tuples.
-        fields |= {name: tuple(fields.get(name, ())) for name in ("demonstration_ids", "demonstration_probs")}
+        # Records of earlier versions lack some of them; their samples begin with the prompt's own tokens.
+        fields.setdefault("token_ids", row["segments"][0]["token_ids"])
+        given = ("token_ids", "demonstration_ids", "demonstration_probs")
+        fields |= {name: tuple(fields.get(name, ())) for name in given}
         fields["messages"] = tuple(Message(**message) for message in fields.get("messages", ()))
-        prompts[row["uid"]] = Prompt(uid=row["uid"], token_ids=tuple(row["segments"][0]["token_ids"]), **fields)
+        prompts[row["uid"]] = Prompt(uid=row["uid"], **fields)
         experts, segments = row["routed_experts"], []
-        for each in row["segments"]:
+        for each, reward in zip(row["segments"], row["rewards"] or [0.0] * len(row["segments"]), strict=True):
             logprobs, nucleus = each["rollout_logprobs"], each["nucleus"]
             segments.append(
                 Segment(
@@ -119,6 +130,7 @@ def read_record(path: Path) -> RolloutBatch:
                     nucleus=None
                     if nucleus is None
                     else np.asarray(nucleus["values"], dtype=np.int32).reshape(nucleus["shape"]),
+                    reward=reward,
                 )
             )
         samples.append(
@@ -131,6 +143,7 @@ def read_record(path: Path) -> RolloutBatch:
                 if experts is None
                 else np.asarray(experts["values"], dtype=np.int16).reshape(experts["shape"]),
                 segments=tuple(segments),
+                episode=None if row["episode"] is None else Episode(**json.loads(row["episode"])),
             )
         )
     return RolloutBatch(prompts=prompts, samples=tuple(samples))

@@ -7,6 +7,7 @@ from megarl.config import load_config
 from megarl.config.check import check_train
 from megarl.config.load import PACKAGED
 from megarl.data.tasks import TASKS
+from megarl.data.tasks.conversations import CONVERSATIONS, generate_conversations
 from megarl.data.tasks.generate import GenerateConfig, generate
 from megarl.data.tiny_model import TinyModelConfig, make_tiny_model
 from megarl.run.start import train, train_supervised
@@ -36,7 +37,10 @@ def quickstart(*, algo: str, task: str, seed: int) -> None:
     else:
         print(f"making data and a tiny model in {root}")
         sizes = GenerateConfig(seed=seed, num_sft=NUM_SFT, num_train=NUM_TRAIN, num_val=NUM_VAL)
-        generate(TASKS.get(task), root / "data", sizes)
+        if task in CONVERSATIONS:
+            generate_conversations(task, root / "data", sizes)
+        else:
+            generate(TASKS.get(task), root / "data", sizes)
         make_tiny_model(root / "base", TinyModelConfig(), seed=seed)
         sources = [f"sft.train=[{root}/data/sft.parquet]", f"model.path={root}/base", "run.name=sft"]
         train_supervised("sft", load_config(CONFIGS / f"{task}-sft.yaml", [*common, *sources]), overwrite=True)

@@ -20,6 +20,7 @@ from megarl.config.schema import Config
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.errors import RunError
+from megarl.record.episodes import episode_metrics
 from megarl.record.metrics import Timers
 from megarl.rewards.judge import Trouble, tally_metrics
 from megarl.rewards.manager import BatchJudging, RewardManager
@@ -155,6 +156,7 @@ class Rollouts:
             # Group metrics count everything that was sampled and judged, removed or not.
             metrics=filter_groups(sampled, self.config.algo.filter)[1]
             | tally_metrics(tallies)
+            | episode_metrics(sample for each in sampled for sample in each.group.samples.values())
             | {"filter/num_refills": float(len(tallies) - 1)},
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from megarl.data.chat import check_vocabulary, load_tokenizer
 from megarl.data.hints import HintSurvey, survey_hints
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler, prompt_sampler, train_files
+from megarl.environments import tools_of
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.build import check_ground_truths
 from megarl.rewards.routes import filter_ranges
@@ -219,6 +221,8 @@ def _open_prompts(
         on_long_prompt=config.data.on_long_prompt,
         form=config.data,
         demonstrations=demonstrations,
+        environment=config.environment,
+        tools_of=partial(tools_of, config.environment),
     )
 
 

@@ -49,7 +49,9 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
         deterministic=config.run.deterministic,
         verify=config.sync.verify,
     )
-    scheduler, source = _open_source(config, engines)
+    names = inputs.train.environments | (frozenset() if inputs.val is None else inputs.val.environments)
+    live = VllmSource(engines, cluster.open_hosts(names, config), config.environment)
+    scheduler, source = _open_source(config, engines, live)
     scorers = {role.role: RoleScorer(workers, role, **_pass_settings(config, role)) for role in inputs.roles}
     completions = partial(_completions, inputs, cluster, VllmSource(engines), memory)
     rewards, validation_rewards = _reward_managers(inputs, scorers, memory, completions)
@@ -71,7 +73,7 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
             config=config,
             data=inputs.val,
             tokenizer=inputs.tokenizer,
-            source=VllmSource(engines),
+            source=live,
             rewards=validation_rewards,
             answers=paths.validation,
             enter=memory.enter,
@@ -95,14 +97,17 @@ def build_trainer(inputs: TrainInputs, cluster: Cluster, recorder: RunRecorder) 
     )
 
 
-def _open_source(config: Config, engines: EngineSupervisor) -> tuple[Scheduler, RolloutSource]:
-    """Open the source of the samples to train on, and return it with the scheduler that decides what it samples."""
+def _open_source(config: Config, engines: EngineSupervisor, live: VllmSource) -> tuple[Scheduler, RolloutSource]:
+    """Open the source of the samples to train on, and return it with the scheduler that decides what it samples.
+
+    live: the source that samples with the engines.
+    """
     schedule, num_prompts = config.rollout.schedule, config.trainer.prompts_per_step
     scheduler = Scheduler(
         prompts_per_step=num_prompts, staleness=schedule.staleness, window=schedule.window(num_prompts)
     )
     if config.rollout.source == "vllm":
-        return scheduler, VllmSource(engines)
+        return scheduler, live
     assert config.rollout.replay_dir is not None, "the configuration was checked"
     directory = Path(config.rollout.replay_dir)
     # A record has what trained in each step: nothing runs ahead.

@@ -128,9 +128,9 @@ class Episode:
 
     num_turns: the policy's turns that the environment has replied to, or that ended the sample. num_calls: the tools
     called. num_restarts: how often it began anew because a host died. seconds: the time that the environment took to
-    reply. awaits_reply: whether the environment has yet to reply to the last turn. details: what the environment said
-    besides, such as numbers for metrics. failure: why the environment failed, in a word; empty: it did not.
-    reason: the failure in one line.
+    reply. awaits_reply: whether the environment has yet to reply to the last turn. is_cut: whether a limit ended that
+    turn. details: what the environment said besides, such as numbers for metrics. failure: the kind of a failure of the
+    environment (`raised`, `timed_out`, `died`), which spoils the sample; empty: none. reason: the failure in one line.
     """
 
     environment: str
@@ -139,6 +139,7 @@ class Episode:
     num_restarts: int = 0
     seconds: float = 0.0
     awaits_reply: bool = False
+    is_cut: bool = False
     details: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
     reason: str = ""

@@ -31,6 +31,7 @@ FLOORS = (
     ("train", "plan"),
     ("report", "launch", "cluster"),
     ("rewards", "record", "rollout", "parallel"),
+    ("environments",),
     ("data", "sync"),
     ("algos", "weights"),
     ("types",),

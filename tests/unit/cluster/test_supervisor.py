@@ -133,6 +133,9 @@ class Run:
     def are_idle(self, engines: Sequence[int]) -> bool:
         return not any(engine in engines for engine, *_ in self.open.values())
 
+    def await_replies(self) -> bool:
+        return False
+
     def orphans(self) -> list[int]:
         return sorted({engine for engine, *_ in self.open.values()} - {*self.living()})
 

@@ -1,0 +1,55 @@
+"""Define the small environments that examples and tests train on: a calculator, and a guessing game."""
+
+import re
+from collections.abc import Sequence
+
+from megarl.environments.base import ENVIRONMENTS, Action, Environment, Reply
+from megarl.environments.tools import ToolEnvironment
+from megarl.types import Message, Prompt
+
+
+def calc(a: str, b: str) -> str:
+    """Multiply two numbers."""
+    return str(int(a) * int(b))
+
+
+@ENVIRONMENTS.register("calculator")
+class Calculator(ToolEnvironment):
+    """A calculator: a turn that is exactly `calc 37*48` is answered `1776`; any other turn ends the conversation."""
+
+    def __init__(self) -> None:
+        super().__init__(tools=[calc], patterns={"calc": r"calc (?P<a>\d{1,6})\*(?P<b>\d{1,6})"}, in_prompt=False)
+
+
+@ENVIRONMENTS.register("guess")
+class GuessingGame(Environment):
+    """A game in which the policy guesses a number; after a wrong guess it reads the range that is left, as `32-63`.
+
+    A row's `extra_info` has `number`, `low`, `high` and `guesses`, the number of guesses. The reward is 1 for a right
+    guess. A turn that is no number within the first range ends the game.
+    """
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        row = prompt.extra_info
+        self._number, self._low, self._high = int(row["number"]), int(row["low"]), int(row["high"])
+        self._guesses = int(row["guesses"])
+        return ()
+
+    async def reply(self, action: Action) -> Reply:
+        if not re.fullmatch(r"\d{1,6}", action.text.strip()):
+            return Reply(done=True, details={"correct": False})
+        guess = int(action.text)
+        if guess == self._number or action.turn + 1 >= self._guesses:
+            is_right = guess == self._number
+            return Reply(done=True, reward=float(is_right), details={"correct": is_right})
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+        else:
+            self._high = min(self._high, guess - 1)
+        return Reply(messages=(Message(role="user", content=f"{self._low}-{self._high}"),))
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        await self.start(prompt)
+        for action in actions:
+            await self.reply(action)
+        return True

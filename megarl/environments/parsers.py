@@ -1,0 +1,97 @@
+"""Find the tool calls in a turn of the policy, in the forms that model families write them."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from megarl.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the policy wrote. error: why it cannot be read; empty: it can."""
+
+    name: str = ""
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+Parser: TypeAlias = Callable[[str], Sequence[ToolCall]]
+PARSERS: Registry[Parser] = Registry("parser of tool calls", key="environment.entries.*.arguments.parser")
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
+
+
+@PARSERS.register("hermes", "qwen")
+def parse_hermes(text: str) -> list[ToolCall]:
+    """Read calls as Hermes and Qwen write them: JSON with name and arguments between <tool_call> tags.
+
+    >>> parse_hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')[0].arguments
+    {'a': 1}
+    """
+    return [_from_json(body) for body in _HERMES.findall(text)]
+
+
+@PARSERS.register("llama")
+def parse_llama(text: str) -> list[ToolCall]:
+    """Read calls as Llama 3 writes them: a turn that is JSON with name and parameters, or several joined by semicolons.
+
+    >>> parse_llama('{"name": "add", "parameters": {"a": 1}}')[0].name
+    'add'
+    """
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    decoder, calls = json.JSONDecoder(), list[ToolCall]()
+    while text.startswith("{"):
+        try:
+            _, end = decoder.raw_decode(text)
+        except json.JSONDecodeError:
+            return [*calls, _from_json(text)]
+        calls.append(_from_json(text[:end]))
+        text = text[end:].lstrip("; \n")
+    return calls
+
+
+@PARSERS.register("python")
+def parse_python(text: str) -> list[ToolCall]:
+    """Read each fenced block of Python as a call of the tool `python` with the argument `code`.
+
+    >>> parse_python("so\\n```python\\nprint(2)\\n```")[0].arguments
+    {'code': 'print(2)\\n'}
+    """
+    return [ToolCall(name="python", arguments={"code": code}) for code in _FENCED.findall(text)]
+
+
+def pattern_parser(patterns: Mapping[str, str]) -> Parser:
+    """Return a parser that reads a turn as a call of the first tool whose regular expression the whole turn matches.
+
+    patterns: by tool, an expression whose named groups are the arguments, as texts.
+
+    >>> pattern_parser({"calc": r"calc (?P<expression>.+)"})("calc 2*3")[0].arguments
+    {'expression': '2*3'}
+    """
+    compiled = {name: re.compile(pattern, re.DOTALL) for name, pattern in patterns.items()}
+
+    def parse(text: str) -> list[ToolCall]:
+        for name, pattern in compiled.items():
+            if found := pattern.fullmatch(text.strip()):
+                return [ToolCall(name=name, arguments=found.groupdict())]
+        return []
+
+    return parse
+
+
+def _from_json(body: str) -> ToolCall:
+    """Read one call from JSON; `arguments` may be called `parameters`, and be JSON in a text."""
+    try:
+        call = json.loads(body)
+        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        name = call["name"]
+    except (ValueError, AttributeError, KeyError) as error:
+        return ToolCall(arguments={}, error=f"this is no call, expected JSON with name and arguments: {error!r}")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return ToolCall(arguments={}, error="this is no call, expected name as a text and arguments as an object")
+    return ToolCall(name=name, arguments=arguments)
