@@ -31,31 +31,26 @@ class Bridges:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Check the template with a reply of the role user.
 
-        Raises ConfigError if the template writes no special token after an answer, or changes with what follows it.
+        Raises ConfigError if the template writes no special token after an answer.
         """
         self._tokenizer = tokenizer
-        after_one, after_two = (self._after_answer(replies) for replies in ([_QUESTION], [_QUESTION, _ANSWER]))
-        (first, *_) = self._encode(after_one)
+        after = self._after_answer([_QUESTION])
+        first = self._encode(after)[0]
         if first not in tokenizer.all_special_ids and first not in tokenizer.added_tokens_decoder:
             raise ConfigError(
-                f"environment: after an answer the chat template writes {after_one[:40]!r}, expected a special token "
-                f"that ends the turn, such as {tokenizer.eos_token!r}; give the model a template that marks turns"
+                f"environment: after an answer the chat template writes {after[:40]!r}, expected a special token that "
+                f"ends the turn, such as {tokenizer.eos_token!r}; give the model a template that marks turns"
             )
-        if self._encode(after_two)[0] != first:
-            raise ConfigError(
-                f"environment: the chat template ends an answer with {after_one[:40]!r} or {after_two[:40]!r}, "
-                "depending on what follows; conversations of several turns need one mark"
-            )
-        self.end_token_id: int = first
 
     def bridge(self, replies: Sequence[Message], *, last_token: int) -> list[int]:
         """Return the tokens from an answer to the next one, with `replies` between them.
 
-        last_token: the answer's last token. An answer that does not end in the end token, since it was cut or ended by
-        a stop string, gets one first. Raises DataError if the template refuses a role of the replies.
+        last_token: the answer's last token. An answer without the mark that ends it, since it was cut or ended by a
+        stop string, gets one first. Some templates have no such mark, and the policy ends a turn with that of the next
+        speaker. Raises DataError if the template refuses a role of the replies.
         """
         ids = self._encode(self._after_answer(replies))
-        return ids[1:] if last_token == self.end_token_id else ids
+        return ids[1:] if last_token == ids[0] else ids
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of a chat up to where the assistant speaks first; `tools` as in `encode_chats`."""

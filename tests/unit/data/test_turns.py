@@ -1,0 +1,144 @@
+"""Bridges between turns: a conversation turn by turn has the tokens of its template's own rendering of the whole."""
+
+from collections.abc import Sequence
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.chat import encode_chats, render_chats
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.data.turns import Bridges
+from megarl.errors import ConfigError, DataError
+from megarl.types import Message
+
+# By family: the marks that end a turn, and a template that writes chats as the family's does.
+FAMILIES = {
+    "chatml (Qwen, SmolLM)": (
+        ("<|im_end|>", "<|im_start|>"),
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ),
+    "Qwen3, which drops earlier thoughts": (
+        ("<|im_end|>", "<|im_start|>"),
+        "{% for m in messages %}{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}"
+        "<|im_start|>user{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>"
+        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
+        "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ),
+    "Llama 3": (
+        ("<|eot_id|>", "<|start_header_id|>"),
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+        "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    ),
+    "Gemma, whose mark is not the eos token": (
+        ("<end_of_turn>", "<start_of_turn>"),
+        "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    ),
+    "Mistral": (
+        ("</s>", "[INST]"),
+        "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
+        "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+        "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}",
+    ),
+    "DeepSeek R1": (
+        ("<|end_of_sentence|>", "<|User|>"),
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] }}"
+        "<|end_of_sentence|>{% elif m.role == 'tool' %}<|tool_outputs_begin|>{{ m.content }}<|tool_outputs_end|>"
+        "{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|>{% endif %}",
+    ),
+    "Phi": (
+        ("<|end|>", "<|user|>"),
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    ),
+    "Granite": (
+        ("<|end_of_text|>", "<|start_of_role|>"),
+        "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
+    ),
+    "GLM 4, which ends a turn with the next speaker's mark": (
+        ("<|user|>", "<|observation|>"),
+        "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    ),
+}
+END = 2  # <|im_end|> of the byte tokenizer.
+QUESTION = Message(role="user", content="What is 2*3?")
+ANSWER = Message(role="assistant", content="calc 2*3")
+USER, TOOL = Message(role="user", content="6, and now?"), Message(role="tool", content="6")
+SECOND = Message(role="assistant", content="It is 6.")
+
+
+def tokenizer_of(family: str) -> PreTrainedTokenizerBase:
+    marks, template = FAMILIES[family]
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("replies", [(USER,), (TOOL,), (TOOL, TOOL)], ids=["user", "tool", "two tools"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turn_by_turn_is_what_the_template_renders_of_the_whole(family: str, replies: tuple[Message, ...]) -> None:
+    tokenizer = tokenizer_of(family)
+    bridges = Bridges(tokenizer)
+
+    def answered(message: Message, following: Sequence[Message]) -> list[int]:
+        """The ids of an answer, ended as the policy ends it, and of what follows."""
+        (mark, *_) = bridges.bridge(following, last_token=-1)
+        assert tokenizer.convert_ids_to_tokens(mark) in FAMILIES[family][0]
+        text = tokenizer(message.content, add_special_tokens=False)["input_ids"]
+        return [*text, mark, *bridges.bridge(following, last_token=mark)]
+
+    stream = encode_chats(tokenizer, [[QUESTION]])[0] + answered(ANSWER, replies)
+    assert stream == encode_chats(tokenizer, [[QUESTION, ANSWER, *replies]])[0]
+    # And one turn further on.
+    stream += answered(SECOND, [USER])
+    assert stream == encode_chats(tokenizer, [[QUESTION, ANSWER, *replies, SECOND, USER]])[0]
+
+
+def test_an_answer_that_was_cut_gets_its_end_token_from_the_bridge(tokenizer: PreTrainedTokenizerBase) -> None:
+    bridges = Bridges(tokenizer)
+    whole = bridges.bridge([USER], last_token=END)
+    assert bridges.bridge([USER], last_token=40) == [END, *whole]
+    # By hand, as test_chat.py numbers them: a line feed, <|im_start|>, user, …
+    assert whole[:4] == [201, 1, 259, 201]
+    assert whole[-4:] == [201, 1, 260, 201]
+
+
+def test_thoughts_that_the_template_drops_stay_in_the_stream() -> None:
+    tokenizer = tokenizer_of("Qwen3, which drops earlier thoughts")
+    bridges = Bridges(tokenizer)
+    thoughtful = "<think>\nhm\n</think>\n\n6"
+    (rendered,) = render_chats(tokenizer, [[QUESTION, Message(role="assistant", content=thoughtful), USER]])
+    assert "hm" not in rendered
+    stream = encode_chats(tokenizer, [[QUESTION]])[0] + tokenizer(thoughtful)["input_ids"] + [END]
+    stream += bridges.bridge([USER], last_token=stream[-1])
+    assert "hm" in tokenizer.decode(stream)
+
+
+def test_templates_without_marks_or_roles_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(ConfigError, match=r"writes '\\nuser: .* expected a special token that ends the turn"):
+        Bridges(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' }}<|im_end|>{% endfor %}"
+    with pytest.raises(ConfigError, match=r"expected a question, its answer and what follows"):
+        Bridges(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    bridges = Bridges(tokenizer)
+    with pytest.raises(
+        DataError, match=r"refuses replies of the roles \['tool'\]: no tools here; set .*tool_role=user"
+    ):
+        bridges.bridge([TOOL], last_token=2)

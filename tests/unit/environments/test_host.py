@@ -1,0 +1,209 @@
+"""The host of environments: every request has one reply, whatever the environment does."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.environments import Action, Environment, Reply, open_environments
+from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.errors import ConfigError
+from megarl.types import Message, Prompt
+
+TOKENIZER = make_byte_tokenizer()
+END = 2
+HERE = f"{__name__}:"
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return encoded
+
+
+class Echo(Environment):
+    """Repeats what the policy says, with its reward, until it says `stop`; other words make it misbehave."""
+
+    closed: ClassVar[list[str]] = []
+
+    def __init__(self, *, opening: str = "") -> None:
+        self.opening = opening
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        self.name = prompt.uid
+        if prompt.ground_truth == "raise":
+            raise LookupError("no such game\nwith more lines")
+        return (Message(role="user", content=self.opening),) if self.opening else ()
+
+    async def reply(self, action: Action) -> Reply:
+        if action.text == "raise":
+            raise LookupError("no such word")
+        if action.text == "sleep":
+            await asyncio.sleep(60)
+        if action.text == "nothing":
+            return Reply()
+        if action.text == "nan":
+            return Reply(done=True, reward=float("nan"))
+        text = f"{action.turn}: {action.text}{' (cut)' if action.is_cut else ''}"
+        return Reply(
+            messages=(Message(role="tool", content=text),),
+            done=action.text == "stop",
+            reward=0.5,
+            details={"words": len(action.text.split())},
+        )
+
+    async def close(self) -> None:
+        self.closed.append(self.name)
+
+
+class Resumable(Echo):
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        self.past = [action.text for action in actions]
+        return True
+
+    async def reply(self, action: Action) -> Reply:
+        return Reply(done=True, details={"past": "+".join(self.past)})
+
+
+def host(**limits: Any) -> EpisodeHost:
+    entries = {
+        "echo": EnvironmentEntry(type=f"{HERE}Echo"),
+        "opens": EnvironmentEntry(type=f"{HERE}Echo", arguments={"opening": "hi"}),
+        "resumes": EnvironmentEntry(type=f"{HERE}Resumable"),
+    }
+    config = EnvironmentConfig(entries=entries, **limits)
+    spec = HostSpec(model_path="", chat_template={}, names=tuple(entries), config=config)
+    return EpisodeHost(spec, TOKENIZER)
+
+
+def prompt(environment: str = "echo", ground_truth: str = "") -> Prompt:
+    question = (Message(role="user", content="?"),)
+    return Prompt(
+        uid="a", token_ids=(5,), data_source="d", ground_truth=ground_truth, messages=question, environment=environment
+    )
+
+
+def turn(text: str, number: int = 0, *, is_cut: bool = False) -> TurnRequest:
+    return TurnRequest(token_ids=[*ids(text), *([] if is_cut else [END])], turn=number, is_cut=is_cut)
+
+
+def run(coroutine: Coroutine[Any, Any, HostReply]) -> HostReply:
+    return asyncio.run(coroutine)
+
+
+def replies(*turns: TurnRequest, environment: str = "echo", **limits: Any) -> list[HostReply]:
+    """Start a conversation and take these turns."""
+
+    async def talk() -> list[HostReply]:
+        there = host(**limits)
+        first = await there.start(7, StartRequest(prompt=prompt(environment)))
+        return [first, *[await there.act(7, each) for each in turns]]
+
+    return asyncio.run(talk())
+
+
+def test_a_reply_is_the_bridge_to_the_next_turn() -> None:
+    first, second, last = replies(turn("one two"), turn("stop", 1))
+    assert (first.token_ids, first.is_anew, first.failure) == ((), False, "")
+    after = "\n<|im_start|>tool\n0: one two<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(second.token_ids) == after
+    assert (second.done, second.reward, second.details) == (False, 0.5, {"words": 2})
+    assert (last.done, last.token_ids) == (True, ())
+
+
+def test_a_cut_turn_gets_its_end_and_tools_may_speak_as_users() -> None:
+    _, reply = replies(turn("one", is_cut=True), tool_role="user")
+    assert (
+        TOKENIZER.decode(reply.token_ids)
+        == "<|im_end|>\n<|im_start|>user\n0: one (cut)<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_environment_may_open_the_conversation() -> None:
+    (reply,) = replies(environment="opens")
+    assert TOKENIZER.decode(reply.token_ids) == (
+        "<|im_start|>user\n?<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "failure", "reason"),
+    [
+        ("raise", "raised", "LookupError: no such word"),
+        ("sleep", "timed_out", "no reply within environment.reply_timeout_s"),
+        (
+            "nothing",
+            "raised",
+            "ValueError: the reply has no messages, and does not end the conversation; set done=True",
+        ),
+        ("nan", "raised", "ValueError: the reward is nan, expected a finite number"),
+    ],
+)
+def test_what_goes_wrong_in_an_environment_is_a_reply(word: str, failure: str, reason: str) -> None:
+    _, reply = replies(turn(word), reply_timeout_s=0.1)
+    assert (reply.failure, reply.reason) == (failure, reason)
+
+
+def test_an_environment_that_cannot_start_fails_its_sample() -> None:
+    reply = run(host().start(1, StartRequest(prompt=prompt(ground_truth="raise"))))
+    assert (reply.failure, reply.reason) == ("raised", "LookupError: no such game")
+
+
+def test_a_conversation_over_its_time_fails() -> None:
+    async def talk() -> HostReply:
+        there = host(episode_timeout_s=0.05)
+        await there.start(1, StartRequest(prompt=prompt()))
+        await asyncio.sleep(0.1)
+        return await there.act(1, turn("one"))
+
+    reply = run(talk())
+    assert (reply.failure, reply.reason) == ("timed_out", "no reply within environment.episode_timeout_s")
+
+
+def test_a_conversation_goes_on_only_where_its_environment_can() -> None:
+    async def talk(environment: str) -> tuple[HostReply, HostReply]:
+        there = host()
+        past = StartRequest(prompt=prompt(environment), turns=([*ids("one"), END], [*ids("two"), END]))
+        return await there.start(1, past), await there.act(1, turn("stop", 2))
+
+    started, ended = asyncio.run(talk("resumes"))
+    assert (started.is_anew, ended.details) == (False, {"past": "one+two"})
+    started, _ = asyncio.run(talk("echo"))
+    assert started.is_anew
+
+
+def test_two_thousand_conversations_wait_at_once_and_all_are_closed() -> None:
+    Echo.closed.clear()
+
+    async def talk() -> float:
+        there = host()
+        keys = range(2000)
+        await asyncio.gather(*(there.start(key, StartRequest(prompt=prompt())) for key in keys))
+        began = time.monotonic()
+        await asyncio.gather(*(there.act(key, turn("one")) for key in keys))
+        took = time.monotonic() - began
+        await asyncio.gather(*(there.close(key) for key in keys))
+        return took
+
+    took = asyncio.run(talk())
+    assert len(Echo.closed) == 2000
+    print(f"{2000 / took:.0f} turns/s")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"type": "calculater"}, "did you mean 'calculator'"),
+        ({"type": "no.such.module:Thing"}, r"environment.entries.mine.type: no.such.module does not load"),
+        ({"type": f"{HERE}Nothing"}, "has no 'Nothing'; it has: .*Echo"),
+        ({"type": f"{HERE}Echo", "arguments": {"open": 1}}, r"entries.mine.arguments: got \{'open': 1\}; .*open"),
+        ({"type": f"{HERE}HostReply"}, "HostReply has no start; derive it from megarl.environments.Environment"),
+    ],
+)
+def test_a_wrong_entry_is_refused_at_the_start(entry: Mapping[str, Any], message: str) -> None:
+    config = EnvironmentConfig(entries={"mine": EnvironmentEntry(**entry)})
+    with pytest.raises(ConfigError, match=message):
+        open_environments(config, ["mine"])

@@ -1,0 +1,166 @@
+"""Tools: calls that are read from turns, run, and answered, whatever they do."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.environments import Action, Reply, ToolEnvironment, tools_of
+from megarl.environments.games import Calculator, GuessingGame
+from megarl.environments.parsers import PARSERS
+from megarl.errors import ConfigError
+from megarl.types import Prompt
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def doze(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+def nap(seconds: float) -> str:
+    time.sleep(seconds)
+    return "awake"
+
+
+def shout() -> str:
+    return "a" * 50 + "b" * 50
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def reply(environment: ToolEnvironment, text: str, *, is_cut: bool = False) -> Reply:
+    return asyncio.run(environment.reply(Action(text=text, turn=0, is_cut=is_cut)))
+
+
+def results(environment: ToolEnvironment, text: str) -> list[str]:
+    said = reply(environment, text)
+    assert {message.role for message in said.messages} == {"tool"}
+    return [message.content for message in said.messages]
+
+
+def test_calls_of_a_turn_are_answered_in_order_and_together() -> None:
+    tools = ToolEnvironment(tools=[add, doze, nap])
+    began = time.monotonic()
+    text = "let me see" + call("nap", '{"seconds": 0.3}') + call("doze", '{"seconds": 0.3}')
+    assert results(tools, text + call("add", '{"a": 1, "b": 2}')) == ["awake", "awake", "3"]
+    assert time.monotonic() - began < 0.6
+    assert reply(tools, call("add", '{"a": 1, "b": 2}')).num_calls == 1
+
+
+def test_a_turn_without_a_call_and_a_cut_turn_end_the_conversation() -> None:
+    tools = ToolEnvironment(tools=[add])
+    assert reply(tools, "the answer is 3").done
+    assert reply(tools, call("add", '{"a": 1, "b": 2}'), is_cut=True).done
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (call("ad", "{}"), "error: there is no tool 'ad'; there are: add, doze, nap, shout"),
+        (call("add", '{"a": 1}'), "error: TypeError: add() missing 1 required positional argument: 'b'"),
+        (call("add", '{"a": 1, "b": "x"}'), "error: TypeError: unsupported operand type(s) for +: 'int' and 'str'"),
+        (call("doze", '{"seconds": 9}'), "error: doze took longer than 0.2 s"),
+        (call("nap", '{"seconds": 0.6}'), "error: nap took longer than 0.2 s"),
+        (call("shout", "{}"), "a" * 10 + "\n[80 characters left out]\n" + "b" * 10),
+        ("<tool_call>{nonsense</tool_call>", "error: this is no call, expected JSON with name and arguments: "),
+        ("<tool_call>[1]</tool_call>", "error: this is no call"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: this is no call, expected name as a text"),
+    ],
+)
+def test_what_goes_wrong_in_a_tool_is_said_to_the_policy(text: str, said: str) -> None:
+    tools = ToolEnvironment(tools=[add, doze, nap, shout], timeout_s=0.2, max_result_chars=20)
+    answer = reply(tools, text)
+    # Errors are cut like other results, in their middle.
+    (message,) = answer.messages
+    assert message.content.startswith(said[:10])
+    tools = ToolEnvironment(
+        tools=[add, doze, nap, shout], timeout_s=0.2, max_result_chars=4096 if "error" in said else 20
+    )
+    assert results(tools, text)[0].startswith(said)
+    assert answer.details == {"tool_errors": int("error" in said)}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "found"),
+    [
+        ("hermes", call("f", '{"a": 1}'), [("f", {"a": 1})]),
+        # Without the closing tag, where it is a stop string.
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
+        ("hermes", "no call", []),
+        (
+            "llama",
+            ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+            [("f", {"a": 1}), ("g", {})],
+        ),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
+        ("llama", 'I call {"name": "f"}', []),
+        (
+            "python",
+            "```python\nprint(1)\n```\nand\n```py\nx\n```",
+            [("python", {"code": "print(1)\n"}), ("python", {"code": "x\n"})],
+        ),
+        ("python", "```\nprint(1)\n```", []),
+    ],
+)
+def test_parsers_read_the_forms_of_their_families(parser: str, text: str, found: Sequence[tuple[str, object]]) -> None:
+    assert [(each.name, each.arguments) for each in PARSERS.get(parser)(text)] == found
+
+
+def test_schemas_come_from_signatures_or_are_refused() -> None:
+    (schema,) = ToolEnvironment(tools=[add]).tools
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "The first number.",
+    }
+    with pytest.raises(ConfigError, match=r"no schema can be made of doze.*set in_prompt to false"):
+        _ = ToolEnvironment(tools=[doze]).tools
+    assert ToolEnvironment(tools=[doze], in_prompt=False).tools == ()
+    entry = EnvironmentEntry(type="tools", arguments={"tools": [f"{__name__}:add"]})
+    assert tools_of(EnvironmentConfig(entries={"mine": entry}), "mine") == [schema]
+    with pytest.raises(ConfigError, match="patterns: sub is not among the tools"):
+        ToolEnvironment(tools=[add], patterns={"sub": "x"})
+
+
+def test_the_calculator_multiplies_what_is_exactly_a_call() -> None:
+    assert results(Calculator(), "calc 37*48") == ["1776"]
+    assert reply(Calculator(), "calc 37*48 please").done
+    assert reply(Calculator(), "#### 1776").done
+
+
+def guessed(*guesses: str, number: int = 20, limit: int = 3) -> list[Reply]:
+    """The replies to these guesses."""
+
+    async def play() -> list[Reply]:
+        game = GuessingGame()
+        row = {"number": number, "low": 1, "high": 63, "guesses": limit}
+        await game.start(Prompt(uid="a", token_ids=(1,), data_source="d", ground_truth="", extra_info=row))
+        return [await game.reply(Action(text=text, turn=i)) for i, text in enumerate(guesses)]
+
+    return asyncio.run(play())
+
+
+def test_the_game_says_the_range_that_is_left() -> None:
+    low, high, last = guessed("31", "15", "20")
+    assert [low.messages[0].content, high.messages[0].content] == ["1-30", "16-30"]
+    assert (last.done, last.reward, last.details) == (True, 1.0, {"correct": True})
+
+
+def test_the_game_ends_with_its_guesses_and_with_what_is_no_number() -> None:
+    assert guessed("1", "2", "3")[-1] == Reply(done=True, reward=0.0, details={"correct": False})
+    assert guessed("twenty") == [Reply(done=True, details={"correct": False})]

@@ -1,0 +1,245 @@
+"""Conversations of samples, with engines and hosts that answer from tables: token 100 + n is the policy's turn n."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from megarl.config.environments import EnvironmentConfig
+from megarl.environments.host import HostReply, StartRequest, TurnRequest
+from megarl.rollout.conversations import OnLost, OnReply
+from megarl.rollout.engine import Completion, GenerationRequest
+from megarl.rollout.prefixes import Prefix
+from megarl.rollout.source import Batch, Doing, SamplingPlan
+from megarl.rollout.vllm_source import OnCompletion, VllmSource
+from megarl.types import FinishReason, Prompt, Sample, SegmentSource
+
+END = 2
+PROMPT = Prompt(uid="a", token_ids=(5, 6), data_source="d", ground_truth="", environment="game")
+PLAN = SamplingPlan(step=1, num_samples=1, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=20, run_seed=0)
+
+
+@dataclass
+class World:
+    """Engines and hosts of one test: requests wait until the test answers them."""
+
+    requests: list[tuple[GenerationRequest, OnCompletion, int]] = field(default_factory=list)
+    started: list[StartRequest] = field(default_factory=list)
+    acts: list[TurnRequest] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    tells: list[OnReply] = field(default_factory=list)
+    losses: list[OnLost] = field(default_factory=list)
+
+    # --- as engines
+
+    def submit(self, requests: Sequence[GenerationRequest], tell: OnCompletion) -> None:
+        self.requests += [(request, tell, i) for i, request in enumerate(requests)]
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, doing: Doing) -> None:
+        raise AssertionError("the test answers by itself")
+
+    def poll(self) -> None:
+        raise AssertionError("the test answers by itself")
+
+    def unfinished(self) -> list[tuple[OnCompletion, int, Completion]]:
+        return [(tell, i, completion([99], FinishReason.ABORT)) for _, tell, i in self.requests]
+
+    # --- as hosts
+
+    def start(self, request: StartRequest, tell: OnReply, lost: OnLost) -> int:
+        self.started.append(request)
+        self.tells.append(tell)
+        self.losses.append(lost)
+        return len(self.started) - 1
+
+    def act(self, key: int, request: TurnRequest, tell: OnReply) -> None:
+        self.acts.append(request)
+        self.tells.append(tell)
+
+    def end(self, key: int) -> None:
+        self.ended.append(key)
+
+    # --- as the test
+
+    def reply(self, *token_ids: int, **rest: object) -> None:
+        self.tells.pop(0)(HostReply(token_ids=token_ids, **rest))  # type: ignore[arg-type]
+
+    def speak(self, *token_ids: int, reason: FinishReason = FinishReason.STOP, engine: int = 1) -> GenerationRequest:
+        request, tell, position = self.requests.pop(0)
+        tell(position, replace(completion(token_ids, reason), engine=engine))
+        return request
+
+
+def completion(token_ids: Sequence[int], reason: FinishReason) -> Completion:
+    n = len(token_ids)
+    return Completion(
+        token_ids=np.asarray(token_ids, dtype=np.int64),
+        logprobs=np.full(n, -0.5, dtype=np.float32),
+        finish_reason=reason,
+        weight_versions=np.full(n, 3),
+    )
+
+
+def begin(*, plan: SamplingPlan = PLAN, begun: Sequence[Sample] = (), **limits: int) -> tuple[World, VllmSource, Batch]:
+    world = World()
+    source = VllmSource(world, world, EnvironmentConfig(**limits))
+    return world, source, source.submit([PROMPT], plan, begun=begun)
+
+
+def sample_of(batch: Batch) -> Sample:
+    (sample,) = batch.samples.values()
+    return sample
+
+
+def test_turns_and_replies_follow_each_other_until_the_environment_ends() -> None:
+    world, _, batch = begin()
+    assert world.started == [StartRequest(prompt=PROMPT)]
+    assert world.requests == []
+    world.reply()
+    first = world.speak(100, END)
+    assert (first.token_ids, first.max_tokens, first.num_before, first.engine) == ((5, 6), 20, 0, None)
+    assert world.acts == [TurnRequest(token_ids=(100, END), turn=0)]
+    world.reply(7, 8, reward=0.25, num_calls=2, details={"a": 1, "b": 1}, seconds=0.5)
+    second = world.speak(101, END, engine=0)
+    # It goes to the engine that has the keys, with the seed of its place among the policy's tokens.
+    assert (second.token_ids, second.max_tokens) == ((5, 6, 100, END, 7, 8), 16)
+    assert (second.num_before, second.engine, second.seed) == (2, 1, first.seed)
+    assert world.acts[1] == TurnRequest(token_ids=(101, END), turn=1)
+    assert not batch.is_complete
+    world.reply(done=True, reward=1.0, num_calls=1, details={"a": 3}, seconds=0.25)
+    assert batch.is_complete
+    assert world.ended == [0]
+    sample = sample_of(batch)
+    assert sample.response_token_ids.tolist() == [100, END, 7, 8, 101, END]
+    assert sample.loss_mask.tolist() == [True, True, False, False, True, True]
+    assert sample.turn_rewards.tolist() == [0, 0.25, 0, 0, 0, 1.0]
+    assert sample.rollout_logprobs.tolist() == [-0.5, -0.5, 0, 0, -0.5, -0.5]
+    assert sample.last_turn_ids.tolist() == [101, END]
+    assert sample.finish_reason is FinishReason.STOP
+    episode = sample.episode
+    assert episode is not None
+    assert (episode.num_turns, episode.num_calls, episode.seconds) == (2, 3, 0.75)
+    assert episode.details == {"a": 3, "b": 1}
+
+
+def test_an_opening_replaces_the_prompt_of_this_sample() -> None:
+    world, _, batch = begin()
+    world.reply(5, 6, 30)
+    assert world.speak(100, END).token_ids == (5, 6, 30)
+    world.reply(done=True)
+    assert sample_of(batch).prompt_token_ids.tolist() == [5, 6, 30]
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_response", "reply", "requested"),
+    [({"max_turns": 1}, 20, 1, 20), ({}, 6, 4, 6), ({}, 7, 4, 7), ({"max_turn_tokens": 3}, 20, 1, 3)],
+)
+def test_limits_cut_conversations(limits: dict[str, int], max_response: int, reply: int, requested: int) -> None:
+    """Turns of 2 tokens: a reply of 4 leaves no room for a turn in 6 tokens, and room for one token in 7."""
+    world, _, batch = begin(plan=replace(PLAN, max_response_tokens=max_response), **limits)
+    world.reply()
+    assert world.speak(100, END).max_tokens == requested
+    world.reply(*[7] * reply, reward=0.5)
+    if limits == {"max_turns": 1} or max_response == 6:
+        sample = sample_of(batch)
+        assert sample.finish_reason is FinishReason.LENGTH
+        # The reply that nobody reads is left out; its reward counts.
+        assert sample.response_token_ids.tolist() == [100, END]
+        assert sample.turn_rewards.tolist() == [0, 0.5]
+    else:
+        assert world.requests[0][0].max_tokens == (1 if max_response == 7 else 3)
+
+
+def test_a_turn_that_its_limit_cuts_gets_a_reply_and_one_that_the_conversation_cuts_none() -> None:
+    world, _, batch = begin(plan=replace(PLAN, max_response_tokens=5), max_turn_tokens=2)
+    world.reply()
+    world.speak(100, 101, reason=FinishReason.LENGTH)
+    assert world.acts == [TurnRequest(token_ids=(100, 101), turn=0, is_cut=True)]
+    world.reply(7)
+    assert world.speak(102, 103, reason=FinishReason.LENGTH).max_tokens == 2
+    assert len(world.acts) == 1
+    assert sample_of(batch).finish_reason is FinishReason.LENGTH
+    assert world.ended == [0]
+
+
+def test_a_failure_ends_the_sample_alone() -> None:
+    world, _, batch = begin(plan=replace(PLAN, num_samples=2))
+    world.reply(failure="raised", reason="KeyError: 'x'")
+    world.reply()
+    world.speak(100, END)
+    world.reply(done=True)
+    failed, fine = (batch.samples["a", i] for i in range(2))
+    assert (failed.finish_reason, fine.finish_reason) == (FinishReason.FAILED, FinishReason.STOP)
+    assert failed.episode is not None
+    assert (failed.episode.failure, failed.episode.reason) == ("raised", "KeyError: 'x'")
+
+
+def test_a_prefix_that_is_a_whole_turn_goes_to_the_environment() -> None:
+    prefix = Prefix(token_ids=(50, END), is_complete=True)
+    world, _, batch = begin(plan=replace(PLAN, prefixes={("a", 0): prefix}))
+    world.reply()
+    assert world.acts == [TurnRequest(token_ids=(50, END), turn=0)]
+    world.reply(7)
+    request = world.speak(100, END)
+    assert (request.token_ids, request.num_before) == ((5, 6, 50, END, 7), 0)
+    world.reply(done=True)
+    sources = [segment.source for segment in sample_of(batch).segments]
+    assert sources[1:] == [SegmentSource.DEMONSTRATION, SegmentSource.ENVIRONMENT, SegmentSource.POLICY]
+
+
+def test_a_lost_host_costs_a_conversation_its_environment_only_where_that_cannot_go_on() -> None:
+    world, _, _ = begin()
+    world.reply()
+    world.speak(100, END)
+    world.reply(7)
+    # The host dies while the engine writes the second turn; the environment is asked to go on after it.
+    world.losses[0](False)
+    world.speak(101, END)
+    assert world.started[1] == StartRequest(prompt=PROMPT, turns=((100, END),))
+    world.reply()
+    assert world.acts[-1] == TurnRequest(token_ids=(101, END), turn=1)
+    world.tells.clear()
+    # It dies again, while it owes a reply; this environment cannot go on.
+    world.losses[1](True)
+    assert world.started[2].turns == ((100, END),)
+    world.reply(is_anew=True)
+    assert world.requests[0][0].token_ids == (5, 6)
+    assert world.requests[0][0].num_before == 0
+
+
+def test_a_conversation_that_owes_a_reply_in_two_deaths_fails() -> None:
+    world, _, batch = begin()
+    world.losses[0](True)
+    assert not batch.is_complete
+    world.losses[1](True)
+    sample = sample_of(batch)
+    assert sample.finish_reason is FinishReason.FAILED
+    assert sample.episode is not None
+    assert (sample.episode.failure, sample.episode.num_restarts) == ("died", 1)
+
+
+def test_a_checkpoint_holds_conversations_wherever_they_are() -> None:
+    world, source, _ = begin(plan=replace(PLAN, num_samples=3))
+    for _ in range(3):
+        world.reply()
+    # The first waits for a reply, the second has a reply and the start of a turn, the third nothing but that.
+    world.speak(100, END)
+    world.speak(100, END)
+    world.tells.pop(1)(HostReply(token_ids=(7,)))
+    saved = {sample.sample_index: sample for sample in source.unfinished()}
+    assert [saved[i].response_token_ids.tolist() for i in range(3)] == [[100, END], [100, END, 7, 99], [99]]
+    assert {sample.finish_reason for sample in saved.values()} == {FinishReason.ABORT}
+
+    resumed, _, batch = begin(plan=replace(PLAN, num_samples=3), begun=list(saved.values()))
+    assert [request.turns for request in resumed.started] == [(), ((100, END),), ()]
+    for _ in range(3):
+        resumed.reply()
+    assert resumed.acts == [TurnRequest(token_ids=(100, END), turn=0)]
+    assert [(r.token_ids, r.num_before, r.max_tokens) for r, *_ in resumed.requests] == [
+        ((5, 6, 100, END, 7, 99), 3, 16),
+        ((5, 6, 99), 1, 19),
+    ]
+    resumed.speak(101, END)
+    assert resumed.acts[1] == TurnRequest(token_ids=(99, 101, END), turn=1)
+    assert not batch.samples
