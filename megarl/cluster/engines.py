@@ -61,7 +61,9 @@ class EngineGroup:
         self.hosts: EpisodeHosts | None = None
         self._ids = itertools.count()
         self._open: dict[int, _Open] = {}
-        # By engine, the requests since it last had none: after its death all are repeated for bitwise equal results.
+        # Whether requests of a dead engine are repeated with all that were submitted along with them.
+        self.repeats_hands = False
+        # By engine, its unfinished requests; with `repeats_hands` all since it last had none.
         self._hands: dict[int, dict[int, _Open]] = {}
         # By engine, its process, and its stream of completions or the failed result that ended the stream.
         self._streams: dict[int, tuple[Process, Any]] = {}
@@ -156,6 +158,8 @@ class EngineGroup:
             if (each := self._open.pop(key, None)) is not None:
                 if self.are_idle([each.engine]):
                     self._hands.pop(each.engine, None)
+                elif not self.repeats_hands:
+                    self._hands[each.engine].pop(key)
                 each.tell(each.position, replace(completion, engine=each.engine))
         if self.hosts is not None:
             self.hosts.flush()

@@ -48,6 +48,7 @@ class EngineSupervisor:
         self._version, self._num_reported = 0, 0
         # By engine: (start, end) in Unix seconds of the times in which it was at work, as `metrics` found them.
         self.busy: dict[str, list[tuple[float, float]]] = {}
+        engines.repeats_hands = deterministic
         # An earlier run on this cluster may have ended early.
         engines.abort()
         self._roster.allow_restarts([process.name for process in engines.processes], max_restarts)

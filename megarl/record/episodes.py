@@ -14,7 +14,7 @@ def episode_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Return metrics of all samples that have a conversation; none without any.
 
     environment/turns/{mean,…}: turns of the policy; environment/tool_calls: mean number of calls;
-    environment/reply_s: mean time that an environment took for a whole conversation; environment/failed_frac and
+    perf/environment_reply_s: mean time that an environment took for a whole conversation; environment/failed_frac and
     environment/{raised,timed_out,died}: share and numbers of failures; environment/restarts: conversations that began
     again since a host died; environment/detail/NAME: means of the numbers that environments said.
     """
@@ -30,7 +30,7 @@ def episode_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     return {
         **summarize([float(each.num_turns) for each in episodes]).as_metrics("environment/turns"),
         "environment/tool_calls": sum(each.num_calls for each in episodes) / count,
-        "environment/reply_s": sum(each.seconds for each in episodes) / count,
+        "perf/environment_reply_s": sum(each.seconds for each in episodes) / count,
         "environment/failed_frac": sum(bool(each.failure) for each in episodes) / count,
         **{f"environment/{kind}": float(sum(each.failure == kind for each in episodes)) for kind in FAILURES},
         "environment/restarts": float(sum(each.num_restarts for each in episodes)),

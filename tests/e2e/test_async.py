@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,16 +35,23 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Whether vLLM's engine core is a process of its own, which is vLLM's default on CUDA.
 INSIDE, APART = ({"VLLM_ENABLE_V1_MULTIPROCESSING": value} for value in "01")
 EXPERTS = ("model.path={inputs}/experts", "actor.layout={{tp: 1, sequence_parallel: false, dp: 2, ep: 2}}")
+TALK = Path(__file__).parents[1] / "helpers" / "talk.py"
+CONVERSATIONS = (f"environment.default={TALK}:Talk", "environment.max_turn_tokens=40")
+FORGETFUL = (f"environment.default={TALK}:Forgetful", *CONVERSATIONS[1:])
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "one engine": ((), INSIDE),
     "two engines": (("rollout.engine.num_engines=2",), INSIDE),
+    # Updates come in the middle of turns and between them.
+    "conversations": (CONVERSATIONS, INSIDE),
     "experts": (EXPERTS, INSIDE),
     "core apart": ((), APART),
 }
-FIRST, *FURTHER = VARIANTS
+FIRST, TURNS, *FURTHER = "one engine", "conversations", "two engines", "experts", "core apart"
 
 
-@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)])
+@pytest.fixture(
+    scope="module", params=[FIRST, TURNS, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)]
+)
 def recorded(inputs: Path, request: pytest.FixtureRequest) -> SmallRun:
     """An asynchronous run, with every version of its policy in NAME-versions."""
     settings, environment = VARIANTS[request.param]
@@ -78,13 +86,14 @@ def samples_of(run: SmallRun) -> list[Sample]:
 
 
 def versions_of(sample: Sample) -> np.ndarray:
+    """The version of each token of the response; -1 for what an environment wrote."""
     return np.concatenate([segment.weight_versions for segment in sample.segments[1:]])
 
 
 def test_every_token_was_sampled_by_the_version_that_it_names(recorded: SmallRun) -> None:
     """Each log-prob is that of its version, by transformers; by the version before, it is another."""
     samples = samples_of(recorded)
-    spanning = sum(len(np.unique(versions_of(sample))) > 1 for sample in samples)
+    spanning = sum(len(np.unique(v[v >= 0])) > 1 for v in map(versions_of, samples))
     assert spanning >= 0.3 * len(samples)
     errors, neighbours = [], []
     for version in range(NUM_STEPS):
@@ -106,7 +115,10 @@ def test_every_token_was_sampled_by_the_version_that_it_names(recorded: SmallRun
 
 def test_staleness_is_bounded_and_logged(recorded: SmallRun) -> None:
     lags = {
-        step: [step - 1 - versions_of(s) for s in read_record(record_path(recorded.paths.records, step)).samples]
+        step: [
+            step - 1 - (versions := versions_of(sample))[versions >= 0]
+            for sample in read_record(record_path(recorded.paths.records, step)).samples
+        ]
         for step in range(1, NUM_STEPS + 1)
     }
     assert max(int(lag.max()) for each in lags.values() for lag in each) == 2
@@ -164,11 +176,17 @@ def test_a_deterministic_run_one_step_off_equals_its_repetition(inputs: Path) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("environment", [INSIDE, APART], ids=["core inside", "core apart"])
-def test_a_killed_run_goes_on_with_its_unfinished_samples(environment: dict[str, str], inputs: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "more"),
+    [(INSIDE, ()), (APART, ()), (INSIDE, CONVERSATIONS), (INSIDE, FORGETFUL)],
+    ids=["core inside", "core apart", "conversations", "conversations begin again"],
+)
+def test_a_killed_run_goes_on_with_its_unfinished_samples(
+    environment: dict[str, str], more: tuple[str, ...], inputs: Path
+) -> None:
     """It loses no prompt and repeats none, and what it sampled in parts is sampled again to the bit."""
-    name = "killed-apart" if environment is APART else "killed"
-    settings = (*ASYNC, "checkpoint.every_steps=1")
+    name = f"killed-{'apart' if environment is APART else 'inside'}-{[(), CONVERSATIONS, FORGETFUL].index(more)}"
+    settings = (*ASYNC, *more, "checkpoint.every_steps=1")
     run = SmallRun(inputs=inputs, name=name, settings=settings, environment=environment)
     process = run.start()
     try:
@@ -189,5 +207,8 @@ def test_a_killed_run_goes_on_with_its_unfinished_samples(environment: dict[str,
     assert whole.start().wait() == 0
     faults, _ = asynchronous_faults(run, whole, NUM_STEPS)
     assert faults == []
-    policy = [[each.source for each in sample.segments].count(SegmentSource.POLICY) for sample in samples_of(run)]
-    assert max(policy) == 2
+    if more == FORGETFUL:
+        return
+    sources = [[each.source for each in sample.segments] for sample in samples_of(run)]
+    # What an engine wrote after the resume is a segment of its own.
+    assert any(pair == (SegmentSource.POLICY, SegmentSource.POLICY) for each in sources for pair in pairwise(each))

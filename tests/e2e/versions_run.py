@@ -1,6 +1,6 @@
 """`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, with every version of the policy in DIR.
 
-Requests after the first ones reach the engine just before an update, so that it finds their samples under way, whatever
+Requests of new samples, after the first ones, reach the engine just before an update, so that it finds their samples under way, whatever
 the machine's speed; no step needs them before the next but one.
 """
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
 
         def submit_later(*given: Any) -> None:
             nonlocal is_first
-            if is_first:
+            if is_first or given[0][0].num_before:
                 submit(*given)
             else:
                 held.append(given)

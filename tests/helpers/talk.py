@@ -1,0 +1,43 @@
+"""Environments for whole runs with a model of random weights, whose turns say nothing."""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+from megarl.environments import Action, Environment, Reply
+from megarl.types import Message, Prompt
+
+NUM_REPLIES = 5
+
+
+class Talk(Environment):
+    """Replies five times, each time with the length of the turn, after a moment."""
+
+    delay_s = 0.02
+
+    async def reply(self, action: Action) -> Reply:
+        await asyncio.sleep(self.delay_s)
+        reward = float(len(action.text) % 3)
+        if action.turn == NUM_REPLIES:
+            return Reply(done=True, reward=reward)
+        message = Message(role="tool", content=f"{len(action.text)}!")
+        return Reply(messages=(message,), reward=reward, num_calls=1, details={"chars": len(action.text)})
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        return True
+
+
+class Forgetful(Talk):
+    """Cannot go on where another object of it was."""
+
+    async def resume(self, prompt: Prompt, actions: Sequence[Action]) -> bool:
+        return False
+
+
+class Fragile(Talk):
+    """Fails one turn in eight; what the policy wrote decides which."""
+
+    async def reply(self, action: Action) -> Reply:
+        if zlib.crc32(action.text.encode()) % 8 == 0:
+            raise LookupError("this turn cannot be replied to")
+        return await super().reply(action)

@@ -1,0 +1,153 @@
+"""Hosts of environments as processes: they are dealt conversations, and replaced when they die or hang."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.engines import EngineGroup
+from megarl.cluster.episodes import SILENCE_S, EpisodeHosts
+from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
+from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.environments import Action, Environment, Reply
+from megarl.environments.host import HostReply, HostSpec, StartRequest, TurnRequest
+from megarl.errors import ConfigError, WorkerError
+from megarl.types import Message, Prompt
+
+END = 2
+NAMED_S = 2.0
+
+
+class Moody(Environment):
+    """Echoes; `die` ends its process, `block` keeps the event loop from turning, `wait` takes a while."""
+
+    async def reply(self, action: Action) -> Reply:
+        if action.text == "die":
+            os._exit(7)
+        if action.text == "block":
+            time.sleep(60)
+        if action.text == "wait":
+            await asyncio.sleep(0.5)
+        return Reply(messages=(Message(role="user", content=action.text),), reward=1.0)
+
+
+@dataclass
+class Told:
+    """What a test's conversations were told, by their names."""
+
+    hosts: EpisodeHosts
+    replies: dict[str, list[HostReply]] = field(default_factory=dict)
+    lost: dict[str, bool] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        prompt = Prompt(uid=name, token_ids=(5,), data_source="d", ground_truth="", environment="moody")
+        request = StartRequest(prompt=prompt)
+        self.keys[name] = self.hosts.start(request, self._tell(name), lambda owed: self.lost.update({name: owed}))
+
+    def act(self, name: str, text: str, turn: int = 0) -> None:
+        ids = make_byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        self.hosts.act(self.keys[name], TurnRequest(token_ids=(*ids, END), turn=turn), self._tell(name))
+
+    def _tell(self, name: str) -> Callable[[HostReply], None]:
+        return lambda reply: self.replies.setdefault(name, []).append(reply)
+
+    def count(self) -> int:
+        return sum(map(len, self.replies.values()))
+
+
+def spec(model: Path, **settings: int) -> HostSpec:
+    entries = {"moody": EnvironmentEntry(type=f"{Path(__file__)}:Moody")}
+    config = EnvironmentConfig(entries=entries, **settings)  # type: ignore[arg-type]
+    return HostSpec(model_path=str(model), chat_template={}, names=("moody",), config=config)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def group(ray_session: None, model: Path) -> Iterator[EngineGroup]:
+    """No engines, and two hosts."""
+    engines = EngineGroup([], timeout_s=10.0)
+    engines.hosts = EpisodeHosts(spec(model, hosts=2, max_host_restarts=2), timeout_s=60.0)
+    yield engines
+    engines.hosts.close()
+
+
+def told_by(group: EngineGroup) -> Told:
+    assert group.hosts is not None
+    return Told(group.hosts)
+
+
+def wait(group: EngineGroup, until: Callable[[], bool]) -> None:
+    group.wait(until, timeout_s=20.0, doing=lambda: "talking")
+
+
+def test_conversations_are_dealt_to_hosts_and_their_replies_come_in_waits_and_polls(group: EngineGroup) -> None:
+    told = told_by(group)
+    for name in "abcd":
+        told.start(name)
+    assert not group.hosts.are_idle()
+    wait(group, lambda: told.count() == 4)
+    assert group.hosts.are_idle()
+    for name in "abcd":
+        told.act(name, f"I am {name}")
+    deadline = time.monotonic() + 10
+    while told.count() < 8 and time.monotonic() < deadline:
+        group.poll()
+        time.sleep(0.01)
+    texts = {name: make_byte_tokenizer().decode(replies[1].token_ids) for name, replies in told.replies.items()}
+    assert texts == {name: f"\n<|im_start|>user\nI am {name}<|im_end|>\n<|im_start|>assistant\n" for name in "abcd"}
+    assert [replies[1].reward for replies in told.replies.values()] == [1.0] * 4
+
+
+def test_a_host_that_hangs_is_replaced(group: EngineGroup) -> None:
+    told = told_by(group)
+    told.start("a")
+    wait(group, lambda: told.count() == 1)
+    roster = group.hosts.processes[0].roster
+    roster.silence_s = 1.0
+    os.kill(group.hosts.processes[0].location.pid, signal.SIGSTOP)
+    wait(group, lambda: "a" in told.lost)
+    roster.silence_s = SILENCE_S
+    assert told.lost == {"a": False}
+
+
+def test_a_host_that_dies_is_replaced_and_its_conversations_learn_of_it(
+    group: EngineGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = told_by(group)
+    for name in "abcd":
+        told.start(name)
+    wait(group, lambda: told.count() == 4)
+    told.act("a", "die")
+    told.act("b", "wait")
+    wait(group, lambda: "a" in told.lost)
+    # Those of the other host go on.
+    assert told.lost == {"a": True, "c": False}
+    told.start("a")
+    wait(group, lambda: len(told.replies["a"]) == 2 and len(told.replies["b"]) == 2)
+    written = capsys.readouterr()
+    assert re.search(r"talking: environment host \d died on .*; restart 2 of 2", written.out + written.err)
+    # No restart is left.
+    told.act("a", "die")
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"talking: environment host \d died"):
+        wait(group, lambda: False)
+    assert time.monotonic() - began < NAMED_S
+
+
+def test_a_wrong_environment_is_named_when_hosts_start(ray_session: None, model: Path) -> None:
+    wrong = HostSpec(model_path=str(model), chat_template={}, names=("modest",), config=EnvironmentConfig())
+    with pytest.raises(ConfigError, match=r"environment.entries.modest.type: unknown environment 'modest'"):
+        EpisodeHosts(wrong, timeout_s=60.0)
