@@ -1,13 +1,14 @@
-"""Compare schedules by the time of a step, on long-tailed response lengths and with slow rewards:
+"""Compare schedules by the time of a step, on long-tailed response lengths, with slow rewards and with slow tools:
 
     python -m tools.bench.async_rollouts --out DIR
 
 Each contender is a run of the command line on two CPU cores: colocated and split synchronous, one step off, and
 asynchronous with staleness 2. They take turns, `--turns` times; the time of a step is the median over steps, without
 the first ones, and the median turn counts. `slow rewards` judges with a function that sleeps for a log-normal time of
-mean 1 s. Prints a table with the load of the machine and what each side was idle; then what `megarl plan-async` says
-of all four contenders from what the run with staleness 2 measured. Checks the limits, writes DIR/records.json, and
-exits with 1 if a limit is exceeded.
+mean 1 s; `slow tools` has conversations with an environment that replies twice and sleeps as long each time. Prints a
+table with the load of the machine and what each side was idle; then what `megarl plan-async` says of all four
+contenders from what the run with staleness 2 measured. Checks the limits, writes DIR/records.json, and exits with 1 if
+a limit is exceeded.
 """
 
 import argparse
@@ -57,12 +58,14 @@ BASIS = "split, staleness 2"
 SCENARIOS: Mapping[str, tuple[str, ...]] = {
     "long tail": ("trainer.prompts_per_step=32",),
     "slow rewards": ("trainer.prompts_per_step=4", "rewards.custom.workers=32", "rewards.custom.name=compute_score"),
+    "slow tools": ("trainer.prompts_per_step=4", "environment.max_turn_tokens=32", "rewards.manager=environment"),
 }
 # Scenario → contender that staleness 2 is compared with, and the largest ratio of step times.
 LIMITS = {
     ("long tail", "split, synchronous"): 0.75,
     ("long tail", "colocated, synchronous"): 0.85,
     ("slow rewards", "split, synchronous"): 0.5,
+    ("slow tools", "split, synchronous"): 0.5,
 }
 # How far a simulated step may be off.
 PLAN_LIMIT = 0.15
@@ -75,6 +78,20 @@ import time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(random.Random(solution_str).lognormvariate(-0.5 * 0.5**2, 0.5))
     return float(len(solution_str) % 2)
+'''
+SLOW_TOOL = '''"""Reply slowly, twice: the time is log-normal with mean 1 s, and depends on the turn alone."""
+import asyncio
+import random
+
+from megarl.environments import Environment, Reply
+from megarl.types import Message
+
+
+class SlowTool(Environment):
+    async def reply(self, action):
+        await asyncio.sleep(random.Random(action.text).lognormvariate(-0.5 * 0.5**2, 0.5))
+        message = Message(role="tool", content=str(len(action.text)))
+        return Reply(messages=(message,), done=action.turn == 2, reward=float(len(action.text) % 2))
 '''
 
 
@@ -102,8 +119,14 @@ def measure(inputs: Path, scenario: str, contender: str, turn: int, *, steps: in
     if scenario == "slow rewards":
         (inputs / "slow.py").write_text(SLOW_REWARD)
         settings.append(f"rewards.custom.path={inputs / 'slow.py'}")
+    command = ["tools.bench.async_run", *LONG_TAIL]
+    if scenario == "slow tools":
+        (inputs / "slow_tool.py").write_text(SLOW_TOOL)
+        settings.append(f"environment.default={inputs / 'slow_tool.py'}:SlowTool")
+        # Its lengths are those of turns.
+        command = ["megarl.cli"]
     arguments = [
-        *(sys.executable, "-W", "ignore", "-m", "tools.bench.async_run", *LONG_TAIL, "train", str(RUN_FILES["train"])),
+        *(sys.executable, "-W", "ignore", "-m", *command, "train", str(RUN_FILES["train"])),
         *settings,
         f"run.dir={inputs / 'runs'}",
         f"run.name={name}",

@@ -8,6 +8,7 @@ so that its time does not count. Prints a table and JSON: turns/s, the memory of
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from megarl.cluster.episodes import EpisodeHosts
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.data.chat import encode_chats
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.device.platform import apply_environment
 from megarl.environments import Action, Environment, Reply
 from megarl.environments.host import HostSpec
 from megarl.host.ray_environment import RAY_ENVIRONMENT
@@ -93,9 +95,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
-        ray.init(
-            num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": dict(RAY_ENVIRONMENT)}
-        )
+        apply_environment()
+        os.environ.update(RAY_ENVIRONMENT)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         entry = EnvironmentEntry(type=f"{Path(__file__).resolve()}:Echo", arguments={"turns": options.turns})
         config = EnvironmentConfig(entries={"echo": entry}, max_turns=options.turns + 1, hosts=options.hosts)
         spec = HostSpec(model_path=directory, chat_template={}, names=("echo",), config=config)

@@ -4,7 +4,7 @@
 Demonstrations answer most problems at once with an estimate and call the calculator for the others, so that a model
 that learned both gives RL something to choose between.
 
-In the game, a row says which numbers there are, `1-63`; the policy guesses, and reads the range that is left. Some of
+In the game, a row says which numbers there are, `1-31`; the policy guesses, and reads the range that is left. Some of
 the demonstrations halve the range, the others guess at random.
 """
 
@@ -23,7 +23,7 @@ from megarl.registry import Registry
 
 # Share of the demonstrations that state an estimate at once, or halve the range of numbers.
 ESTIMATE_FRAC, HALVING_FRAC = 0.6, 0.4
-LOW, HIGH, NUM_GUESSES = 1, 63, 5
+LOW, HIGH, NUM_GUESSES = 1, 31, 5
 
 # Makes rows from random choices: chats to imitate and, for training and validation, prompts.
 Writer: TypeAlias = Callable[[random.Random, str, int], Iterator[Mapping[str, Any]]]
