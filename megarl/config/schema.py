@@ -263,7 +263,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    environment: EnvironmentConfig = section(EnvironmentConfig, affects=("workers",))
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     placement: PlacementConfig = section(PlacementConfig, affects=("engines", "workers"))
     sync: SyncConfig = section(SyncConfig, affects=("engines",))

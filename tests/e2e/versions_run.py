@@ -1,7 +1,7 @@
 """`python -m tests.e2e.versions_run DIR ARGUMENTS`: `megarl ARGUMENTS`, with every version of the policy in DIR.
 
-Requests of new samples, after the first ones, reach the engine just before an update, so that it finds their samples under way, whatever
-the machine's speed; no step needs them before the next but one.
+Requests of new samples, after the first ones, reach the engine just before an update, so that it finds their samples
+under way, whatever the machine's speed; no step needs them before the next but one.
 """
 
 import sys

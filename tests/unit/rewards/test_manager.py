@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from megarl.data.chat import response_decoder
 from megarl.data.tiny_model import make_byte_tokenizer
+from megarl.errors import RunError
+from megarl.rewards.environment import EnvironmentJudge
 from megarl.rewards.hybrid import Summand
 from megarl.rewards.judge import FinishedSample, Judged, Tally, Trouble, mean_of, tally_metrics
 from megarl.rewards.manager import RULE, RewardManager
 from megarl.types import (
     DROPPED,
+    Episode,
     FinishReason,
     Prompt,
     Reward,
@@ -21,6 +24,7 @@ from megarl.types import (
     Sample,
     Segment,
     SegmentSource,
+    environment_segment,
     prompt_segment,
 )
 
@@ -197,3 +201,41 @@ def test_tallies_of_several_batches() -> None:
         ]
     )
     assert metrics == {"jobs": 4.0, "seconds": 5.0}
+
+
+def talk(index: int, *turns: str, reason: FinishReason = FinishReason.STOP) -> Sample:
+    """A conversation in which the environment's reply to each turn is the answer `good`; each turn earns 0.5."""
+    said = sample("m", index, "".join(turns[:1]))
+    segments = list(said.segments)
+    for turn in turns[1:]:
+        segments += [environment_segment(TOKENIZER("good", add_special_tokens=False)["input_ids"])]
+        segments += sample("m", index, turn).segments[1:]
+    rewarded = [replace(each, reward=0.5 * (each.source is SegmentSource.POLICY)) for each in segments]
+    episode = Episode(environment="game", failure="raised" if reason is FinishReason.FAILED else "", reason="KeyError")
+    return replace(said, segments=tuple(rewarded), finish_reason=reason, episode=episode)
+
+
+def test_judges_read_the_last_turn_and_never_what_an_environment_wrote() -> None:
+    asked = manager({RULE: RULE_SAYS}, {RULE: Summand()}, {"maths": (RULE,)})
+    judged = judge_all(asked, batch(talk(0, "bad", "bad"), talk(1, "bad", "good"), talk(2, "good", "bad")))
+    assert [reward.score for reward in judged.rewards] == [0.0, 1.0, 0.0]
+    assert [item.response for item in RULE_SAYS.heard] == ["bad", "good", "bad"]
+
+
+def test_a_sample_whose_environment_failed_is_dropped_and_no_judge_is_asked() -> None:
+    asked = manager({RULE: RULE_SAYS}, {RULE: Summand()}, {"maths": (RULE,)})
+    failed = talk(0, "unknown to the table", reason=FinishReason.FAILED)
+    judged = judge_all(asked, batch(failed, talk(1, "good")))
+    assert [reward.dropped for reward in judged.rewards] == [True, False]
+    (trouble,) = judged.troubles
+    assert (trouble.judge, trouble.outcome, trouble.reason) == ("environment", "failed", "raised: KeyError")
+
+
+def test_the_environment_judge_adds_up_the_rewards_of_turns() -> None:
+    asked = manager({"environment": EnvironmentJudge()}, {"environment": Summand()}, {"maths": ("environment",)})  # type: ignore[dict-item]
+    asked = replace(asked, knows=lambda _: False)
+    told_wrong = replace(talk(1, "a", "b"), episode=Episode(environment="game", details={"correct": False}))
+    judged = judge_all(asked, batch(talk(0, "a", "b", "c"), told_wrong))
+    assert [(reward.score, reward.correct) for reward in judged.rewards] == [(1.5, True), (1.0, False)]
+    with pytest.raises(RunError, match="sample m/0 has no environment that could reward it; name one in the data"):
+        judge_all(asked, batch(sample("m", 0, "a")))

@@ -1,5 +1,6 @@
 """A recorded rollout comes back bit for bit, and only where it belongs."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from megarl.errors import DataError, NonFiniteError
 from megarl.rollout.replay import ReplaySource, read_record, record_path, require_records, write_record
 from megarl.rollout.source import SamplingPlan, collect
-from megarl.types import FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
+from megarl.types import Episode, FinishReason, Prompt, RolloutBatch, Sample, Segment, SegmentSource, prompt_segment
 
 PROMPT = Prompt(
     uid="sums:7",
@@ -98,6 +99,22 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
                     assert value.tobytes() == wanted.tobytes()
 
 
+def test_a_conversation_comes_back(tmp_path: Path) -> None:
+    """Its prompt, too, where the environment opened it with other tokens."""
+    first, second = batch().samples
+    turn = replace(first.segments[1], reward=0.1)
+    episode = Episode(environment="game", num_turns=2, seconds=0.1, awaits_reply=True, details={"a": [1, "b"]})
+    opened = replace(first, segments=(prompt_segment([1, 2, 3]), turn, *first.segments[2:]), episode=episode)
+    talk = RolloutBatch(prompts={PROMPT.uid: replace(PROMPT, environment="game")}, samples=(opened, second))
+    write_record(tmp_path / "talk.parquet", talk)
+    read = read_record(tmp_path / "talk.parquet")
+    assert read.prompts == talk.prompts
+    assert read.samples[0].episode == episode
+    assert read.samples[1].episode is None
+    assert [segment.reward for segment in read.samples[0].segments] == [0.0, 0.1, 0.0]
+    assert read.samples[0].prompt_token_ids.tolist() == [1, 2, 3]
+
+
 def test_a_record_from_before_nuclei_were_recorded(tmp_path: Path) -> None:
     path = record_path(tmp_path, 1)
     write_record(path, batch())
@@ -105,6 +122,11 @@ def test_a_record_from_before_nuclei_were_recorded(tmp_path: Path) -> None:
     for row in rows:
         for segment in row["segments"]:
             del segment["nucleus"]
+        # Nor had it conversations; the prompt's tokens were those of its samples.
+        del row["rewards"], row["episode"]
+        fields = json.loads(row["prompt"])
+        del fields["token_ids"], fields["environment"]
+        row["prompt"] = json.dumps(fields)
     pq.write_table(pa.Table.from_pylist(rows), path)
     replayed = read_record(path)
     assert [sample.nucleus for sample in replayed.samples] == [None, None]
