@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algos.advantages import Estimate, Flip, compute_advantages
 from megarl.algos.advantages.critic import last_values
 from megarl.algos.masked import summary
-from megarl.algos.token_rewards import KL_PENALTY, sequence_rewards
+from megarl.algos.token_rewards import KL_PENALTY, TURN_REWARDS, sequence_rewards
 from megarl.config.algo import AdvantageConfig, RewardConfig, RewardMaskConfig
 from megarl.seeds import uniform
 from megarl.types import ScoredBatch
@@ -115,19 +115,19 @@ def critic_rewards(batch: ScoredBatch) -> ScoredBatch:
     >>> critic_rewards(step("a", [1.0], values=[[0.5, 0.25]])).rewards.tolist()
     [0.25]
     """
-    scores = {name: score for name, score in batch.scores.items() if name != KL_PENALTY}
+    scores = {name: score for name, score in batch.scores.items() if name not in (KL_PENALTY, TURN_REWARDS)}
     return replace(batch, rewards=last_values(batch).to(batch.rewards.dtype), scores=scores)
 
 
 def hide_rewards(batch: ScoredBatch, keep: Tensor) -> ScoredBatch:
-    """Return the batch with reward and KL penalty set to 0 in the rows where `keep` [B] is false.
+    """Return the batch with rewards and KL penalty set to 0 in the rows where `keep` [B] is false.
 
     >>> hide_rewards(step("aa", [1.0, 1.0]), tensor([True, False])).rewards.tolist()
     [1.0, 0.0]
     """
     scores = dict(batch.scores)
-    if KL_PENALTY in scores:
-        scores[KL_PENALTY] = torch.where(keep[:, None], scores[KL_PENALTY], 0.0)
+    for name in {KL_PENALTY, TURN_REWARDS} & scores.keys():
+        scores[name] = torch.where(keep[:, None], scores[name], 0.0)
     return replace(batch, rewards=torch.where(keep, batch.rewards, 0.0), scores=scores)
 
 

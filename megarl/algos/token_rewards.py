@@ -1,4 +1,6 @@
-"""Assign rewards to tokens: a row's reward to its last loss token, the KL penalty to every loss token."""
+"""Assign rewards to tokens: of turns to the last token of each, what is left of a row's reward to its last loss token,
+and the KL penalty to every loss token.
+"""
 
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from megarl.types import ScoredBatch
 
 # Name of the score that holds coefficient × KL of every token.
 KL_PENALTY = "kl_penalty"
+# Name of the score that holds what environments gave for turns, on the last token of each.
+TURN_REWARDS = "turn_rewards"
 
 
 def last_token(loss_mask: Tensor) -> Tensor:
@@ -40,12 +44,21 @@ def kl_penalty(batch: ScoredBatch) -> Tensor:
 
 
 def token_rewards(batch: ScoredBatch) -> Tensor:
-    """Return float64 [B, T]: minus the KL penalty on each loss token, plus the row's reward on its last loss token.
+    """Return float64 [B, T], whose sum is the row's reward minus its KL penalties.
+
+    Rewards of turns are where the environment gave them, and the last loss token has the difference to the row's
+    reward: the environment says when something was earned, judges say how much in all.
 
     >>> token_rewards(step("a", [1.0], kl_penalty=[[0.5, 0.25]])).tolist()
     [[-0.5, 0.75]]
+    >>> token_rewards(step("a", [1.0], [[1, 0, 1]], turn_rewards=[[0.25, 0.0, 0.5]])).tolist()
+    [[0.25, 0.0, 0.75]]
     """
-    return place_reward(batch.rewards.double(), batch.loss_mask) - kl_penalty(batch)
+    rewards = batch.rewards.double()
+    if TURN_REWARDS not in batch.scores:
+        return place_reward(rewards, batch.loss_mask) - kl_penalty(batch)
+    turns = torch.where(batch.loss_mask, batch.scores[TURN_REWARDS].double(), 0.0)
+    return turns + place_reward(rewards - turns.sum(-1), batch.loss_mask) - kl_penalty(batch)
 
 
 def sequence_rewards(batch: ScoredBatch) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 from megarl.algos.cpo import DIFFICULTY
 from megarl.algos.mixed_groups import unneeded_demonstrations
 from megarl.algos.staleness import LAG
+from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AlgoConfig
 from megarl.errors import DataError
 from megarl.rollout.prefixes import demonstration_scores
@@ -78,6 +79,10 @@ def training_rows(
         # Tokens of a demonstration or an environment, of version -1, are not stale.
         lags = [np.where(v < 0, 0, stale_at - 1 - v).astype(np.float32) for v in versions]
         rows = [row.with_scores(**{LAG: lag}) for row, lag in zip(rows, lags, strict=True)]
+    if any(sample.episode is not None for sample in samples):
+        rows = [
+            row.with_scores(**{TURN_REWARDS: sample.turn_rewards}) for row, sample in zip(rows, samples, strict=True)
+        ]
     if cfg.demonstrations.strategy != "none":
         prompts = collected.rollout.prompts
         rows = [

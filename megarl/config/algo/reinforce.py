@@ -26,7 +26,9 @@ class AdvantageConfig:
     # of 0 takes a component away.
     components: Mapping[str, float] = section(dict, ANY_NUMBER)
     k: int = setting(4, AT_LEAST_1)  # passk: number of samples of which one has to be right.
-    gamma: float = setting(1.0, SHARE)  # gae, reinforce_plus_plus: discount factor; the other estimators require 1.
+    gamma: float = setting(
+        1.0, SHARE
+    )  # gae, reinforce_plus_plus: discount per token; turn_returns: per turn; others require 1.
     lam: float = setting(1.0, FRACTION)  # gae: λ of the actor's advantages.
     lam_critic: float | None = setting(None, FRACTION)  # gae: λ of the critic's returns; null: lam.
     # gae, critic_value: normalise advantages to mean 0 and variance 1 over the batch's loss tokens.
