@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.algos.advantages import compute_advantages
 from megarl.algos.advantages.critic import value_metrics
+from megarl.algos.token_rewards import TURN_REWARDS
 from megarl.config.algo import AdvantageConfig
 from megarl.types import ScoredBatch
 
@@ -39,16 +40,18 @@ def test_gae_skips_tokens_outside_the_mask(
     make_scored: MakeScored, mask: list[bool], gamma: float, lam: float, lam_critic: float | None, data: st.DataObject
 ) -> None:
     numbers = st.lists(st.integers(-8, 8), min_size=len(mask), max_size=len(mask))
-    values, penalty = ([n / 4 for n in data.draw(numbers)] for _ in range(2))
-    batch = make_scored(["a"], [1.5], torch.tensor([mask]), values=f64([values]), kl_penalty=f64([penalty]))
+    values, penalty, earned = ([n / 4 for n in data.draw(numbers)] for _ in range(3))
+    scores = {"values": f64([values]), "kl_penalty": f64([penalty]), TURN_REWARDS: f64([earned])}
+    batch = make_scored(["a"], [1.5], torch.tensor([mask]), **scores)
     cfg = AdvantageConfig(estimator="gae", gamma=gamma, lam=lam, lam_critic=lam_critic, whiten=False)
     got = compute_advantages(batch, cfg)
     assert got.returns is not None
 
     kept = [t for t, is_loss in enumerate(mask) if is_loss]
-    rewards = [-penalty[t] for t in kept]
+    # An environment gave rewards for turns; the last token has what is left of the row's reward.
+    rewards = [earned[t] - penalty[t] for t in kept]
     if kept:
-        rewards[-1] += 1.5
+        rewards[-1] += 1.5 - sum(earned[t] for t in kept)
     kept_values = [values[t] for t in kept]
     expected = gae_by_hand(rewards, kept_values, gamma, lam)
     targets = gae_by_hand(rewards, kept_values, gamma, lam if lam_critic is None else lam_critic)

@@ -50,10 +50,9 @@ def test_token_rewards_add_up_to_the_reward_wherever_turns_earned_it(make_scored
     assert token_rewards(batch).tolist() == [[0.5, 0.0, 0.0, 0.5]]
 
 
-# A policy of two decisions: to stop (and earn 1) or to go on, with probability σ(θ₀); then one of two answers: the first,
-# of probability σ(θ₁), earns 3, the other nothing. Going on earns nothing by itself.
+# A policy of two decisions: to stop (and earn 1) or to go on, with probability σ(θ₀); then one of two answers, the first
+# with probability σ(θ₁). It earns 3, the other one nothing; going on earns nothing by itself.
 THETA = (0.3, -0.4)
-STOP, RIGHT, WRONG = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
