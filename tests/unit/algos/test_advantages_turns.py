@@ -50,8 +50,8 @@ def test_token_rewards_add_up_to_the_reward_wherever_turns_earned_it(make_scored
     assert token_rewards(batch).tolist() == [[0.5, 0.0, 0.0, 0.5]]
 
 
-# A policy of two decisions: to stop (and earn 1) or to go on, with probability σ(θ₀); then one of two answers, the first
-# with probability σ(θ₁). It earns 3, the other one nothing; going on earns nothing by itself.
+# A policy of two decisions: to stop (and earn 1) or to go on, with probability σ(θ₀); then one of two answers, the
+# first with probability σ(θ₁). It earns 3, the other one nothing; going on earns nothing by itself.
 THETA = (0.3, -0.4)
 
 
