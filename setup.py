@@ -34,6 +34,7 @@ setup(
         "megatron-core==0.16.1",
         "ray==2.60.0",
         "transformers==5.19.0",
+        "argcomplete",
         "tokenizers",
         "safetensors",
         "pyarrow",

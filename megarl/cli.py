@@ -4,6 +4,7 @@ Exit codes are those of `megarl.host.exit_codes`.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,8 +33,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     }
     for name, text in trainings.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
+        command.add_argument("config", type=Path, nargs="?", help="a run file, such as configs/run/sums-rl.yaml")
         command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
+        command.add_argument(
+            "--explain", metavar="KEY", help="print what a setting means, and its value in the run file"
+        )
         existing = command.add_mutually_exclusive_group()
         existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
         existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
@@ -63,6 +67,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     quick.add_argument("--task", default="sums", help="a built-in task")
     quick.add_argument("--seed", type=int, default=0)
     quick.set_defaults(run=_quickstart)
+    shell = commands.add_parser("completion", help='complete commands and settings: eval "$(megarl completion bash)"')
+    shell.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shell.set_defaults(run=_completion)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(parser, commands)
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes no overrides after an option; they come back as unknown.
     if any(argument.startswith("-") for argument in rest) or (rest and "overrides" not in arguments):
@@ -71,6 +80,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(unknown_options(rest))
     if rest:
         arguments.overrides += rest
+    if getattr(arguments, "explain", None):
+        arguments.run = _explain
+    elif arguments.command in trainings and arguments.config is None:
+        parser.error(
+            f"{arguments.command}: name a run file, such as configs/run/sums-rl.yaml; `megarl init` writes one"
+        )
     return arguments
 
 
@@ -188,6 +203,14 @@ def _train_supervised(arguments: argparse.Namespace) -> None:
     train_supervised(arguments.command, config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
+def _explain(arguments: argparse.Namespace) -> None:
+    from megarl.config import load_config
+    from megarl.config.explain import explain
+
+    config = load_config(arguments.config, arguments.overrides) if arguments.config else None
+    print(explain(arguments.explain, config))
+
+
 def _eval(arguments: argparse.Namespace) -> None:
     from megarl.device.platform import apply_environment
 
@@ -262,6 +285,26 @@ def _serve_reward(arguments: argparse.Namespace) -> None:
     )
     check_sources(config.rewards, [] if options.data_source is None else [options.data_source])
     serve_rewards(config.rewards, options)
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    import argcomplete
+
+    print(argcomplete.shellcode(["megarl"], shell=arguments.shell))
+
+
+def _complete(parser: argparse.ArgumentParser, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Answer the shell that asks, by the environment, how a command line may go on; this ends the process."""
+    import argcomplete
+
+    from megarl.config.explain import complete_key, complete_override
+
+    completers = {"overrides": complete_override, "explain": complete_key}
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.dest in completers:
+                action.completer = completers[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

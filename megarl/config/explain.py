@@ -1,0 +1,88 @@
+"""Explain configuration keys for `megarl train --explain`, and list them for completion in a shell."""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+from megarl.config.document import Entry, entries
+from megarl.config.load import PACKAGED
+from megarl.config.parse import from_dict
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+_WIDTH = 100
+
+
+def explain(key: str, config: Config | None = None) -> str:
+    """Return what a key means, which values it takes, and its value in `config`; of a section, a line for each key.
+
+    Entries of lists and mappings are found under any place or name, as in `environment.entries.weather.type`. Raises
+    ConfigError with a suggestion for an unknown key.
+    """
+    known = entries()
+    for entry in known:
+        if _pattern(entry.key).fullmatch(key):
+            return _describe(entry) + ("" if config is None else f"\n  here     {_value(config, key)}")
+    within = [entry for entry in known if _pattern(entry.key.rpartition(".")[0]).fullmatch(key)]
+    depth = key.count(".") + 1
+    deeper = sorted({".".join(e.key.split(".")[: depth + 1]) for e in known if e.key.startswith(f"{key}.")})
+    sections = [name for name in deeper if name not in {entry.key for entry in within}]
+    if not within and not sections:
+        # The parser's own error names what a run file may have meant.
+        from_dict(Config, reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), None))  # type: ignore[arg-type]
+        raise ConfigError(f"unknown key '{key}'")
+    width = max([0, *(len(entry.key) for entry in within)])
+    lines = [f"{e.key:<{width}}  {textwrap.shorten(e.description, _WIDTH, placeholder=' …')}".rstrip() for e in within]
+    return "\n".join([*lines, *(f"{name}.…" for name in sections)])
+
+
+def complete_key(prefix: str, **_: object) -> list[str]:
+    """Return the keys that begin with `prefix`, for argcomplete, which passes further arguments by name."""
+    return [entry.key for entry in entries() if entry.key.startswith(prefix)]
+
+
+def complete_override(prefix: str, **_: object) -> list[str]:
+    """Return what an override that begins with `prefix` may become: `key=`, or `key=value` where values have names."""
+    key, equals, _value = prefix.partition("=")
+    groups = {f"use.{group.name}": group for group in PACKAGED.iterdir() if group.is_dir()}
+    if not equals:
+        return [f"{name}=" for name in (*(g for g in groups if g.startswith(key)), *complete_key(key))]
+    if key in groups:
+        return [f"{key}={path.stem}" for path in sorted(groups[key].glob("*.yaml"))]
+    expects = next((entry.expects for entry in entries() if entry.key == key), "")
+    words = ["true", "false"] if expects.startswith("true or false") else re.findall(r"'([^']*)'", expects)
+    return [f"{key}={word}" for word in words]
+
+
+def _describe(entry: Entry) -> str:
+    meaning = textwrap.wrap(entry.description, _WIDTH) or ["(no description)"]
+    expects = entry.expects.replace("\\|", "|")
+    return "\n".join(
+        [
+            entry.key,
+            *(f"  {line}" for line in meaning),
+            f"  expects  {expects}",
+            f"  default  {entry.default.strip('`')}",
+        ]
+    )
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Return an expression for a documented key, in which NAME stands for any name and [i] for any place of a list."""
+    return re.compile(re.escape(key).replace("NAME", r"[^.]+").replace(r"\[i\]", r"\[(?:i|\d+)\]"))
+
+
+def _value(config: Config, key: str) -> Any:
+    """Return the value of a key, or `not set` below a section, name or place that the configuration does not have."""
+    value: Any = config
+    for name in key.replace("[", ".").replace("]", "").split("."):
+        try:
+            if isinstance(value, Mapping):
+                value = value[name]
+            else:
+                value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)
+        except (KeyError, IndexError, ValueError, AttributeError):
+            return "not set"
+    return value
