@@ -10,8 +10,17 @@ from pathlib import Path
 
 from megarl.convert.cli import add_convert
 from megarl.errors import ConfigError
+from megarl.evaluation.cli import add_evaluation
 from megarl.host.exit_codes import EXIT_FAILED, exit_on_errors
 from megarl.launch.cli import add_slurm
+from megarl.record.activity import shown
+
+TRAININGS = {
+    "train": "train a policy by reinforcement learning",
+    "sft": "train a policy on chats and demonstrations",
+    "train-reward": "train a reward model on preference pairs",
+    "train-preference": "train a policy on preference pairs (DPO, IPO, KTO, ORPO)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,38 +34,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    trainings = {
-        "train": "train a policy by reinforcement learning",
-        "sft": "train a policy on chats and demonstrations",
-        "train-reward": "train a reward model on preference pairs",
-        "train-preference": "train a policy on preference pairs (DPO, IPO, KTO, ORPO)",
-    }
-    for name, text in trainings.items():
-        command = commands.add_parser(name, help=text)
-        command.add_argument("config", type=Path, nargs="?", help="a run file, such as configs/run/sums-rl.yaml")
-        command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
-        command.add_argument(
-            "--explain", metavar="KEY", help="print what a setting means, and its value in the run file"
-        )
-        existing = command.add_mutually_exclusive_group()
-        existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
-        existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
-        command.set_defaults(run=_train_supervised)
-        command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
-        command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
-        if name == "train":
-            command.set_defaults(run=_train)
-            command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
-            command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
-    _add_eval(commands)
-    _add_inspect_hints(commands)
+    _add_trainings(commands)
+    add_evaluation(commands)
     _add_plan_async(commands)
     add_convert(commands)
     peer = commands.add_parser("convert-config", help="write a run file from that of verl, OpenRLHF or LUFFY")
     peer.add_argument("file", type=Path, help="a shell script that starts training, or a YAML file")
     peer.add_argument("--out", type=Path, metavar="RUN.yaml", help="run file to write; default: print it")
     peer.set_defaults(run=_convert_config)
-    add_slurm(commands, parse, tuple(trainings))
+    add_slurm(commands, parse, tuple(TRAININGS))
     _add_serve_reward(commands)
     doctor = commands.add_parser("doctor", help="check whether this machine can run megarl")
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -82,29 +68,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         arguments.overrides += rest
     if getattr(arguments, "explain", None):
         arguments.run = _explain
-    elif arguments.command in trainings and arguments.config is None:
+    elif arguments.command in TRAININGS and arguments.config is None:
         parser.error(
             f"{arguments.command}: name a run file, such as configs/run/sums-rl.yaml; `megarl init` writes one"
         )
     return arguments
 
 
-def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("eval", help="measure pass@k, avg@n and greedy accuracy of a model")
-    command.add_argument(
-        "model", type=Path, help="a Hugging Face directory or hub id, a run, or RUN/checkpoints/step_N"
-    )
-    command.add_argument("overrides", nargs="*", help="settings such as rollout.engine.tp=2")
-    command.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="parquet or JSONL prompts")
-    command.add_argument("--out", type=Path, required=True, help="directory to write")
-    command.add_argument("--num-samples", type=int, default=8, metavar="N", help="sampled answers per prompt")
-    command.add_argument("--k", type=int, nargs="+", default=[1], help="of pass@k, each from 1 to N")
-    command.add_argument("--temperature", type=float, default=1.0, help="of sampled answers")
-    command.add_argument("--max-response-tokens", type=int, help="default: the configuration's")
-    command.add_argument("--seed", type=int, default=0, help="of sampling")
-    command.add_argument("--config", type=Path, help="a run file for engine and layout; default: the run's own")
-    command.add_argument("--overwrite", action="store_true", help="replace an evaluation in --out")
-    command.set_defaults(run=_eval)
+def _add_trainings(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    for name, text in TRAININGS.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("config", type=Path, nargs="?", help="a run file, such as configs/run/sums-rl.yaml")
+        command.add_argument("overrides", nargs="*", help="settings such as actor.optimizer.lr=1e-5")
+        command.add_argument(
+            "--explain", metavar="KEY", help="print what a setting means, and its value in the run file"
+        )
+        existing = command.add_mutually_exclusive_group()
+        existing.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
+        existing.add_argument("--resume", action="store_true", help="continue its last checkpoint, or start anew")
+        command.set_defaults(run=_train_supervised)
+        command.add_argument("--dry-run", action="store_true", help="check and print what a run would do")
+        command.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+        if name == "train":
+            command.set_defaults(run=_train)
+            command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
+            command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
 
 
 def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -121,17 +109,6 @@ def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     trace.add_argument("run_dir", type=Path, help="the run's directory")
     trace.add_argument("--out", type=Path, metavar="FILE", help="trace to write; default: RUN/trace.json")
     trace.set_defaults(run=_trace)
-
-
-def _add_inspect_hints(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("inspect-hints", help="show CPO's hints in prompts, and what they tell a model")
-    command.add_argument("config", type=Path, help="a run file, such as configs/run/sums-rl.yaml")
-    command.add_argument("overrides", nargs="*", help="settings such as algo.cpo.hint.place=system")
-    command.add_argument("--model", type=Path, help="a Hugging Face directory: measure what the hints tell this model")
-    command.add_argument("--out", type=Path, metavar="FILE", help="HTML page to write; with --model hints.html")
-    command.add_argument("--num-prompts", type=int, default=8, metavar="N", help="prompts that the model answers")
-    command.add_argument("--answers", choices=("sampled", "solutions"), default="sampled", help="what is scored")
-    command.set_defaults(run=_inspect_hints)
 
 
 def _add_plan_async(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -177,30 +154,30 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     if arguments.json or arguments.device_gib is not None:
         raise ConfigError("--json and --device-gib: go with --dry-run; add it, or remove them")
-    from megarl.device.platform import apply_environment
+    with shown():
+        from megarl.run.start import train
 
-    apply_environment()
-    from megarl.run.start import train
-
-    train(config, overwrite=arguments.overwrite, resume=arguments.resume)
+        train(config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _train_supervised(arguments: argparse.Namespace) -> None:
     from megarl.config import load_config
-    from megarl.device.platform import apply_environment
 
     config = load_config(arguments.config, arguments.overrides)
-    apply_environment()
     if arguments.dry_run:
+        from megarl.device.platform import apply_environment
+
+        apply_environment()
         from megarl.plan.supervised import print_supervised_plan
 
         print_supervised_plan(arguments.command, config, as_json=arguments.json)
         return
     if arguments.json:
         raise ConfigError("--json: goes with --dry-run; add it, or remove this")
-    from megarl.run.start import train_supervised
+    with shown():
+        from megarl.run.start import train_supervised
 
-    train_supervised(arguments.command, config, overwrite=arguments.overwrite, resume=arguments.resume)
+        train_supervised(arguments.command, config, overwrite=arguments.overwrite, resume=arguments.resume)
 
 
 def _explain(arguments: argparse.Namespace) -> None:
@@ -209,48 +186,6 @@ def _explain(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     print(explain(arguments.explain, config))
-
-
-def _eval(arguments: argparse.Namespace) -> None:
-    from megarl.device.platform import apply_environment
-
-    apply_environment()
-    from megarl.evaluation.inputs import EvalRequest
-    from megarl.evaluation.run import evaluate
-
-    evaluate(
-        EvalRequest(
-            model=arguments.model,
-            data=tuple(arguments.data),
-            out=arguments.out,
-            ks=tuple(arguments.k),
-            num_samples=arguments.num_samples,
-            temperature=arguments.temperature,
-            max_response_tokens=arguments.max_response_tokens,
-            seed=arguments.seed,
-            run_file=arguments.config,
-            overrides=tuple(arguments.overrides),
-            overwrite=arguments.overwrite,
-        )
-    )
-
-
-def _inspect_hints(arguments: argparse.Namespace) -> None:
-    from megarl.device.platform import apply_environment
-
-    apply_environment()
-    from megarl.evaluation.inspect_hints import InspectRequest, inspect_hints
-
-    inspect_hints(
-        InspectRequest(
-            run_file=arguments.config,
-            overrides=tuple(arguments.overrides),
-            model=arguments.model,
-            out=arguments.out,
-            num_prompts=arguments.num_prompts,
-            answers=arguments.answers,
-        )
-    )
 
 
 def _plan_async(arguments: argparse.Namespace) -> None:
@@ -339,12 +274,10 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
-    from megarl.device.platform import apply_environment
+    with shown():
+        from megarl.run.quickstart import quickstart
 
-    apply_environment()
-    from megarl.run.quickstart import quickstart
-
-    quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)
+        quickstart(algo=arguments.algo, task=arguments.task, seed=arguments.seed)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import ray
 
 from megarl.cluster.ending import end_run_processes, is_alive
 from megarl.cluster.roster import Location
-from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
+from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.cluster.workers import RowShards
 from megarl.device.platform import platform
+from megarl.host.stage import process_files
 from megarl.parallel.worker import PolicyWorker
 from megarl.rollout.engine import Completion, EngineSpec, VllmEngine
 
@@ -34,7 +35,7 @@ class RunActor:
             device_ids=tuple(context.get_accelerator_ids().get("GPU", ())),
             hostname=socket.gethostname(),
             pid=os.getpid(),
-            stacks=str(stacks_directory()),
+            files=str(process_files()),
         )
 
     def lost_workers(self) -> list[int]:

@@ -30,6 +30,7 @@ from megarl.environments.host import HostSpec
 from megarl.errors import RunStopped
 from megarl.host.janitor import open_caretaker
 from megarl.host.ray_environment import RAY_ENVIRONMENT, keep_worker_logs
+from megarl.record.activity import doing
 from megarl.sync.plan.engine_shards import engine_needs
 from megarl.sync.wire.casts import wire_specs
 from megarl.types.messages import RoleSpec
@@ -104,7 +105,8 @@ class Cluster:
         )
         if self._with_judges:
             plan = with_judge_servers(plan, self._config, device)
-        open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
+        with doing("starting Ray"):
+            open_ray(cluster, num_cpus=plan.num_cpus, temp_dir=self.scope.temp_dir, environment=environment)
         self._create_processes(plan)
         judges = self._begin_judge_servers()
         # Engines take longest: start them first, wait for them last.

@@ -13,6 +13,8 @@ from megarl.cluster.ending import end_at
 from megarl.cluster.roster import Process, Roster
 from megarl.cluster.stacks import describe
 from megarl.errors import EngineDiedError, WorkerError
+from megarl.host.stage import read_stage
+from megarl.record import activity
 
 # How long to look for the cause after a rank has failed: its peers fail too, with less informative errors.
 CAUSE_WAIT_S = 2.0
@@ -31,7 +33,9 @@ def locate(actors: Mapping[str, Any], *, timeout_s: float) -> list[Process]:
     """
     roster = Roster()
     processes = [Process(name=name, actor=actor, roster=roster) for name, actor in actors.items()]
-    locations = wait_all([(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting")
+    locations = wait_all(
+        [(p, p.actor.locate.remote()) for p in processes], timeout_s=timeout_s, doing="starting processes"
+    )
     several = len({location.host for location in locations}) > 1
     located = [
         replace(p, name=f"{p.name} ({location.hostname})" if several else p.name, location=location)
@@ -104,15 +108,6 @@ class _Watch:
                     yield _Death(process=process, what=what)
 
 
-# What this process waits for, and since when.
-_waiting: list[tuple[str, float]] = []
-
-
-def current_wait() -> tuple[str, float] | None:
-    """Return what this process waits for and since when (seconds since 1970), or None if it is not waiting."""
-    return _waiting[-1] if _waiting else None
-
-
 # Work that goes on while this process waits for others; it must not wait itself.
 _background: list[Callable[[], None]] = []
 
@@ -125,15 +120,6 @@ def in_background(serve: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _background.remove(serve)
-
-
-@contextmanager
-def _noted(doing: str) -> Iterator[None]:
-    _waiting.append((doing, time.time()))
-    try:
-        yield
-    finally:
-        _waiting.pop()
 
 
 def wait_all(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing: str) -> list[Any]:
@@ -156,7 +142,7 @@ def wait_living(calls: Sequence[tuple[Process, Any]], *, timeout_s: float, doing
     needs_all: raise EngineDiedError also for a process that can be replaced, instead of only recording its death.
     """
     wait = _Wait(calls, timeout_s=timeout_s, doing=lambda: doing, needs_all=needs_all)
-    with _noted(doing):
+    with activity.doing(wait.stage):
         for ref in wait.ready():
             if ref is not None:
                 wait.succeeded(ref, ref)
@@ -179,7 +165,7 @@ def wait_streams(
     """
     positions = {call: i for i, (_, call) in enumerate(calls)}
     wait = _Wait(calls, timeout_s=timeout_s, doing=doing, needs_all=False)
-    with _noted(doing()):
+    with activity.doing(doing):
         ready = wait.ready()
         while not until():
             try:
@@ -263,6 +249,13 @@ class _Wait:
                     serve()
                 # The caller may wait for what the background has just done.
                 yield None
+
+    def stage(self) -> str:
+        """Say what the wait is for, and how far the first process has come that it waits for, if that is known."""
+        for process in list(self._pending.values()):
+            if stage := read_stage(process.location.files, process.location.pid):
+                return f"{self._doing()}: {process.name}, {stage}"
+        return self._doing()
 
     def end(self, call: Any) -> None:
         """Stop waiting for a call."""

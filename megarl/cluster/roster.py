@@ -13,8 +13,8 @@ from megarl.record.progress import write_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """The host and devices of a process. `host`: Ray's id of the host; `stacks`: the directory on this host to which
-    the process writes its Python stacks; `device_ids`: ids of the devices that Ray gave the process.
+    """The host and devices of a process. `host`: Ray's id of the host; `files`: the directory on this host in which
+    the process leaves its Python stacks and its stage; `device_ids`: ids of the devices that Ray gave the process.
     """
 
     host: str
@@ -22,7 +22,7 @@ class Location:
     device_ids: tuple[str, ...]
     hostname: str = ""
     pid: int = 0
-    stacks: str = ""
+    files: str = ""
 
 
 NOWHERE = Location(host="", address="", device_ids=())

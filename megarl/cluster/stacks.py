@@ -8,7 +8,6 @@ import faulthandler
 import os
 import re
 import signal
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.roster import Location
+from megarl.host.stage import process_files
 
 DUMP_SIGNAL = signal.SIGUSR2
 # The seconds that a process gets to write its stacks, and that another host gets to answer.
@@ -56,14 +56,9 @@ class Activity:
         return f"is at {at}" if at else f"is {self.state}"
 
 
-def stacks_directory() -> Path:
-    """Return the directory where processes of this run on this host write their stacks."""
-    return Path(tempfile.gettempdir()) / "stacks"
-
-
 def write_stacks_on_signal() -> None:
     """Make this process write its Python stacks to a file whenever it gets `DUMP_SIGNAL`."""
-    directory = stacks_directory()
+    directory = process_files()
     directory.mkdir(parents=True, exist_ok=True)
     # The file stays open as long as the process lives.
     faulthandler.register(DUMP_SIGNAL, file=(directory / f"{os.getpid()}.txt").open("a"), all_threads=True)
@@ -98,7 +93,7 @@ def describe(locations: Mapping[str, Location]) -> str:
         if location.pid:
             by_host[location.host][name] = location
     for host, its in by_host.items():
-        directory, pids = next(iter(its.values())).stacks, [location.pid for location in its.values()]
+        directory, pids = next(iter(its.values())).files, [location.pid for location in its.values()]
         here = host == ray.get_runtime_context().get_node_id()
         seen = activities(pids, directory) if here else _remote_activities(host, pids, directory)
         found |= {name: seen[location.pid] for name, location in its.items()}

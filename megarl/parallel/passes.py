@@ -1,6 +1,7 @@
 """Run forward-only and forward-backward passes over micro-batches with Megatron's pipeline schedules."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -13,6 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megarl.device.platform import platform
 from megarl.errors import NonFiniteError
+from megarl.host.stage import tell_stage
 from megarl.parallel.head.differentiable import LossGradients
 from megarl.parallel.head.logprobs import TokenLogprobs
 from megarl.parallel.head.pairs import TokenPairs
@@ -55,8 +57,11 @@ def _run_schedule(
         cp_rank=layout.cp_group.rank(),
     )
 
+    started = itertools.count(1)
+
     def forward_step(batches: Iterator[Sequence[int]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
         indices = next(batches)
+        tell_stage(f"micro-batch {next(started)} of {len(micro_batches) * len(chunks)}")
         pack = pack_rows(
             [rows[i] for i in indices], alignment=alignment, device=device, replay_routing=model.replays_routing
         )
@@ -78,6 +83,7 @@ def _run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    tell_stage("")
 
 
 def _unwrap(chunk: torch.nn.Module) -> PackedModel:

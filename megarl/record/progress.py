@@ -10,6 +10,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from megarl.record.activity import printed
+
 # Steps whose mean duration predicts the rest: enough to even out validation, few enough to follow changes.
 ETA_WINDOW_STEPS = 10
 # Log files get a line per step, but not more often than this.
@@ -32,6 +34,7 @@ def write_line(text: str) -> None:
     """Print a line above the live progress bar, if there is one."""
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
+    printed()
 
 
 # Field → how it reads on the line.
@@ -108,6 +111,7 @@ class Progress(AbstractContextManager["Progress"]):
             print(text, file=self._stream, flush=True)
         else:
             tqdm.write(text, file=self._stream)
+        printed()
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

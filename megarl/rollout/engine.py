@@ -4,6 +4,7 @@
 the engine is built.
 """
 
+import logging
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from megarl.config.schema import Config, EngineConfig
 from megarl.device.platform import platform
 from megarl.errors import WeightSyncError
+from megarl.host.stage import tell_stage
 from megarl.rollout.nucleus import nucleus_of
 from megarl.rollout.stepping import EngineWork, Stepper
 from megarl.seeds import span_seed
@@ -23,6 +25,7 @@ from megarl.types import FinishReason, FloatArray, IntArray, NucleusArray
 
 # What a worker needs of a request to seed it anew, by name in vLLM's `extra_args`.
 SEED, NUM_BEFORE = "megarl_seed", "megarl_num_before"
+_STAGE_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +126,10 @@ class VllmEngine:
         if spec.batch_invariant:
             # vLLM's kernels read it while they are imported.
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        tell_stage("importing vLLM")
         from vllm import LLM
 
+        _tell_log_lines()
         self.llm = LLM(**_engine_arguments(spec))
         self.llm.update_weight_version("0")
         self._version = 0
@@ -287,6 +292,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cuda": {},
 }
+
+
+class _StageHandler(logging.Handler):
+    """Tells the first line of each message of vLLM as this process's stage."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell_stage(record.getMessage().partition("\n")[0][:_STAGE_CHARS])
+
+
+def _tell_log_lines() -> None:
+    """Tell what vLLM reports of its start, which its own handlers go on to write from their level on only."""
+    logger = logging.getLogger("vllm")
+    for handler in logger.handlers:
+        handler.setLevel(max(handler.level, logger.level))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_StageHandler(level=logging.INFO))
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:

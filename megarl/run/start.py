@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, DataError, RunError, WorkerError
 from megarl.launch.status import Heartbeat
+from megarl.record.activity import current_activity, doing
 from megarl.record.recorder import RunRecorder
 from megarl.report import write_report
 from megarl.run.resume import find_checkpoint, resume_notes
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Run reinforcement learning from the first check to the report. Raises RunStopped if a signal ends it early."""
-    inputs = open_train_inputs(config)
+    with doing("reading model and data"):
+        inputs = open_train_inputs(config)
     config = inputs.config
     checkpoint = find_checkpoint(config, "train") if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
@@ -35,13 +37,15 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> R
         from megarl.train.wiring import build_trainer
 
         build_trainer(inputs, cluster, recorder).fit(checkpoint)
-    write_report(recorder.paths.root)
+    with doing("writing the report"):
+        write_report(recorder.paths.root)
     return recorder
 
 
 def train_supervised(command: Command, config: Config, *, overwrite: bool = False, resume: bool = False) -> RunRecorder:
     """Run supervised training from the first check to the report. Raises RunStopped if a signal ends it early."""
-    opened = SUPERVISED[command](config)
+    with doing("reading model and data"):
+        opened = SUPERVISED[command](config)
     inputs, task, config = opened.inputs, opened.task, opened.inputs.config
     checkpoint = find_checkpoint(config, command) if resume else None
     recorder = _open_recorder(config, checkpoint, overwrite=overwrite or resume)
@@ -54,14 +58,13 @@ def train_supervised(command: Command, config: Config, *, overwrite: bool = Fals
         from megarl.train.supervised import SupervisedTrainer
 
         SupervisedTrainer(task, config, cluster, recorder).fit(checkpoint)
-    write_report(recorder.paths.root)
+    with doing("writing the report"):
+        write_report(recorder.paths.root)
     return recorder
 
 
 def _heartbeat(recorder: RunRecorder, command: str) -> Heartbeat:
-    from megarl.cluster.processes import current_wait
-
-    return Heartbeat(recorder.paths.status, command, current_wait)
+    return Heartbeat(recorder.paths.status, command, current_activity)
 
 
 def _open_recorder(config: Config, checkpoint: Checkpoint | None, *, overwrite: bool) -> RunRecorder:

@@ -297,11 +297,14 @@ class Rollouts:
 
     def _wait(self, until: Callable[[], bool]) -> None:
         def doing() -> str:
-            oldest = next((group for group in self.groups.values() if not group.is_done), None)
+            # Lists, since the thread that shows it looks while samples come.
+            groups = list(self.groups.values())
+            oldest = next((group for group in groups if not group.is_done), None)
             if oldest is None:
                 return "generating"
-            have = f"{len(oldest.samples)} of {oldest.num_samples} samples"
-            return f"generating: the oldest ticket, {oldest.number} ({oldest.prompt.uid}), has {have}"
+            count = f"{sum(len(g.samples) for g in groups)} of {sum(g.num_samples for g in groups)} samples finished"
+            have = f"has {len(oldest.samples)} of {oldest.num_samples}"
+            return f"generating: {count}; the oldest ticket, {oldest.number} ({oldest.prompt.uid}), {have}"
 
         self.source.wait(until, timeout_s=self.config.rollout.timeout_s, doing=doing)
 

@@ -13,6 +13,7 @@ from megarl.cluster import Cluster, EngineSupervisor, residency
 from megarl.cluster.processes import in_background
 from megarl.config.setting import affected
 from megarl.host.signals import stop_on_signals
+from megarl.record.activity import doing
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.performance import PerformanceMeter, StepProfiler, token_times
 from megarl.record.progress import Progress, ProgressValues
@@ -95,7 +96,7 @@ class Trainer:
             if start == 0 and (config.validation.before_train or total == 0):
                 self._validate(0, log, progress)
             for step in range(start + 1, total + 1):
-                with self.profiler.around(step):
+                with self.profiler.around(step), doing(f"step {step}"):
                     with self.timers("step"):
                         result = self.step(step)
                     self._log(step, result, log, progress)

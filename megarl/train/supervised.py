@@ -17,6 +17,7 @@ from megarl.data.demonstrations import SftDataset
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.sampler import PromptSampler
 from megarl.host.signals import stop_on_signals
+from megarl.record.activity import doing
 from megarl.record.metrics import MetricsLogger, Timers
 from megarl.record.progress import Progress, ProgressValues
 from megarl.record.recorder import RunRecorder, resident_memory
@@ -98,7 +99,8 @@ class SupervisedTrainer:
             if start == 0:
                 self._validate(0, log, progress)
             for step in range(start + 1, task.total_steps + 1):
-                self._train_step(step, log, progress)
+                with doing(f"step {step}"):
+                    self._train_step(step, log, progress)
                 score = self._validate(step, log, progress)
                 state = partial(self._run_state, step, score)
                 self.checkpoints.after_step(step, total=task.total_steps, stop=stop, state=state)

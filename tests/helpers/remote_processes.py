@@ -18,8 +18,9 @@ from megarl.cluster import EngineGroup, Process
 from megarl.cluster.processes import locate
 from megarl.cluster.ray_session import _wait_for_port
 from megarl.cluster.roster import Location
-from megarl.cluster.stacks import stacks_directory, write_stacks_on_signal
+from megarl.cluster.stacks import write_stacks_on_signal
 from megarl.errors import NonFiniteError
+from megarl.host.stage import process_files
 from megarl.rollout.engine import Completion, GenerationRequest
 from megarl.types import FinishReason, Row
 from megarl.types.messages import LoadRequest, Role, RowScores, ScoreRequest, StoreResult, UpdateRequest, UpdateResult
@@ -34,8 +35,8 @@ class Worker:
         write_stacks_on_signal()
 
     def locate(self) -> Location:
-        host, stacks = ray.get_runtime_context().get_node_id(), str(stacks_directory())
-        return Location(host=host, address="", device_ids=(), pid=os.getpid(), stacks=stacks)
+        host, files = ray.get_runtime_context().get_node_id(), str(process_files())
+        return Location(host=host, address="", device_ids=(), pid=os.getpid(), files=files)
 
     def lost_workers(self) -> list[int]:
         self.num_asked += 1

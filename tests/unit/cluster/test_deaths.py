@@ -33,7 +33,7 @@ def test_what_those_who_did_not_answer_do_is_said(ray_session: None) -> None:
         "updating: no answer from trainer rank 0, trainer rank 1 within 4 s (trainer rank 0 is stopped; "
     )
     assert "trainer rank 1 is at megarl/cluster/ray_session.py:" in message
-    assert "in _wait_for_port" in Path(waiting.location.stacks, f"{waiting.location.pid}.txt").read_text()
+    assert "in _wait_for_port" in Path(waiting.location.files, f"{waiting.location.pid}.txt").read_text()
 
 
 @pytest.mark.parametrize("first_call", [(), ("answer", 0.0)], ids=["idle", "done"])

@@ -1,0 +1,66 @@
+"""A command that works says what it does, and no run of it is silent for long."""
+
+import io
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.host import stage
+from megarl.record.activity import LiveStatus, current_activity, doing
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def wait_for_two(text: str, stream: io.StringIO) -> None:
+    """Wait until two different numbers of seconds have been shown behind the text."""
+    deadline = time.monotonic() + 30
+    while len(set(re.findall(re.escape(text) + r", (\d+) s", stream.getvalue()))) < 2:
+        assert time.monotonic() < deadline, stream.getvalue()
+        time.sleep(0.02)
+
+
+def test_the_innermost_activity_counts_and_texts_are_asked_for_anew() -> None:
+    assert current_activity() is None
+    samples: list[int] = []
+    with doing("step 3"):
+        with doing(lambda: f"{len(samples)} of 2 samples"):
+            samples.append(1)
+            what, since = current_activity() or ("", 0.0)
+            assert what == "1 of 2 samples"
+            assert time.time() - since < 10
+        assert (current_activity() or ("",))[0] == "step 3"
+    assert current_activity() is None
+
+
+def test_a_log_gets_a_line_after_each_silence_and_none_between_activities() -> None:
+    log = io.StringIO()
+    with LiveStatus(stream=log, silence_s=0.6):
+        with doing("starting the engines"):
+            wait_for_two("… starting the engines", log)
+        lines = log.getvalue().count("\n")
+        time.sleep(1.5)
+        assert log.getvalue().count("\n") <= lines + 1
+
+
+def test_a_terminal_has_one_line_that_is_renewed_and_leaves_nothing_behind() -> None:
+    terminal = Terminal()
+    with LiveStatus(stream=terminal), doing("updating the actor"):
+        wait_for_two("updating the actor", terminal)
+    assert "…" not in terminal.getvalue()
+
+
+def test_a_process_tells_its_stage_only_within_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "processes"
+    monkeypatch.setattr(stage, "process_files", lambda: directory)
+    stage.tell_stage("micro-batch 1 of 8")
+    assert not directory.exists()
+    directory.mkdir()
+    stage.tell_stage("micro-batch 2 of 8")
+    assert stage.read_stage(str(directory), os.getpid()) == "micro-batch 2 of 8"
+    assert stage.read_stage(str(directory), 1) == ""
