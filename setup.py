@@ -52,6 +52,7 @@ setup(
         "einops",
         "jinja2",
         "markupsafe",
+        "rich",
         "matplotlib",
         "tensorboard",
         "tqdm",

@@ -100,6 +100,7 @@ def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     status = commands.add_parser("status", help="say what a run is doing, from any host that sees its directory")
     status.add_argument("run_dir", type=Path, help="the run's directory")
     status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--watch", action="store_true", help="renew it until the run ends, with curves")
     status.set_defaults(run=_status)
     report = commands.add_parser("report", help="write a run's report as HTML and PNG")
     report.add_argument("run_dir", type=Path, help="the run's directory")
@@ -251,6 +252,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
+    if arguments.watch:
+        from megarl.launch.watch import watch_status
+
+        return watch_status(arguments.run_dir)
     from megarl.launch.status import print_status
 
     print_status(arguments.run_dir, as_json=arguments.json)

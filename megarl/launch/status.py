@@ -23,7 +23,7 @@ BEAT_S = 2.0
 LOST_S = 30.0
 # Steps whose mean duration predicts the rest.
 ETA_STEPS = 10
-_SHOWN_METRICS = {
+SHOWN_METRICS = {
     "reward": "critic/rule_score/mean",
     "loss": "actor/loss",
     "gradient norm": "actor/grad_norm",
@@ -134,7 +134,7 @@ def describe_status(root: Path, *, now: float) -> dict[str, Any]:
         if status.state == "running" and len(recent) > 1 and last.step < total:
             step_s = (recent[-1].time_s - recent[0].time_s) / (recent[-1].step - recent[0].step)
             seen["time left"] = tqdm.format_interval(step_s * (total - last.step))
-        for name, key in _SHOWN_METRICS.items():
+        for name, key in SHOWN_METRICS.items():
             if key in last.metrics:
                 seen[name] = float(f"{last.metrics[key]:.4g}")
     for directory in sorted(paths.logs.glob("slurm-*")):

@@ -1,14 +1,18 @@
 """What a driver writes while it runs, and how that reads from elsewhere."""
 
+import io
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megarl.errors import DataError, RunStopped, WorkerError
 from megarl.launch.restarts import FAILED, AttemptLog
 from megarl.launch.status import LOST_S, Heartbeat, describe_status, read_status
+from megarl.launch.watch import watch_status
 from megarl.record.metrics import RunPaths
 
 
@@ -91,3 +95,20 @@ def test_every_command_has_its_number_of_steps(root: Path, command: str, steps: 
     with Heartbeat(RunPaths(root).status, command, lambda: None):
         pass
     assert describe_status(root, now=time.time())["step"] == f"3 of {steps}"
+
+
+def test_a_run_is_watched_until_it_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its curves are drawn; two different values are the lowest and the highest bar."""
+    monkeypatch.setattr("megarl.launch.watch.REFRESH_S", 0.05)
+    lines = RunPaths(root).metrics.read_text().splitlines()
+    RunPaths(root).metrics.write_text("\n".join([*lines, lines[-1].replace("9.0", "18.0")]) + "\n")
+    screen = io.StringIO()
+    with heartbeat(root):
+        watching = threading.Thread(target=watch_status, args=(root, Console(file=screen, width=120)))
+        watching.start()
+        time.sleep(0.3)
+        assert watching.is_alive()
+    watching.join(timeout=10)
+    last = screen.getvalue()
+    assert "finished" in last
+    assert any(line.startswith("tokens/s") and "▁▁▁█" in line for line in last.splitlines())
