@@ -203,6 +203,9 @@ class LoggingConfig:
     num_reward_problems: int = setting(32, AT_LEAST_0)
     # Weights & Biases project to which metrics are also logged (requires the wandb package); null: none.
     wandb_project: str | None = None
+    mlflow_experiment: str | None = None  # The same for an experiment of MLflow (package mlflow or mlflow-skinny).
+    trackio_project: str | None = None  # The same for a project of trackio (package trackio).
+    swanlab_project: str | None = None  # The same for a project of SwanLab (package swanlab).
     # First and last training step to profile: every rank writes a torch profiler trace to RUN/profile; null:
     # none. RL training only.
     profile_steps: tuple[int, int] | None = None

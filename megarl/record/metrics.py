@@ -1,21 +1,18 @@
-"""Write and read back the files of a run: metrics (JSON lines, TensorBoard, Weights & Biases) and sampled rollouts."""
+"""Write and read back the files of a run: metrics (JSON lines, TensorBoard) and sampled rollouts."""
 
-import importlib
 import math
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.errors import ConfigError, DataError
+from megarl.errors import DataError
 from megarl.record.json_lines import append_lines, open_lines, read_lines
 
 
@@ -36,8 +33,6 @@ class RunPaths:
         self.timeline = root / "timeline.jsonl"
         # The same for ui.perfetto.dev, written by `megarl trace`.
         self.trace = root / "trace.json"
-        # The id of the Weights & Biases run, with which a resumed run continues it.
-        self.wandb_id = root / "wandb_id.txt"
         self.tensorboard = root / "tensorboard"
         self.report_html = root / "report.html"
         self.report_png = root / "report.png"
@@ -119,43 +114,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def require_wandb() -> ModuleType:
-    """Import the optional wandb package; raise `ConfigError` with the remedy if it is not installed."""
-    try:
-        return importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "logging.wandb_project: is set, but the wandb package is not installed; "
-            "run `pip install wandb`, or set logging.wandb_project=null"
-        ) from error
-
-
-class WandbSink:
-    """A Weights & Biases run, reached by wandb's own settings (WANDB_API_KEY, WANDB_MODE).
-
-    The run's id is stored in the run directory, so that a resumed run continues the same one. wandb keeps the first
-    record of a step: when a resumed run repeats steps, their second records are ignored.
-    """
-
-    def __init__(self, project: str, name: str, paths: RunPaths, settings: Mapping[str, object]) -> None:
-        if not paths.wandb_id.exists():
-            paths.wandb_id.write_text(uuid.uuid4().hex)
-        self._run = require_wandb().init(
-            project=project,
-            name=name,
-            dir=str(paths.root),
-            config=dict(settings),
-            id=paths.wandb_id.read_text(),
-            resume="allow",
-        )
-
-    def write(self, record: MetricsRecord) -> None:
-        self._run.log(dict(record.metrics), step=record.step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):

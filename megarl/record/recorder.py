@@ -28,13 +28,12 @@ from megarl.record.metrics import (
     RunPaths,
     Stage,
     TensorBoardSink,
-    WandbSink,
-    require_wandb,
     summarize,
     write_rollouts,
 )
 from megarl.record.problems import ProblemRecord, append_problems, pick_problems
 from megarl.record.timeline import append_timeline, idle_metrics, step_intervals
+from megarl.record.trackers import open_trackers, require_trackers
 from megarl.rewards.judge import Trouble
 from megarl.types import FinishReason, FloatArray, Reward, RolloutBatch, Row, Sample, Score, SegmentSource
 
@@ -72,8 +71,7 @@ class RunRecorder:
 
     def __init__(self, config: Config, *, overwrite: bool = False, resumed_step: int | None = None) -> None:
         self._config, self._resumed_step = config, resumed_step
-        if config.logging.wandb_project is not None:
-            require_wandb()  # before anything is removed or started
+        require_trackers(config.logging)  # before anything is removed or started
         if config.run.name in ("", "..") or Path(config.run.name).name != config.run.name:
             raise ConfigError(f"run.name: got {config.run.name!r}, expected a single directory name")
         self.paths = RunPaths(Path(config.run.dir) / config.run.name)
@@ -127,8 +125,8 @@ class RunRecorder:
         if self._config.logging.tensorboard:
             purge_step = None if self._resumed_step is None else self._resumed_step + 1
             sinks.append(TensorBoardSink(self.paths.tensorboard, purge_step=purge_step))
-        if (project := self._config.logging.wandb_project) is not None:
-            sinks.append(WandbSink(project, self._config.run.name, self.paths, asdict(self._config)))
+        config, root = self._config, self.paths.root
+        sinks += open_trackers(config.logging, name=config.run.name, root=root, settings=asdict(config))
         return MetricsLogger(sinks)
 
     def timeline(
