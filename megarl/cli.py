@@ -34,6 +34,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; a wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_init(commands)
     _add_trainings(commands)
     add_evaluation(commands)
     _add_plan_async(commands)
@@ -69,9 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if getattr(arguments, "explain", None):
         arguments.run = _explain
     elif arguments.command in TRAININGS and arguments.config is None:
-        parser.error(
-            f"{arguments.command}: name a run file, such as configs/run/sums-rl.yaml; `megarl init` writes one"
-        )
+        parser.error(f"{arguments.command}: name a run file; `megarl init DIR` writes one")
     return arguments
 
 
@@ -93,6 +92,17 @@ def _add_trainings(commands: "argparse._SubParsersAction[argparse.ArgumentParser
             command.set_defaults(run=_train)
             command.add_argument("--device-gib", type=float, help="with --dry-run: memory of one device")
             command.add_argument("--profile-steps", metavar="FIRST:LAST", help="write profiler traces of these steps")
+
+
+def _add_init(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("init", help="write a first run file; asks for what the options do not say")
+    command.add_argument("directory", type=Path, metavar="DIR", help="directory to write run.yaml to")
+    command.add_argument("--model", metavar="MODEL", help="a Hugging Face directory or hub id")
+    command.add_argument("--train", nargs="+", metavar="FILE", help="training prompts, parquet or JSONL")
+    command.add_argument("--val", nargs="*", metavar="FILE", help="validation prompts")
+    command.add_argument("--algo", metavar="NAME", help="a file of configs/algo")
+    command.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of 80 GiB; 0: CPU")
+    command.set_defaults(run=_init)
 
 
 def _add_views(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -187,6 +197,14 @@ def _explain(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     print(explain(arguments.explain, config))
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    from megarl.plan.init import ask_missing, init_run
+
+    options = ("model", "train", "val", "algo", "gpus")
+    file = init_run(ask_missing(arguments.directory, {name: getattr(arguments, name) for name in options}))
+    print(f"wrote {file}; next: megarl train {file} --dry-run --device-gib 80")
 
 
 def _plan_async(arguments: argparse.Namespace) -> None:

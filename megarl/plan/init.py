@@ -1,0 +1,160 @@
+"""Write a first run file: `megarl init DIR` asks for model, data, algorithm and GPUs, or takes them as options."""
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.load import PACKAGED, load_config
+from megarl.errors import ConfigError
+from megarl.plan.build import plan_run
+
+GPUS_PER_NODE, GPU_BYTES = 8, 80 << 30
+# Share of a device's memory that the plan may fill: the plan leaves out what libraries take.
+FILL = 0.9
+_TEMPLATE = """\
+# Written by `megarl init`. What the run does and needs: `megarl train {file} --dry-run --device-gib 80`.
+# What a key means: `megarl train --explain KEY`. Every key may also be given on the command line, as key=value.
+use: {{algo: {algo}}}        # a file of configs/algo; the run may change any of its settings
+run: {{name: {name}, dir: {runs}}}
+model:
+  path: {model}        # a Hugging Face directory or hub id
+  dtype: {dtype}
+data:                  # parquet or JSONL; docs/data.md says which columns are read
+  train: {train}
+  val: {val}
+  max_prompt_tokens: 1024
+  on_long_prompt: drop
+rollout:
+  num_samples: 8       # answers to each prompt, which are compared with one another
+  max_response_tokens: {response}
+{engine}trainer:
+  total_steps: 200
+  prompts_per_step: {prompts}
+  mini_batch_prompts: {mini}   # prompts of an optimizer step
+validation: {{every_steps: 20}}
+actor:
+{actor}  optimizer: {{lr: 1.0e-6, warmup_steps: 10}}
+"""
+_GPU_ACTOR = """\
+  layout: {{tp: {tp}, pp: {pp}, dp: {dp}, sequence_parallel: {sp}}}   # of {gpus} GPUs; the first that fits 80 GiB
+  micro_batch_tokens: 16384
+  recompute: full      # less memory, a third more time; none where there is room
+"""
+_GPU_ENGINE = "  engine: {{num_engines: {num}, tp: {tp}, gpu_memory_utilization: 0.6}}\n"
+_GPU_PLACEMENT = """\
+placement:             # engines use the trainer's devices, and each leaves them to the other
+  mode: colocated
+  offload: true
+  trainer: {{num_nodes: {nodes}, devices_per_node: {per_node}}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitRequest:
+    """What a first run is to do. gpus: 0 for a run on CPU cores."""
+
+    directory: Path
+    model: str
+    train: Sequence[str]
+    val: Sequence[str]
+    algo: str
+    gpus: int
+
+
+def ask_missing(directory: Path, given: dict[str, object]) -> InitRequest:
+    """Complete a request by asking on the terminal; ConfigError, which names the options, where nobody can answer."""
+    questions = {
+        "model": ("model (a Hugging Face directory or hub id)", "Qwen/Qwen3-0.6B"),
+        "train": ("training prompts (parquet or JSONL, several with spaces between)", "data/train.parquet"),
+        "val": ("validation prompts (none: -)", "data/val.parquet"),
+        "algo": ("algorithm (a file of configs/algo)", "grpo"),
+        "gpus": ("number of GPUs (0: CPU)", "8"),
+    }
+    missing = [name for name in questions if given.get(name) is None]
+    if missing and not sys.stdin.isatty():
+        raise ConfigError(f"megarl init: --{', --'.join(missing)}: not given, and there is no terminal to ask on")
+    for name in missing:
+        text, default = questions[name]
+        answer = input(f"{text} [{default}]: ").strip() or default
+        words = [] if answer == "-" else answer.split()
+        given[name] = words if name in ("train", "val") else answer
+    return InitRequest(directory=directory, **{**given, "gpus": _count(given["gpus"])})  # type: ignore[arg-type]
+
+
+def _count(gpus: object) -> int:
+    if not str(gpus).isdigit() or (int(str(gpus)) > GPUS_PER_NODE and int(str(gpus)) % GPUS_PER_NODE):
+        raise ConfigError(f"--gpus: got {gpus}, expected 0 to {GPUS_PER_NODE}, or a multiple of {GPUS_PER_NODE}")
+    return int(str(gpus))
+
+
+def init_run(request: InitRequest) -> Path:
+    """Write DIR/run.yaml with comments, after the checks of `--dry-run`; return its path.
+
+    The layout is the one with the fewest devices per replica whose plan fits into 80 GiB per GPU. Raises ConfigError if
+    the file exists, if none fits, or for what the checks refuse.
+    """
+    file = request.directory / "run.yaml"
+    if file.exists():
+        raise ConfigError(f"{file} exists; name another directory, or remove it")
+    algorithms = sorted(path.stem for path in (PACKAGED / "algo").glob("*.yaml"))
+    if request.algo not in algorithms:
+        raise ConfigError(f"--algo: got {request.algo!r}, expected one of {', '.join(algorithms)}")
+    request.directory.mkdir(parents=True, exist_ok=True)
+    refusals: list[ConfigError] = []
+    for tp, pp in _layouts(request.gpus):
+        file.write_text(_text(request, file, tp=tp, pp=pp))
+        try:
+            plan = plan_run(load_config(file), device_bytes=GPU_BYTES if request.gpus else None)
+        except ConfigError as error:
+            refusals.append(error)
+            continue
+        peak = max(phase.total for device in plan.devices for phase in device.phases.values())
+        if not request.gpus or peak <= FILL * GPU_BYTES:
+            return file
+    file.unlink()
+    if refusals:
+        raise refusals[0]
+    raise ConfigError(
+        f"--gpus: {request.gpus} GPUs of 80 GiB are too few for {request.model} under any layout that was tried; give "
+        "more, or write a run file with context or expert parallelism by hand (configs/model has examples)"
+    )
+
+
+def _layouts(gpus: int) -> Iterator[tuple[int, int]]:
+    """Yield tensor- and pipeline-parallel sizes, those with fewer devices per replica first, tp before pp."""
+    if gpus == 0:
+        yield 1, 1
+    sizes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
+    fitting = [(tp, pp) for tp, pp in sizes if gpus and gpus % (tp * pp) == 0]
+    yield from sorted(fitting, key=lambda each: (math.prod(each), each[1]))
+
+
+def _text(request: InitRequest, file: Path, *, tp: int, pp: int) -> str:
+    gpus = request.gpus
+    per_node = min(gpus, GPUS_PER_NODE)
+    actor = engine = placement = ""
+    if gpus:
+        actor = _GPU_ACTOR.format(tp=tp, pp=pp, dp=gpus // (tp * pp), sp=str(tp > 1).lower(), gpus=gpus)
+        engine = _GPU_ENGINE.format(num=gpus // tp, tp=tp)
+        placement = _GPU_PLACEMENT.format(nodes=max(1, gpus // GPUS_PER_NODE), per_node=per_node)
+    else:
+        engine = "  engine: {kv_cache_mib: 512, max_num_seqs: 64}\n"
+    body = _TEMPLATE.format(
+        file=file,
+        algo=request.algo,
+        name=request.directory.resolve().name,
+        runs=request.directory / "runs",
+        model=request.model,
+        dtype="bfloat16" if gpus else "float32",
+        train=f"[{', '.join(request.train)}]",
+        val=f"[{', '.join(request.val)}]",
+        response=4096 if gpus else 256,
+        engine=engine,
+        prompts=256 if gpus else 16,
+        mini=64 if gpus else 16,
+        actor=actor or "  micro_batch_tokens: 4096\n",
+    )
+    return body + placement

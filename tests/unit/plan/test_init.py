@@ -1,0 +1,68 @@
+"""`megarl init` writes a run file that passes the checks of a dry run, with the smallest replicas that fit."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import PACKAGED, load_config
+from megarl.errors import ConfigError
+from megarl.plan.init import InitRequest, ask_missing, init_run
+
+
+def request(directory: Path, *, model: str, gpus: int, algo: str = "grpo") -> InitRequest:
+    path = str(PACKAGED / "model" / "hf" / model)
+    return InitRequest(directory=directory, model=path, train=["t.parquet"], val=[], algo=algo, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "layout"),
+    [
+        # bfloat16 weights, float32 gradients and a distributed float32 optimizer state: 16.4 + 32.8 + 98.3 / 8 GB.
+        ("qwen3-8b", 8, (1, 1, 8)),
+        # 65.5 + 131 GB of weights and gradients do not fit into 86 GB; a quarter of them does.
+        ("qwen3-32b", 32, (4, 1, 8)),
+    ],
+)
+def test_the_first_layout_that_fits_is_taken(
+    tmp_path: Path, model: str, gpus: int, layout: tuple[int, int, int]
+) -> None:
+    config = load_config(init_run(request(tmp_path / "first", model=model, gpus=gpus)))
+    found = config.actor.layout
+    assert (found.tp, found.pp, found.dp) == layout
+    assert found.sequence_parallel == (found.tp > 1)
+    assert config.rollout.engine.num_engines * config.rollout.engine.tp == gpus
+    assert config.placement.trainer.num_nodes == gpus // 8
+    assert (config.run.name, config.run.dir) == ("first", str(tmp_path / "first" / "runs"))
+
+
+def test_a_run_on_cpu_has_one_rank_in_float32(tmp_path: Path) -> None:
+    config = load_config(init_run(request(tmp_path, model="qwen3-0.6b", gpus=0, algo="cpo")))
+    assert (config.model.dtype, config.actor.layout.world_size) == ("float32", 1)
+
+
+def test_refusals_leave_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--gpus: 1 GPUs of 80 GiB are too few"):
+        init_run(request(tmp_path, model="qwen3-32b", gpus=1))
+    with pytest.raises(ConfigError, match=r"--algo: got 'grppo', expected one of .*grpo"):
+        init_run(request(tmp_path, model="qwen3-8b", gpus=8, algo="grppo"))
+    assert not list(tmp_path.glob("*.yaml"))
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(ConfigError, match=r"run\.yaml exists"):
+        init_run(request(tmp_path, model="qwen3-8b", gpus=8))
+
+
+def test_what_options_do_not_say_is_asked_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("org/model\na.parquet b.parquet\n-\n\n"))
+    asked = ask_missing(tmp_path, {"gpus": 16})
+    assert (asked.model, asked.train, asked.val) == ("org/model", ["a.parquet", "b.parquet"], [])
+    assert (asked.algo, asked.gpus) == ("grpo", 16)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(ConfigError, match="--model, --train, --val, --algo: not given"):
+        ask_missing(tmp_path, {"gpus": 16})
+    with pytest.raises(ConfigError, match="--gpus: got 12, expected 0 to 8, or a multiple of 8"):
+        ask_missing(tmp_path, {"model": "m", "train": ["t"], "val": [], "algo": "grpo", "gpus": 12})
