@@ -54,11 +54,12 @@ def same_string(answer: str, gold: str) -> bool:
     """
     plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
     plain = [_NUMBER_IN_BRACKETS.sub(r"\1", text) for text in plain]
-    quantities = parse_quantity(plain[0]), parse_quantity(plain[1])
-    if quantities[0] is not None and quantities[1] is not None:
-        (number_a, unit_a), (number_g, unit_g) = quantities
-        return number_a.value == number_g.value and (not unit_a or not unit_g or unit_a == unit_g)
     a, g = (split_unit(text) for text in plain)
+    quantities = [parse_quantity(text) for text in plain]
+    if quantities[0] is not None and quantities[1] is not None:
+        # Here `hundred` is a factor.
+        units = {unit for _, unit in (quantities[0], quantities[1]) if unit}
+        return quantities[0][0].value == quantities[1][0].value and len(units) < 2
     if a.unit and g.unit and a.unit != g.unit:
         return False
     return bool(a.body) and compact(a.body) == compact(g.body)

@@ -14,7 +14,7 @@ _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 # What may stand between two boxes that state one answer.
 _BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;&]|\\[()\[\],;: \\]|\\q?quad(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
+    r"(?:[\s$,;&~]|\\[()\[\],;: \\]|\\(?:q?quad|lor|land|vee|wedge)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
     r"|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}|(?<![a-zA-Z\\])[a-zA-Z]\s*=)*"
 )
 MAX_BOXES = 16

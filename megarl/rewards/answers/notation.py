@@ -94,7 +94,8 @@ def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOpt
 def same_angle(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     r"""Compare degrees with an angle written with π: `30^\circ` equals `\pi/6`."""
     a, g = split_unit(answer), split_unit(gold)
-    if {a.unit, g.unit} != {"degree", ""} or r"\pi" not in answer + gold:
+    is_list = any(structure.parse_group(text) is not None for text in (answer, gold))
+    if is_list or {a.unit, g.unit} != {"degree", ""} or r"\pi" not in answer + gold:
         return None
     degrees, other = (a.body, g.body) if a.unit else (g.body, a.body)
     return compare(rf"\frac{{({degrees})\pi}}{{180}}", other) if r"\pi" in other else None

@@ -98,7 +98,7 @@ _SCALES: Mapping[str, int] = {
     "trillion": 10**12,
 }
 _STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})
-_NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no"})
+_NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no", "minus"})
 _CURRENCY = re.compile(r"^(-?)\s*([$€£¥])\s*")
 _TRAILING = re.compile(
     r"^(?P<body>.*?(?:[\d.})]|\\pi))\s*(?P<unit>%|[$€£¥¢]|[^\W\d_][^\d=,;<>\\()|+]*(?:\^\s*\{?\s*-?\d\s*\}?)?|cm[23]|m[23])$"

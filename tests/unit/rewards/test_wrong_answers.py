@@ -28,6 +28,7 @@ WRONG = [
     ("unit", "42", r"42 \text{ is not the answer}"),
     ("unit", "42", "42 or so"),
     ("unit", "42", r"42 \text{ dozen}"),
+    ("unit", "42", "42 minus"),
     ("unit", "42", "42 million"),
     ("unit", "5", r"5 \text{ thousand dollars}"),
     ("unit", r"\frac{1}{2}", r"\frac{1}{2} foo"),
@@ -87,6 +88,7 @@ WRONG_RESPONSES = [
     ("math", "3", r"\boxed{2}, \boxed{3}"),
     ("math", "2, 3", r"\boxed{2}, \boxed{4}"),
     ("math", "3", r"\boxed{2} \\ \boxed{3}"),
+    ("math", "3", r"\boxed{2} \lor \boxed{3}"),
     ("strict", "42", r"\boxed{42 hundred}"),
     ("math", r"so \boxed{2} and \boxed{3}", r"\boxed{3}"),
     ("openai/gsm8k", "18", "####18.5"),
@@ -110,7 +112,7 @@ WRONG_RESPONSES = [
     ("gpqa", "A", "Answer: a choice between B and C"),
     ("gpqa", "I", "Answer: I think B"),
 ]
-# Of the 96 answers at most this many may be accepted.
+# Of the 98 answers at most this many may be accepted.
 MAX_ACCEPTED = 2
 
 RIGHT = [
@@ -150,6 +152,7 @@ RIGHT = [
     (r"\{x \in \mathbb{R} \mid 1 \le x < 2\}", "[1,2)"),
     (r"30^\circ", r"\frac{\pi}{6}"),
     (r"30^\circ", r"\pi/6"),
+    (r"30^\circ, 150^\circ", r"\frac{\pi}{6}, \frac{5\pi}{6}"),
     ("2x+4y=6", "x+2y=3"),
     ("x+2y-3=0", "2x+4y-6=0"),
     ("2x+4y < 6", "x+2y < 3"),
