@@ -34,10 +34,15 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 ANSWER_LINE_CHARS = 300
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _LETTER = re.compile(r"[A-Za-z]")
-_LETTER_ALONE = re.compile(r"\W*([A-Za-z])(?![A-Za-z])")
-# A second choice after the first: "B or D", "B and D", "B, D".
-_ANOTHER_LETTER = re.compile(r"\s*\)?\s*(?:,|/|&|\bor\b|\band\b)\s*\(?[A-Z](?![A-Za-z])")
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*$]")
+# But not the words "a" and "I".
+_LETTER_ALONE = re.compile(r"\W*(?!a\s+\w|I\s+[a-z])([A-Za-z])(?!'?[A-Za-z])")
+# A second choice after the first: "B or D", "B (maybe D)", "B D", "A good one is B".
+_ANOTHER_LETTER = re.compile(
+    r"\s*\)?\s*(?:[,;/&+|(]|\\(?:lor|land|vee|wedge)\b|\b(?:or|and)\b)"
+    r"(?:[\s(,]|\b(?:or|and|also|else|even|maybe|perhaps|possibly)\b)*[A-Z](?![A-Za-z])"
+    r"|\s+(?:[^).:\n]*\s(?:is|be)\s+)?\(?[A-Z]\W*$"
+)
+_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\b|[*${}]")
 
 # Numbers and names of one letter, but not LaTeX commands.
 _TOKEN = re.compile(r"\d+|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
@@ -107,11 +112,15 @@ def compare_letters(answer: str, gold: str, options: AnswerOptions) -> Equality:
 
     The modes `doc` and `ref` use the first letter of any word.
     """
-    found = _LETTER.search(normalise(answer)) if options.textual else _LETTER_ALONE.match(_WRAPPER.sub(" ", answer))
-    if found and not options.textual and _ANOTHER_LETTER.match(_WRAPPER.sub(" ", answer), found.end()):
+    text = normalise(answer) if options.textual else _WRAPPER.sub(" ", answer)
+    letter = _LETTER.search(text) if options.textual else _LETTER_ALONE.match(text)
+    if letter is None:
         return Equality.UNPARSED
-    letter = found and _LETTER.search(found[0])
-    return Equality.of(letter[0].upper() == gold.upper()) if letter else Equality.UNPARSED
+    stated = letter[0][-1].upper()
+    another = None if options.textual else _ANOTHER_LETTER.match(text, letter.end())
+    if another and re.findall(r"\w", another[0])[-1] != stated:
+        return Equality.UNPARSED
+    return Equality.of(stated == gold.upper())
 
 
 def reward_of_answer(answer: str | None, gold: str, compare: AnswerComparison, options: AnswerOptions) -> Reward:

@@ -36,8 +36,12 @@ _ANSWER = ("<answer>", "</answer>")
 SEARCH_CHARS = 300  # the answer stands at the end; a bounded search stays quick on any text
 _MARK = "#### "
 _LAST_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-# A fraction or a power after it is another number than its first digits.
-_NUMBER = re.compile(r"####\s*\**\s*\$?(-?\$?[.,]*[0-9][0-9.,]*)(?!\s*[/^*]\s*[0-9])(?![0-9.,])")
+_NUMBER = re.compile(r"####\s*\**\s*\\?\$?(-?\\?\$?[.,]*[0-9][0-9.,]*)(?![0-9.,])")
+# After it, these make another number than its digits, or two answers: 18/2, 18 1/2, 18e3, 18x, 18 million, 18 or 19.
+_GOES_ON = re.compile(
+    r"\**[ \t]*(?:[-+−–/^*:×·][ \t]*[0-9]|\\(?:cdot|times|frac|sqrt|pi)|(?:or|and|to)[ \t]+\\?\$?-?[0-9]"
+    r"|(?:dozen|hundred|thousand|[mbtr]+illion)(?:s|ths?)?\b)|[ \t]+[0-9]|[eE][-+]?[0-9]|[abknxyzπ](?![a-zA-Z])"
+)
 
 
 def reward_of(correct: bool, *, parse_failed: bool) -> Reward:
@@ -89,7 +93,7 @@ for _name in FORMATS:
 
 def normalise_number(text: str) -> str:
     """Unify the spelling of a number: `$1,234.00` → `1234`, `.5` → `0.5`, `18.` → `18`."""
-    text = text.strip().replace(",", "").replace("$", "")
+    text = re.sub(r"[,$\\]", "", text.strip())
     text = re.sub(r"\.0*$", "", text)
     return re.sub(r"^(-?)\.", r"\g<1>0.", text)
 
@@ -109,9 +113,10 @@ def score_gsm8k(response: str, ground_truth: str, extra_info: Mapping[str, Any])
     gold = _decimal(ground_truth)
     if gold is None:
         raise DataError(f"ground truth {ground_truth[:60]!r}: expected a number; score other answers as scorer=math")
-    found = _NUMBER.findall(response[-SEARCH_CHARS:])
-    correct = bool(found) and _decimal(found[-1]) == gold
-    return reward_of(correct, parse_failed=not found)
+    found = list(_NUMBER.finditer(response, max(0, len(response) - SEARCH_CHARS)))
+    if not found or _GOES_ON.match(response, found[-1].end()):
+        return reward_of(False, parse_failed=True)
+    return reward_of(_decimal(found[-1][1]) == gold, parse_failed=False)
 
 
 def accepted_answers(ground_truth: str) -> list[str]:

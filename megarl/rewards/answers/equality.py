@@ -26,6 +26,10 @@ _NAME = re.compile(
 _NUMBER_IS_MISSING = re.compile(r"(?<!\\)[a-zA-Z]")
 _EQUALS = r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
+# Words whose case does not matter, unlike that of commands, products of two variables, and units such as mHz.
+_CASELESS = re.compile(
+    r"(?<![\\a-zA-Z])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|YES|DNE|[nN][oO]|[aApP][mM])(?![a-zA-Z])|[^\W\d_a-zA-Z]{2,}"
+)
 _OR = r"(?<![a-zA-Z\\])(?:or|或|или)(?![a-zA-Z])|\\lor(?![a-zA-Z])|,(?=[^,]*[<>])"
 _NAME_OF_VALUE = re.compile(r"^\\?[a-zA-Z]{1,2}\s*=(?=[^=]+$)")
 _NUMBER_IN_BRACKETS = re.compile(r"^\(\s*(-?[\d.,]+)\s*\)$")
@@ -49,13 +53,16 @@ def same_string(answer: str, gold: str) -> bool:
     This suits answers with only one way to write them. `(073)`, `73.0` and `73` are equal.
     """
     plain = [_NAME_OF_VALUE.sub("", canonical(text)).strip() for text in (answer, gold)]
-    (a, unit_a), (g, unit_g) = (split_unit(_NUMBER_IN_BRACKETS.sub(r"\1", text)) for text in plain)
-    if unit_a and unit_g and unit_a != unit_g:
+    plain = [_NUMBER_IN_BRACKETS.sub(r"\1", text) for text in plain]
+    a, g = (split_unit(text) for text in plain)
+    quantities = [parse_quantity(text) for text in plain]
+    if quantities[0] is not None and quantities[1] is not None:
+        # Here `hundred` is a factor.
+        units = {unit for _, unit in (quantities[0], quantities[1]) if unit}
+        return quantities[0][0].value == quantities[1][0].value and len(units) < 2
+    if a.unit and g.unit and a.unit != g.unit:
         return False
-    numbers = parse_number(a), parse_number(g)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0].value == numbers[1].value
-    return bool(a) and compact(a) == compact(g)
+    return bool(a.body) and compact(a.body) == compact(g.body)
 
 
 def compare_answers(answer: str, gold: str, options: AnswerOptions) -> Equality:
@@ -98,7 +105,7 @@ def same_words(answer: str, gold: str, compare: Compare, options: AnswerOptions)
     letters = [_CHOICE.fullmatch(text) for text in (answer, gold)]
     if letters[0] and letters[1]:
         return Equality.of(letters[0][1] == letters[1][1])
-    a, g = (" ".join(text.casefold().split()) for text in (answer, gold))
+    a, g = (_CASELESS.sub(lambda word: word[0].casefold(), " ".join(text.split())) for text in (answer, gold))
     a, g = _SAME_WORDS.get(a, a), _SAME_WORDS.get(g, g)
     is_text = [_WORDS.fullmatch(text) is not None and (len(text) > 3 or not text.isascii()) for text in (a, g)]
     if a == g and (any(is_text) or len(a) > 2 or a == "no"):

@@ -7,14 +7,14 @@ from megarl.rewards.answers.options import AnswerOptions
 # The answer stands at the end, so the search is limited to it, which keeps it fast for any text.
 SEARCH_CHARS = 4096
 _THINK_END = "</think>"
-_STATED = re.compile(r"he (?:final )?answer is\s*:?", re.IGNORECASE)
+_STATED = re.compile(r"he (?:final |correct )?answer is\s*:?", re.IGNORECASE)
 _STATED_REF = re.compile(r"he answer is")
 # A full stop ends an answer's sentence, unless it is between digits.
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 # What may stand between two boxes that state one answer.
 _BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;&]|\\[()\[\],;: ]|\\q?quad(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
+    r"(?:[\s$,;&~]|\\[()\[\],;: \\]|\\(?:q?quad|lor|land|vee|wedge)(?![a-zA-Z])|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
     r"|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}|(?<![a-zA-Z\\])[a-zA-Z]\s*=)*"
 )
 MAX_BOXES = 16

@@ -17,8 +17,11 @@ _EXPONENT = re.compile(r"([\])}|!]?)\s*\^\s*(?:\{([^{}]*)\}|(\d+|.))")
 # Refused are 2^3^4 and, within the braces of an exponent, powers of anything but a name: e^{x^2} is safe, 9^{9^9} not.
 # x^2y^2 is no chain.
 _CHAINED_POWER = re.compile(r"\^\s*(?:[\d.]+|[a-zA-Z])\s*\^")
-# Algebra would drop the base of 2516_8, the prime of f'(x) and the dots of 7…, and sort the letters of an angle.
-_DROPPED = re.compile(r"\d\s*_|'|\\(?:angle|triangle|[lc]?dots)(?![a-zA-Z])")
+# Algebra would drop the base of 2516_8, the prime of f'(x), the dots of 7… and the T of a transposed matrix, and sort
+# the letters of an angle.
+_DROPPED = re.compile(
+    r"\d\s*_|'|\\(?:angle|triangle|[lc]?dots|phantom|models)(?![a-zA-Z])|\^\s*(?:\{\s*T\s*\}|T(?![a-zA-Z]))"
+)
 _NO_SMALL_SUM = re.compile(r"[\^!*]|\\cdot|\\frac|\d\s*\(|\d\s+\d|[a-zA-Z)]\s*\(")
 _POWER_OF_NUMBER = re.compile(r"[\d)}\]!]\s*\^")
 _FACTORIAL = re.compile(r"(\d*)\s*(\)|\]|\}|[a-zA-Z])?\s*!")

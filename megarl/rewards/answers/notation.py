@@ -1,6 +1,7 @@
 """Compare answers in notations with rules of their own: number bases, named tuples, inequalities, angles."""
 
 import re
+import string
 from collections.abc import Callable, Mapping
 
 from megarl.rewards.answers import structure
@@ -12,7 +13,8 @@ Compare = Callable[[str, str], Equality]
 
 _BASES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _BASE_OF_WORD: Mapping[str, int] = {word: base for base, word in enumerate(_BASES, 2)} | {"sixteen": 16}
-_IN_BASE = re.compile(r"(-?[\dA-F]*\d[\dA-F]*(?:\.[\dA-F]+)?)\s*_\s*\{?\s*([a-z]+|\d{1,2})\s*\}?")
+_DIGITS = r"-?[\dA-F]*\d[\dA-F]*(?:\.[\dA-F]+)?"
+_IN_BASE = re.compile(rf"(\()?\s*({_DIGITS})\s*(?(1)\))\s*_\s*\{{?\s*({'|'.join(_BASE_OF_WORD)}|\d{{1,2}})\s*\}}?")
 _TUPLE_OF_NAMES = re.compile(r"(\((?:\s*\\?[a-zA-Z]\w*\s*,)+\s*\\?[a-zA-Z]\w*\s*\))\s*=\s*(\(.*\))")
 _ASSIGNMENT = re.compile(r"(\\?[a-zA-Z]\w*)\s*=\s*([^=]+)")
 _RELATION = r"<|>|\\leq(?![a-zA-Z])|\\geq(?![a-zA-Z])"
@@ -22,23 +24,29 @@ _TURNED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq"}
 
 def same_base(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare numbers in a base, as `2516_8`: digits and bases must be the same. One side may leave out its base."""
-    a, g = _IN_BASE.fullmatch(answer), _IN_BASE.fullmatch(gold)
-    if a is None and g is None:
-        return None
     digits, bases = [], set()
-    for text, match in ((answer, a), (gold, g)):
-        digits.append((match[1] if match else text).replace(" ", "").lstrip("0"))
+    for text in (answer, gold):
+        match = _IN_BASE.fullmatch(text)
+        digits.append((match[2] if match else text).replace(" ", "").lstrip("0"))
         if match:
-            bases.add(_BASE_OF_WORD.get(match[2], match[2]) if match[2].isalpha() else int(match[2]))
+            bases.add(_BASE_OF_WORD[match[3]] if match[3].isalpha() else int(match[3]))
+    if not bases:
+        return None
     return Equality.of(digits[0] == digits[1] and len(bases) == 1)
 
 
 def same_named_tuple(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
-    """Compare `(p,q)=(3,2)` with another order of the same names, with `p=3, q=2`, or with `(3,2)`."""
+    """Compare `(p,q)=(3,2)` with another order of the same names, with `p=3, q=2`, or with `(3,2)`.
+
+    `y=2, x=3` equals `(3,2)`, and not `(2,3)`: where names are neighbours in the alphabet, they are in its order.
+    """
     tuples = [_TUPLE_OF_NAMES.fullmatch(text) for text in (answer, gold)]
-    if not any(tuples):
-        return None
     values = [_values_by_name(text) for text in (answer, gold)]
+    if not any(tuples):
+        ordered = [_in_order(each, other) for each, other in zip(values, (gold, answer), strict=True)]
+        if not any(ordered):
+            return None
+        return compare(ordered[0] or answer, ordered[1] or gold)
     if values[0] is None or values[1] is None:
         a, g = (match[2] if match else text for match, text in zip(tuples, (answer, gold), strict=True))
         return compare(a, g)
@@ -61,6 +69,16 @@ def _values_by_name(text: str) -> dict[str, str] | None:
     return found if pairs and len(found) == len(pairs) else None
 
 
+def _in_order(values: Mapping[str, str] | None, other: str) -> str | None:
+    """Return named values as a tuple in the order of the alphabet, None if `other` is no tuple or names are not
+    neighbours.
+    """
+    group = structure.parse_group(other) if values else None
+    if not values or group is None or not group.ordered or "".join(sorted(values)) not in string.ascii_letters:
+        return None
+    return f"({', '.join(values[name] for name in sorted(values))})"
+
+
 def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     """Compare inequalities in several variables: a number may multiply both sides, a negative one turns the sign."""
     sides = [structure.split_top(text, _RELATION) for text in (answer, gold)]
@@ -76,7 +94,8 @@ def same_inequality(answer: str, gold: str, compare: Compare, options: AnswerOpt
 def same_angle(answer: str, gold: str, compare: Compare, options: AnswerOptions) -> Equality | None:
     r"""Compare degrees with an angle written with π: `30^\circ` equals `\pi/6`."""
     a, g = split_unit(answer), split_unit(gold)
-    if {a.unit, g.unit} != {"degree", ""} or r"\pi" not in answer + gold:
+    is_list = any(structure.parse_group(text) is not None for text in (answer, gold))
+    if is_list or {a.unit, g.unit} != {"degree", ""} or r"\pi" not in answer + gold:
         return None
     degrees, other = (a.body, g.body) if a.unit else (g.body, a.body)
     return compare(rf"\frac{{({degrees})\pi}}{{180}}", other) if r"\pi" in other else None

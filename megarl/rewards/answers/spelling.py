@@ -61,7 +61,9 @@ _BETWEEN_EQUATIONS = re.compile(r"\\q?quad(?![a-zA-Z])|\\\\(?!\[)")
 _ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?\s*)?(?:st|nd|rd|th)\s*\}?")
 # Patterns and their replacements; the order is part of the definition of both spellings.
 _DELIMITERS = _compiled(
-    (r",\\!(?=\d{3}(?!\d))", ","),
+    (r"\.{3,}", r"\\ldots "),
+    # Spelled thus, these are marks of thousands wherever they stand; a comma alone may separate elements.
+    (r"(?<=\d)(?:,\s*\\!\s*|\{,\})(?=\d{3}(?!\d))", ""),
     (r"\\\$", "$"),
     (r"(?<!\\)\\[()\[\]]", " "),
     (r"\$(?!\s*-?[\d.]+(?:[,\d. ]|\\%|\s*(?:thousand|million|billion))*$)", " "),

@@ -11,7 +11,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify.grader import sympy_expr_eq
 
 from megarl.rewards.answers.guard import refusal
-from megarl.rewards.answers.numbers import REL_TOLERANCE
+from megarl.rewards.answers.numbers import REL_TOLERANCE, parse_number
 from megarl.rewards.answers.options import Equality
 
 _READ_AS_WRITTEN = NormalizationConfig(
@@ -19,7 +19,6 @@ _READ_AS_WRITTEN = NormalizationConfig(
 )
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 _IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z_])")
-_DECIMAL = re.compile(r"\d\.\d")
 _DEGREE = re.compile(r"\s*degree\b")
 # The parser takes \gamma for the gamma function of what follows; here it is a variable, whose new name nobody writes.
 _GAMMA = re.compile(r"\\gamma(?![a-zA-Z])")
@@ -75,12 +74,17 @@ def compare_symbolic(answer: str, gold: str) -> Equality:
     a, g = (parse_latex(text, is_complex=is_complex) for text in (answer, gold))
     if a is None or g is None:
         return Equality.UNPARSED
+    if isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol):
+        # math-verify would ignore their case.
+        return Equality.of(a.name.removeprefix("var") == g.name.removeprefix("var"))
     try:
         if isinstance(a, sympy.Expr) and isinstance(g, sympy.Expr):
-            # If one of two constants has decimals, they are compared within the tolerance, but integers exactly.
-            has_decimals = any(_DECIMAL.search(text) for text in (answer, gold))
-            is_integer = any(_with_exact_decimals(each).is_Integer for each in (a, g))
-            if has_decimals and a.is_number and g.is_number and not is_integer:
+            # If one of two constants is a decimal, they are compared within the tolerance, but integers exactly. A
+            # computation with decimals, 2^{2009}-0.5, is exact.
+            numbers = [parse_number(text) for text in (answer, gold)]
+            is_rounded = any(number is not None and number.rounded for number in numbers)
+            is_integer = is_rounded and any(_with_exact_decimals(each).doit().is_Integer for each in (a, g))
+            if is_rounded and a.is_number and g.is_number and not is_integer:
                 x, y = sympy.N(a), sympy.N(g)
                 is_real = all(value.is_real and value.is_finite for value in (x, y))
                 if is_real and math.isclose(float(x), float(y), rel_tol=REL_TOLERANCE):
@@ -103,7 +107,7 @@ def agree_at_points(a: sympy.Expr, g: sympy.Expr) -> bool | None:
     """
     a, g = (_with_exact_decimals(expression) for expression in (a, g))
     names = sorted(a.free_symbols | g.free_symbols, key=str)
-    if len(names) > len(_POINTS[0]) or (isinstance(a, sympy.Symbol) and isinstance(g, sympy.Symbol)):
+    if len(names) > len(_POINTS[0]):
         return None
     agreements = 0
     for point in _POINTS:

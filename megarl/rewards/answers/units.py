@@ -98,7 +98,7 @@ _SCALES: Mapping[str, int] = {
     "trillion": 10**12,
 }
 _STANDARD = frozenset({*_SPELLINGS.values(), *_COUNTED.values()})
-_NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no"})
+_NOT_UNITS = frozenset({"and", "or", "to", "mod", "in", "i", "e", "x", "y", "z", "n", "k", "if", "no", "minus"})
 _CURRENCY = re.compile(r"^(-?)\s*([$€£¥])\s*")
 _TRAILING = re.compile(
     r"^(?P<body>.*?(?:[\d.})]|\\pi))\s*(?P<unit>%|[$€£¥¢]|[^\W\d_][^\d=,;<>\\()|+]*(?:\^\s*\{?\s*-?\d\s*\}?)?|cm[23]|m[23])$"
@@ -142,11 +142,15 @@ def split_unit(text: str) -> Quantity:
 
 
 def _unit(words: str) -> str:
-    """Return the standard spelling of a unit (`meters` → `m`); from an unknown word, only a plural s is removed."""
-    words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip(".").casefold())
+    """Return the standard spelling of a unit (`meters` → `m`); from an unknown word, only a plural s is removed.
+
+    Symbols of physics keep their case: mW is no MW.
+    """
+    words = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", words.strip().strip("."))
     words = " ".join(words.split())
-    known = _SPELLINGS.get(words) or _SPELLINGS.get(words.removesuffix("s")) or _COUNTED.get(words)
-    return known or words.removesuffix("s")
+    folded = words.casefold()
+    known = _SPELLINGS.get(folded) or _SPELLINGS.get(folded.removesuffix("s")) or _COUNTED.get(folded)
+    return known or (words if _PHYSICAL.fullmatch(words) else folded.removesuffix("s"))
 
 
 def _is_known(unit: str) -> bool:

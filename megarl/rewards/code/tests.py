@@ -61,7 +61,9 @@ def same_output(actual: str, expected: str, tolerance: float | None) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value as a round trip through JSON would: tuples to lists, keys of dicts to strings."""
+    """Convert a value as a round trip through JSON would: tuples and arrays to lists, keys of dicts to strings."""
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
     if isinstance(value, list | tuple):
         return [as_json(entry) for entry in value]
     if isinstance(value, dict):

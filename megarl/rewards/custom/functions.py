@@ -20,6 +20,8 @@ from megarl.types import Reward
 
 # Rows of which calls of an `async def` proceed at the same time in one worker.
 ASYNC_ROWS = 32
+# An exception or a result that is no reward; too late; the end of the process.
+FAILURES = ("failed", "timed_out", "crashed")
 
 
 class CustomFunctions:
@@ -188,11 +190,12 @@ class CustomSession:
         return {name: each for name, each in opinions.items() if each}
 
     def _require_success(self, name: str, verdicts: Mapping[int, Verdict]) -> None:
-        failed = [row for row, each in verdicts.items() if each.outcome == "failed"]
+        failed = [row for row, each in verdicts.items() if each.outcome in FAILURES]
         if not failed:
             return
         which = f"rewards.custom: the function {name} failed on {len(failed)} of {len(verdicts)} rows"
-        said = f"the first, of {self.rows[failed[0]].data_source!r}: {verdicts[failed[0]].reason}"
+        first = verdicts[failed[0]]
+        said = f"the first, of {self.rows[failed[0]].data_source!r} ({first.outcome}): {first.reason}"
         if self.functions.cfg.on_error == "raise":
             raise RunError(f"{which}, {said}; correct it and --resume, or set rewards.custom.on_error=drop_rows")
         # All answers to one odd prompt may fail.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from contextlib import closing
 
 from megarl.errors import ConfigError
-from megarl.rewards.custom.functions import CustomFunctions
+from megarl.rewards.custom.functions import FAILURES, CustomFunctions
 from megarl.rewards.question import Question
 from megarl.types import Prompt
 
@@ -37,7 +37,7 @@ def try_functions(functions: CustomFunctions, prompts: Iterable[Prompt]) -> None
         for prompt, judging in zip(asked, pending, strict=True):
             for name, by_row in judging.opinions().items():
                 verdicts = list(by_row.values())
-                failed = [each for each in verdicts if each.outcome in ("failed", "timed_out", "crashed")]
+                failed = [each for each in verdicts if each.outcome in FAILURES]
                 if len(failed) == len(verdicts) or (failed and functions.cfg.on_error == "raise"):
                     raise ConfigError(
                         f"rewards.custom: the function {name} has no reward for {len(failed)} of {len(verdicts)} trial "

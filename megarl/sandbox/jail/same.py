@@ -20,7 +20,8 @@ def same_value(actual: Any, expected: Any, tolerance: float | None) -> bool:
             keys = expected.keys()
             return actual.keys() == keys and all(same_value(actual[k], expected[k], tolerance) for k in keys)
         return False
-    except RecursionError:
+    except (RecursionError, ArithmeticError):
+        # A signalling NaN may not be compared.
         return False
 
 

@@ -160,6 +160,9 @@ def test_one_row_that_fails_is_dropped(files: Mapping[str, str]) -> None:
             RunError, match=r"fragile failed on 2 of 2 rows, so nothing is left.*one.py:12: ZeroDivision"
         ):
             judged(judge, ("p", "a", "0"), ("q", "a", "0"))
+        # Nor may the function be late, or end its process, for all of them.
+        with pytest.raises(RunError, match=r"fragile failed on 2 of 2 rows, .*, of 'a' \(crashed\)"):
+            judged(judge, ("p", "a", "die"), ("q", "a", "hang"))
 
 
 def test_what_to_do_with_a_row_that_fails_is_said(files: Mapping[str, str]) -> None:
@@ -167,8 +170,10 @@ def test_what_to_do_with_a_row_that_fails_is_said(files: Mapping[str, str]) -> N
     with judge_of({**custom, "on_error": "value", "value": -3}) as judge:
         found = judged(judge, ("p", "a", "0"), ("p", "a", "2"))
         assert [(each.score, each.correct) for each in found.rewards] == [(-3.0, False), (0.5, True)]
-    with judge_of({**custom, "on_error": "raise"}) as judge, pytest.raises(RunError, match=r"failed on 1 of 2 rows"):
-        judged(judge, ("p", "a", "0"), ("p", "a", "2"))
+    with judge_of({**custom, "on_error": "raise", "timeout_s": 1.0}) as judge:
+        for response in ("0", "die", "hang"):
+            with pytest.raises(RunError, match=r"failed on 1 of 2 rows"):
+                judged(judge, ("p", "a", response), ("p", "a", "2"))
 
 
 def tried(custom: dict[str, Any], truth: str) -> None:

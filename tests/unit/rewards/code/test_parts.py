@@ -1,8 +1,10 @@
 """Extraction, comparison and the forms of tests; nothing is run here."""
 
 import json
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.errors import ConfigError, DataError
@@ -83,6 +85,8 @@ def test_outputs(actual: str, expected: str, tolerance: float | None, same: bool
         (10**400, 1.0, 1e-9, False),
         ("0.30", "0.3", 1e-9, False),
         (None, 0.3, 1e-9, False),
+        (Decimal("sNaN"), 9, None, False),
+        ([Decimal("sNaN")], [0.3], 1e-9, False),
     ],
 )
 def test_values(actual: object, expected: object, tolerance: float | None, same: bool) -> None:
@@ -99,6 +103,7 @@ def test_values_too_deep_to_compare_are_not_the_same() -> None:
 
 def test_as_json() -> None:
     assert as_json({1: ({"a": (2,)},)}) == {"1": [{"a": [2]}]}
+    assert same_value(as_json([np.array([[1, 2]]), np.float64(3)]), [[[1, 2]], 3.0], None)
 
 
 def answered(value: object) -> Outcome:

@@ -8,7 +8,8 @@ import pytest
 from megarl.rewards.code import CodeOptions, Credit, score_code
 from megarl.sandbox import Limits, SandboxOptions
 
-OPTIONS = CodeOptions(sandbox=SandboxOptions(limits=Limits(cpu_s=2, wall_s=5)), credit=Credit.FRACTION)
+# Nothing here waits; a busy machine may take seconds to start pytest.
+OPTIONS = CodeOptions(sandbox=SandboxOptions(limits=Limits(cpu_s=5, wall_s=60)), credit=Credit.FRACTION)
 
 # As in LeetCodeDataset: imports and helpers that both the program and the test use.
 PROMPT = """
