@@ -82,12 +82,9 @@ def converse(
     """Sample the conversations of prompts."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    t0 = time.monotonic()
     with running(engine) as started:
-        print("STARTED", time.monotonic() - t0, flush=True)
         world = _World(engine=started, host=EpisodeHost(host), loop=loop)
         source = VllmSource(world, world, host.config)
         batch = source.submit(prompts, plan)
         source.wait(lambda: batch.is_complete, timeout_s=200.0)
-        print("DONE", time.monotonic() - t0, flush=True)
     return Outcome(samples=batch.rollout().samples, returned=world.returned)

@@ -89,7 +89,7 @@ def turns_of(sample: Sample, outcome: Outcome) -> list[list[int]]:
 
 
 def test_an_openai_client_trains_on_what_the_engine_returned(engine_process: RankPool, talker: Path) -> None:
-    outcome = talk_with(engine_process, talker, {"agent": f"{HELPERS / 'chat_agent.py'}:ask_thrice"}, num_samples=6)
+    outcome = talk_with(engine_process, talker, {"agent": f"{HELPERS / 'chat_agent.py'}:ask_often"}, num_samples=6)
     tokenizer = load_tokenizer(talker)
     chat = [Message(role="system", content="Be brief."), Message(role="user", content="37*21=?")]
     num_unlike = 0

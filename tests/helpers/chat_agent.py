@@ -1,4 +1,4 @@
-"""An agent for whole runs with a model of random weights: it asks for three turns, and returns what it read."""
+"""An agent for whole runs with a model of random weights: it asks for four turns, and returns what it read."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from openai import AsyncOpenAI
 
 from megarl.types import Prompt
 
-NUM_TURNS = 3
-MAX_TOKENS = 12
+NUM_TURNS = 4
+MAX_TOKENS = 40
 
 
-async def ask_thrice(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+async def ask_often(prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, *(m.as_dict() for m in prompt.messages)]
     texts = []
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

@@ -16,6 +16,8 @@ from typing import Any
 import openai
 import psutil
 import pytest
+import uvloop
+import yaml
 
 from megarl.config.environments import EnvironmentConfig, EnvironmentEntry
 from megarl.data.tiny_model import make_byte_tokenizer
@@ -192,6 +194,22 @@ def test_more_agents_wait_in_threads_at_once_than_a_pool_has() -> None:
     assert [talk.last.reward for talk in asyncio.run(all_of_them())] == [1.0] * 40
 
 
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    code, settings = text.partition("    # agent.py\n")[2].split("    environment:\n", 1)
+    (tmp_path / "agent.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    entries = yaml.safe_load("    environment:\n" + settings.partition("\n\n")[0])["environment"]["entries"]
+    assert entries == {"solver": {"type": "agent", "arguments": {"agent": "agent.py:solve"}}}
+    agent = f"{tmp_path}/{entries['solver']['arguments']['agent']}"
+    talk = asyncio.run(converse({"agent": agent}, "4", " 3"))
+    assert (talk.last.done, talk.last.reward) == (True, 1.0)
+    assert talk.text == (
+        "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nNo. Try again.<|im_end|>\n<|im_start|>assistant\n 3<|im_end|>"
+    )
+    assert asyncio.run(converse({"agent": agent}, "4", "5", "6")).last.reward == 0.0
+
+
 def program(tmp_path: Path, code: str) -> dict[str, Any]:
     path = tmp_path / "agent.py"
     path.write_text(textwrap.dedent(code), encoding="utf-8")
@@ -212,7 +230,17 @@ def test_a_program_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path)
         print(json.dumps({"reward": float(text == row["ground_truth"]), "level": row["extra_info"]["level"]}))
         """,
     )
-    talk = asyncio.run(converse(command, "3"))
+    # In an actor of Ray, the loop is uvloop's, and runs in another thread than the main one.
+    talks: list[Talk] = []
+
+    def lead_in_thread() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            talks.append(runner.run(converse(command, "3")))
+
+    thread = threading.Thread(target=lead_in_thread)
+    thread.start()
+    thread.join(60.0)
+    (talk,) = talks
     assert (talk.last.done, talk.last.reward, talk.last.details) == (True, 1.0, {"level": 2}), talk.last
     assert talk.text == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
 
