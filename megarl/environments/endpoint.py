@@ -87,6 +87,7 @@ class Chat:
 
     def __init__(self, parse: Parser | None) -> None:
         """Begin a chat; `parse` finds the policy's calls of tools, if any are looked for."""
+        self.key = secrets.token_urlsafe(16)
         self._parse = parse
         self._said: list[_Said] = []
         self._tools: list[Mapping[str, Any]] = []
@@ -224,14 +225,13 @@ class ChatServer(uvicorn.Server):
 
     def open(self, chat: Chat) -> str:
         """Return the base URL of a new chat."""
-        key = secrets.token_urlsafe(16)
-        self._chats[key] = chat
-        return f"{self._address}/s/{key}/v1"
+        self._chats[chat.key] = chat
+        return f"{self._address}/s/{chat.key}/v1"
 
     def close(self, chat: Chat) -> None:
         """End a chat."""
         chat.close()
-        self._chats = {key: each for key, each in self._chats.items() if each is not chat}
+        self._chats.pop(chat.key, None)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from megarl.types import Prompt
 class HostSpec:
     """The settings with which a host of environments starts; `names` are the environments that rows use.
 
-    max_prompt_tokens: a conversation that an environment opens with more tokens fails; null: there is no limit.
+    max_prompt_tokens: a conversation that an environment opens with more tokens fails; None: there is no limit.
     """
 
     model_path: str
