@@ -1,8 +1,5 @@
 """Agents that own their loop drive real vLLM: what trains are the tokens that the engine returned, and nothing else."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,12 @@ from megarl.rollout.engine import engine_spec
 from megarl.rollout.source import SamplingPlan
 from megarl.types import FinishReason, Message, Prompt, Sample, SegmentSource
 from tests.e2e.agent_run import Outcome, converse
-from tests.e2e.support import REPOSITORY, small_config
+from tests.e2e.support import small_config
 from tests.helpers.chat_agent import MAX_TOKENS, NUM_TURNS
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.verifiers_venv import verifiers_command
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-VERIFIERS = "verifiers==0.4.0"
-VENV = REPOSITORY / ".venv-verifiers"
 TOOLS = "{% for tool in tools or [] %}<|im_start|>tools\n{{ tool.function.name }}<|im_end|>\n{% endfor %}"
 
 
@@ -110,26 +106,11 @@ def test_an_openai_client_trains_on_what_the_engine_returned(engine_process: Ran
     assert num_unlike > 0
 
 
-@pytest.fixture(scope="module")
-def python_of_verifiers() -> Path:
-    """An environment of its own, made with the first use. verifiers needs other versions than megarl does."""
-    python = VENV / "bin" / "python"
-    stamp = VENV / VERIFIERS
-    if not stamp.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", VERIFIERS], check=True)
-        stamp.touch()
-    return python
-
-
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_verifiers_trains_on_what_the_engine_returned(
-    engine_process: RankPool, talker: Path, python_of_verifiers: Path
-) -> None:
-    """verifiers' harness makes an environment for its chat program with uv, and goes through a server of its own."""
-    path = f"PATH={Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = ["env", path, str(python_of_verifiers), str(HELPERS / "verifiers_agent.py")]
+def test_verifiers_trains_on_what_the_engine_returned(engine_process: RankPool, talker: Path) -> None:
+    """Its harness goes through a server of its own; its user asks twice after the first answer."""
+    command = verifiers_command()
     outcome = talk_with(engine_process, talker, {"command": command}, num_samples=2)
     tokenizer = load_tokenizer(talker)
     for sample in outcome.samples:

@@ -25,6 +25,7 @@ from megarl.environments import open_environments
 from megarl.environments.host import EpisodeHost, HostReply, HostSpec, StartRequest, TurnRequest
 from megarl.errors import ConfigError
 from megarl.types import Message, Prompt
+from tests.helpers.verifiers_venv import verifiers_command
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 TOKENIZER = make_byte_tokenizer()
@@ -76,7 +77,7 @@ async def converse(
         data_source="d",
         ground_truth="3",
         messages=(Message(role="user", content="1+2?"),),
-        extra_info={"level": 2},
+        extra_info={"level": 2, "max_tokens": 40},
         environment="mine",
     )
     talk = Talk(replies=[await host.start(7, StartRequest(prompt=row))])
@@ -243,6 +244,25 @@ def test_a_program_reads_the_row_and_its_last_line_is_the_reward(tmp_path: Path)
     (talk,) = talks
     assert (talk.last.done, talk.last.reward, talk.last.details) == (True, 1.0, {"level": 2}), talk.last
     assert talk.text == "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_verifiers_calls_its_tool_and_goes_on() -> None:
+    call = '<tool_call>{"name": "multiplier_multiply", "arguments": {"b": 21, "a": 37}}</tool_call>'
+    talk = asyncio.run(
+        converse({"command": verifiers_command()}, f"So {call}", "It is 777", "3", "3.", reply_timeout_s=300.0)
+    )
+    assert (talk.last.done, talk.last.reward, talk.last.failure) == (True, 1.0, ""), talk.last
+    assert talk.last.details == {"texts": ["It is 777", "3", "3."], "errors": []}
+    assert [reply.num_calls for reply in talk.replies] == [0, 1, 0, 0, 0]
+    assert talk.text == (
+        "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n1+2?<|im_end|>\n"
+        f"<|im_start|>assistant\nSo {call}<|im_end|>\n<|im_start|>tool\n777<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 777<|im_end|>\n<|im_start|>user\nAre you sure, 0?<|im_end|>\n"
+        "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nAre you sure, 1?<|im_end|>\n"
+        "<|im_start|>assistant\n3.<|im_end|>"
+    )
 
 
 def test_a_program_that_fails_costs_the_sample(tmp_path: Path) -> None:
