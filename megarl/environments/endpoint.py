@@ -248,9 +248,10 @@ class ChatServer(uvicorn.Server):
             if not isinstance(body, Mapping):
                 raise RequestError(f"the body is {type(body).__name__}, expected an object")
             completion = await chat.ask(body)
-        except ValueError as error:
-            # What is no JSON is a ValueError, too.
+        except RequestError as error:
             return _error(400, str(error))
+        except (ValueError, TypeError, AttributeError) as error:
+            return _error(400, f"the body is not what OpenAI's API takes: {type(error).__name__}: {error}")
         if not body.get("stream"):
             return JSONResponse(completion)
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))

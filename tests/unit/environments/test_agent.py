@@ -321,6 +321,7 @@ def test_the_first_request_is_the_prompt_and_has_its_limit() -> None:
             r"messages\[0\].content has a part that is no text",
         ),
         ({"messages": [*QUESTION, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the body is not what OpenAI's API takes: TypeError"),
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused_and_costs_nothing_else(
