@@ -117,7 +117,6 @@ def test_verifiers_trains_on_what_the_engine_returned(engine_process: RankPool, 
         assert sample.episode is not None
         assert (sample.finish_reason, sample.episode.reason) == (FinishReason.STOP, "")
         opening = tokenizer.decode(sample.prompt_token_ids)
-        print(opening, sample.episode.details)
         assert opening.startswith(
             "<|im_start|>tools\nmultiplier_multiply<|im_end|>\n<|im_start|>user\n37*21=?<|im_end|>"
         )
